@@ -11,7 +11,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 from simpletuner.annexes.display.log import setup_logging
@@ -25,22 +24,23 @@ from simpletuner.cli.sample import SHORT, prepared_samples
 from simpletuner.cli.settings import command_settings, prepare_output, set_environment
 from simpletuner.cli.train import agreed, configure_torch, recorded_events, run_checked
 from simpletuner.config.schema import all_options
-from simpletuner.config.sources import COMMAND_LINE, SELECTORS, Arguments, configured
+from simpletuner.config.sources import ARGUMENTS, SELECTORS, Arguments, configured
 from simpletuner.distributed.world import World
 from simpletuner.errors import ConfigError, Problem
+from simpletuner.models.lora_keys import LORA_FILE
 from simpletuner.plan.build import Plan
 from simpletuner.reporting.events import EventStream, Subscriber
 from simpletuner.reporting.metrics import MEDIA_FILE, METRICS_FILE, read_media, read_rows
-from simpletuner.training.manifest import LORA_FILE, PIPELINE_FOLDER
+from simpletuner.training.manifest import PIPELINE_FOLDER
 
 WRITTEN_DATASETS = "data_backend_config.json"  # in the output folder: datasets that were given as a list
 
-PARAMETERS = {"--prompt": "prompts", "--image": "images"}  # of `sample` whose flags have other names
+PARAMETERS = {"prompt": "prompts", "image": "images"}  # of `sample` that are lists
 
 
 @dataclass(frozen=True)
 class TrainResult:
-    """What a run has produced.
+    """The result of a run.
 
     Attributes:
         output_dir: the folder of the run.
@@ -87,8 +87,7 @@ def train(
         Interrupted: Ctrl-C or a request to stop; the last step is kept as a checkpoint.
     """
     configure_torch()
-    with _named_as_arguments():
-        plan, budget = ready_plan(_arguments(config))
+    plan, budget = ready_plan(_arguments(config))
     if (count := plan.config.launch.num_processes) > 1:
         message = f"{count}, but a function trains in its own process only; use the command `simpletuner train`."
         raise ConfigError([Problem("num_processes", message)])
@@ -110,11 +109,9 @@ def plan(config: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
         ConfigError: with all problems, if they prevent a plan.
     """
-    with _named_as_arguments():
-        arguments = _arguments(config)
-        weighed = weigh_plan(arguments)
-    problems = [_named(each) for each in (*weighed[0].warnings, *arguments.problems)]
-    return json.loads(plan_json(weighed, problems))
+    arguments = _arguments(config)
+    weighed = weigh_plan(arguments)
+    return json.loads(plan_json(weighed, [*weighed[0].warnings, *arguments.problems]))
 
 
 def sample(
@@ -140,37 +137,29 @@ def sample(
     """
     if isinstance(prompts, str):
         raise ConfigError([Problem("prompts", f"is a list: [{prompts!r}].")])
-    arguments = _arguments({SHORT.get(key, key): value for key, value in settings.items()}, overrides=True)
+    arguments = _arguments({SHORT.get(key, key): value for key, value in settings.items()}, label="settings")
     folder, chosen = None if source is None else str(source), None if checkpoint is None else [str(checkpoint)]
     asked = SampleRequest(folder, str(output), arguments, prompts, [*map(str, images)], [strength], chosen, ema)
     names = PARAMETERS | {SHORT[key]: key for key in settings if key in SHORT}
-    with _named_as_arguments(names), prepared_samples(asked, _events(on_event, show)) as (plan, weights, events):
-        from simpletuner.annexes.sweep import render_samples
-
-        return render_samples(plan, weights[0], [strength], events)
-
-
-@contextmanager
-def _named_as_arguments(names: Mapping[str, str] = MappingProxyType({})) -> Iterator[None]:
-    """Let problems name what the caller of a function wrote, see `_named`."""
     try:
-        yield
+        with prepared_samples(asked, _events(on_event, show)) as (plan, weights, events):
+            from simpletuner.annexes.sweep import render_samples
+
+            return render_samples(plan, weights[0], [strength], events)
     except ConfigError as error:
-        raise ConfigError(_named(each, names) for each in error.problems) from None
+        # As the caller wrote them.
+        raise ConfigError(replace(each, where=names.get(each.where, each.where)) for each in error.problems) from None
 
 
-def _named(problem: Problem, names: Mapping[str, str] = MappingProxyType({})) -> Problem:
-    """A problem that does not speak of a command line; `names` are arguments by flag or key."""
-    where = names.get(problem.where, problem.where.removeprefix("--"))
-    return replace(problem, where=where, message=problem.message.removesuffix(f" ({COMMAND_LINE})"))
+def _arguments(config: object, label: str = ARGUMENTS) -> Arguments:
+    """The settings in an argument of a function, which messages call `label`.
 
-
-def _arguments(config: object, *, overrides: bool = False) -> Arguments:
-    """The settings of a dict: a whole configuration, or what overrides one that is a file or a run."""
+    A `config` is a whole configuration, unless it selects one that its other keys override. Other arguments override.
+    """
     set_environment()
-    plain, arguments = _as_json(config), command_settings([])
+    plain, arguments = _as_json(config), replace(command_settings([]), label=label)
     arguments.selectors = {SELECTORS[key]: str(plain.pop(key)) for key in SELECTORS.keys() & plain.keys()}
-    if arguments.selectors or overrides:
+    if arguments.selectors or label != ARGUMENTS:
         arguments.settings += plain.items()
     else:
         arguments.base = configured(plain)

@@ -84,8 +84,9 @@ def open_atomically(path: Path, *, durable: bool = True) -> Iterator[BinaryIO]:
 
 @contextmanager
 def changing(path: Path) -> Iterator[None]:
-    """Hold off other processes that read a file, change its content and write it in this context. The lock is another
-    file beside it, `.<name>.lock`, since writing replaces the file itself.
+    """Lock a file that the block reads, changes and writes, against other processes that do the same.
+
+    The lock is a file beside it, `.<name>.lock`, since writing replaces the file itself.
 
     Raises:
         DiskFullError, WriteError: as in `writing_to`.
@@ -131,33 +132,26 @@ def build_folder(final: Path) -> Iterator[Path]:
         try:
             temporary.mkdir(parents=True)
             yield temporary
-            replace_folder(temporary, final)
+            _replace_folder(temporary, final)
         except BaseException:
             shutil.rmtree(temporary, ignore_errors=True)
             raise
 
 
-def replace_folder(temporary: Path, final: Path) -> None:
+def _replace_folder(temporary: Path, final: Path) -> None:
     """Rename a finished folder to its final name, after flushing everything in it to the disk.
 
     An existing folder of that name is moved aside first and deleted afterwards: rename cannot replace a folder that is
     not empty. A kill exactly between the two renames leaves the old one as `<final>-old-tmp`, see `sweep_folders`.
-
-    Raises:
-        ValueError: the temporary name does not end in `-tmp`, so a reader could have taken it for complete.
     """
-    if not temporary.name.endswith(UNFINISHED_FOLDER_SUFFIX):
-        raise ValueError(f"{temporary}: an unfinished folder must be named ...{UNFINISHED_FOLDER_SUFFIX}")
     # Contents before the name: after a power cut, a rename may have reached the disk before the data.
     _flush_tree(temporary)
+    aside = final.with_name(final.name + OLD_FOLDER_SUFFIX)
     if final.exists():
-        aside = final.with_name(final.name + OLD_FOLDER_SUFFIX)
         shutil.rmtree(aside, ignore_errors=True)
         final.rename(aside)
-        temporary.rename(final)
-        shutil.rmtree(aside, ignore_errors=True)
-    else:
-        temporary.rename(final)
+    temporary.rename(final)
+    shutil.rmtree(aside, ignore_errors=True)
     _flush(final.parent)
 
 

@@ -11,6 +11,7 @@
 from __future__ import annotations
 
 import difflib
+import functools
 import re
 import unicodedata
 from collections.abc import Generator, Iterable, Mapping, Sequence
@@ -44,7 +45,7 @@ class Problem:
         return visible(f"{self.where}: {self.message}" if self.where else self.message)
 
     def to_json(self) -> dict[str, Any]:
-        """It as programs read it."""
+        """The problem as JSON, for programs."""
         remedy = {"remedy": dict(self.remedy)} if self.remedy else {}
         return {"key": self.where, "message": self.message, "fatal": self.fatal, **remedy}
 
@@ -95,7 +96,7 @@ class ConfigError(UserError):
 
 
 class Problems(list[Problem]):
-    """The place where the problems that rules and readers yield come together."""
+    """Collects the problems that rules and readers yield."""
 
     def take(self, reading: Reading[T]) -> T:
         """The result of a reading, whose problems are added.
@@ -167,10 +168,9 @@ class Interrupted(SimpleTunerError):
 
 
 # Of native code: torch's allocators, CUDA's libraries, and the system's mapping of files and libraries.
-OUT_OF_MEMORY_TEXTS = (
-    "can't allocate memory", "cannot allocate memory", "not enough memory", "out of memory", "alloc_failed",
-    "bad_alloc", "failed to map segment",
-)  # fmt: skip
+OUT_OF_MEMORY = re.compile(
+    "can(not|'t) allocate memory|not enough memory|out of memory|alloc_failed|bad_alloc|failed to map segment", re.I
+)
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -178,7 +178,7 @@ def is_out_of_memory(error: BaseException) -> bool:
     if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":  # torch's, without importing it
         return True
     is_native = isinstance(error, RuntimeError | ImportError | OSError)
-    return is_native and any(sign in str(error).lower() for sign in OUT_OF_MEMORY_TEXTS)
+    return is_native and OUT_OF_MEMORY.search(str(error)) is not None
 
 
 def full_text(error: BaseException) -> str:
@@ -192,7 +192,11 @@ SHORTEST_ABBREVIATION = 3  # letters; one or two occur in nearly every word
 
 def nearest(word: str, known: Iterable[str], cutoff: float = 0.6) -> str | None:
     """The known word most similar to `word`, else the only one that it shortens (txt: textfile), else None."""
-    words = [*known]
+    return _nearest(word, tuple(known), cutoff)
+
+
+@functools.lru_cache(1000)  # the page judges the same misspelt key after every change, and comparing takes 20 ms
+def _nearest(word: str, words: tuple[str, ...], cutoff: float) -> str | None:
     if matches := difflib.get_close_matches(word, words, n=1, cutoff=cutoff):
         return matches[0]
     in_order = re.compile(".*".join(map(re.escape, word)))
@@ -209,6 +213,11 @@ def did_you_mean(word: str, known: Sequence[str] | Iterable[str]) -> str:
 def not_one_of(word: str, known: Iterable[str]) -> str:
     """`'x' is not one of: a, b. Did you mean 'a'?`"""
     return f"{word!r} is not one of: {', '.join(known)}.{did_you_mean(word, known)}"
+
+
+def counted(number: int, word: str, words: str = "") -> str:
+    """`1 step`, `2 steps`; `words` is an irregular plural."""
+    return f"{number} {word if number == 1 else words or word + 's'}"
 
 
 def shorten(names: Sequence[str], most: int = 10) -> str:

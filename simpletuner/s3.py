@@ -50,13 +50,9 @@ class S3Login:
             request_checksum_calculation="when_required",
             response_checksum_validation="when_required",
         )
-        session = boto3.Session(
-            aws_access_key_id=self.access_key,
-            aws_secret_access_key=self.secret_key,
-            aws_session_token=self.session_token,
-            region_name=self.region or ("auto" if self.endpoint_url else None),
-            profile_name=self.profile,
-        )
+        region = self.region or ("auto" if self.endpoint_url else None)
+        keys = self.access_key, self.secret_key, self.session_token
+        session = boto3.Session(*keys, region_name=region, profile_name=self.profile)
         client = session.client("s3", endpoint_url=self.endpoint_url, use_ssl=self.use_ssl, config=settings)
 
         def add_headers(request: Any, **_: object) -> None:

@@ -17,7 +17,6 @@ import pytest
 from simpletuner.atomic import (
     build_folder,
     open_atomically,
-    replace_folder,
     sweep_files,
     sweep_folders,
     write_atomically,
@@ -151,12 +150,6 @@ def test_what_a_killed_build_left_is_not_mixed_into_the_next(tmp_path: Path) -> 
     with build_folder(tmp_path / "checkpoint-10") as folder:
         (folder / "weights").write_text("whole")
     assert names(tmp_path / "checkpoint-10") == ["weights"]
-
-
-def test_an_unfinished_folder_must_look_unfinished(tmp_path: Path) -> None:
-    (tmp_path / "checkpoint-11").mkdir()
-    with pytest.raises(ValueError, match="-tmp"):
-        replace_folder(tmp_path / "checkpoint-11", tmp_path / "checkpoint-10")
 
 
 WRITER = """

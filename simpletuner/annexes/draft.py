@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +20,7 @@ from simpletuner.plan.build import Plan, make_plan
 
 @dataclass(frozen=True)
 class Judgement(Plan):
-    """What training would make of some settings, finished or not, and everything that is wrong with them."""
+    """The plan of some settings, finished or not, and all their problems."""
 
     problems: Sequence[Problem] = ()
 
@@ -60,10 +61,12 @@ class Draft:
         return self.values[key] if key in self.values else self.config.flat[key]
 
     def weigh(self, key: str, changes: Mapping[str, Any]) -> list[Problem]:
-        """Problems that a key has with these changes, and new ones of other keys; None removes a key."""
-        known = set(self.judgement.problems)
-        problems = self.judge(self._with(changes)).problems
-        return [problem for problem in problems if problem.where == key or problem not in known]
+        """Problems that a key has with these changes, else new ones of other keys; None removes a key."""
+        known, problems = set(self.judgement.problems), self.judge(self._with(changes)).problems
+        mine = [problem for problem in problems if problem.where == key]
+        # In place of an invalid value its default was judged, whose effects on other keys mean nothing.
+        is_invalid = any(problem.fatal for problem in mine)
+        return mine if is_invalid else [*mine, *(each for each in problems if each not in {*known, *mine})]
 
     def change(self, changes: Mapping[str, Any]) -> None:
         """Apply the changes; None removes a key. Values are converted to their type, so "1e-4" becomes a number."""
@@ -72,12 +75,12 @@ class Draft:
         flat = self.config.flat
         self.values = {
             # Untouched keys stay as the user wrote them; references stay references in the file.
-            key: flat[key] if key in changes and not _refers_to_environment(value) else value
+            key: flat[key] if key in changes and "{env:" not in str(value) else value
             for key, value in values.items()
         }
 
     def after(self, changes: Mapping[str, Any]) -> Draft:
-        """What this draft would be with the changes; None removes a key."""
+        """This draft after the changes; None removes a key."""
         # Shallow: values and judgement are replaced, never changed in place.
         draft = copy.copy(self)
         draft.values = self._with(changes)
@@ -98,13 +101,18 @@ class Draft:
         arguments = Arguments(base=result_of(located_at(self.file, layer)))
         plan, problems = make_plan(arguments, "draft"), arguments.problems
         # Writing the draft would replace its dataset file.
-        if Path(plan.config.run.data_backend_config or "").expanduser() == self.file:
+        datasets = Path(plan.config.run.data_backend_config or DATASET_FILE).expanduser()
+        if datasets == self.file:
             problems.append(Problem("data_backend_config", "is the file that these settings go to; choose another."))
+        elif datasets.is_dir():
+            message = f"{str(datasets)!r} is a folder; name a file in it, such as {datasets / DATASET_FILE}."
+            problems.append(Problem("data_backend_config", message))
         return Judgement(**vars(plan), problems=problems)
 
     def _with(self, changes: Mapping[str, Any]) -> dict[str, Any]:
         return {key: value for key, value in {**self.values, **changes}.items() if value is not None}
 
 
-def _refers_to_environment(value: Any) -> bool:
-    return isinstance(value, str) and "{env:" in value
+def key_of(problem: Problem) -> str:
+    """The key of a problem, whose place may be a part of its value, such as `tread_config.routes[0]`."""
+    return re.split(r"[.\[]", problem.where)[0]

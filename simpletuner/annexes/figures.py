@@ -167,7 +167,7 @@ def duration(seconds: float) -> str:
 
 
 def amount(count: int, unit: str) -> str:
-    """`1,204 captions`; just the number if there is no unit, and `done` if nothing was counted."""
+    """`1,204 captions`; only the number without a unit, and `done` if nothing was counted."""
     if not unit:
         return f"{count:,}" if count else "done"
     return f"{count:,} {unit.removesuffix('s') if count == 1 else unit}"

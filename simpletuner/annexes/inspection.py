@@ -153,7 +153,7 @@ def remove_garbage(folder: Path, garbage: Garbage) -> None:
 def entries_of(
     file: str, latents: Iterable[LatentEntry], texts: Iterable[TextEntry], catalogue: Catalogue
 ) -> list[LatentEntry | TextEntry]:
-    """Those that belong to a file, which is named by its path or as `dataset/name`."""
+    """The entries of a file, which is named by its path or as `dataset/name`."""
     place, text_of = Path(file).absolute(), catalogue.text
 
     def shows(sample: Sample) -> bool:

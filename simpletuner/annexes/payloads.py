@@ -6,6 +6,7 @@ paths relative to the output folder.
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import os
@@ -14,6 +15,7 @@ import time
 import uuid
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
@@ -21,6 +23,7 @@ from typing import Any, BinaryIO
 
 from simpletuner.annexes.figures import Pace, ending, line_of
 from simpletuner.atomic import writing_to
+from simpletuner.errors import WriteError
 from simpletuner.redaction import redact_texts
 from simpletuner.reporting import events, metrics
 
@@ -34,7 +37,7 @@ SEVERITY: Mapping[events.RunState, str] = {"finished": "success", "failed": "err
 
 @dataclass
 class Payloads:
-    """Turns each event into its payloads, without secrets; progress in between is left out.
+    """Turns an event into its payloads, without secrets; progress is throttled.
 
     Attributes:
         every: seconds between two payloads about the steps, and between two about the progress of a phase; the first
@@ -206,18 +209,56 @@ class EventLog:
         self._last = last_id(self.path)
 
     def __call__(self, event: events.Event) -> None:
+        """Append the payloads of an event.
+
+        Raises:
+            DiskFullError, WriteError: they cannot be written. The end of a run raises nothing: the subscribers after
+                this one have to hear of it, too.
+        """
         for payload in self._payloads(event):
             self._last += 1
             line = json.dumps({"id": self._last, **payload}, ensure_ascii=False, allow_nan=False).encode() + b"\n"
-            with writing_to(self.path), self.path.open("ab") as file:
+            try:
+                with writing_to(self.path):
+                    append_line(self.path, line)
+            except WriteError:
+                if not (isinstance(event, events.StateChanged) and event.state in events.ENDED):
+                    raise
+                with suppress(OSError):
+                    self._replace_last(line)
+                return
+
+    def _replace_last(self, line: bytes) -> None:
+        """Write a line in the place of the newest ones, usually progress, which takes no space of a full disk."""
+        with self.path.open("r+b") as file:
+            file.seek(-min(TAIL, file.seek(0, os.SEEK_END)), os.SEEK_END)
+            tail = file.read()
+            if len(line) <= len(tail):
+                begin = tail.rfind(b"\n", 0, len(tail) - len(line)) + 1
+                file.seek(begin - len(tail), os.SEEK_CUR)
                 file.write(line)
+                file.truncate()
+
+
+def append_line(path: Path, line: bytes) -> None:
+    """Append a line to a file; one that does not fit on the disk leaves no beginning, which would spoil the next.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    with path.open("ab", buffering=0) as file:
+        size = file.tell()
+        # On a full disk, a raw write may stop halfway without an error.
+        if file.write(line) < len(line):
+            file.truncate(size)
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
 TAIL = 1 << 18  # bytes; no line is longer
 
 
 def last_id(path: Path) -> int:
-    """The id of the newest event in a log; 0 if there is none."""
+    """The id of the newest event in a log; 0 without one."""
     if not path.is_file():
         return 0
     with path.open("rb") as file:
@@ -254,7 +295,7 @@ def offset_after(file: BinaryIO, number: int) -> int:
 
 
 def read_events(path: Path, after_id: int = 0) -> list[Payload]:
-    """The events after an id, oldest first; none if there is no file. Torn lines are left out."""
+    """The events after an id, oldest first, without torn lines; none if the file does not exist."""
     if not path.is_file():
         return []
     with path.open("rb") as file:

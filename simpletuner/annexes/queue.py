@@ -40,11 +40,11 @@ class Job:
         folder: the output folder of the run that it trains, renders from or writes captions for.
         config: of `train`: the name of its config.
         settings: of `train`: what overrides that config.
-        options: of the other commands: what the command line has besides the folder.
+        options: of other commands: the arguments besides the folder.
         state: `waiting`, `running`, or how it ended, as states of runs.
-        message: what keeps it from starting, what it waits for, or what it said last.
+        message: what keeps it from starting, or the end of its output.
         waits_for: the id of a job, or the output folder of a run that was started by hand.
-        after: what ended before it started, and how.
+        after: the job or run that it waited for, and how that ended.
         owner: its process.
     """
 
@@ -81,10 +81,10 @@ def in_state(jobs: Sequence[Job], state: str) -> list[Job]:
 
 
 class Worker(Protocol):
-    """What the queue leaves to whoever knows runs and processes."""
+    """Starts and watches the processes of jobs."""
 
     def check(self, job: Job) -> None:
-        """Raise a `UserError` with what keeps a job from starting, besides others that are at work."""
+        """Raise a `UserError` if a job could not start now, even with nothing else at work."""
 
     def start(self, job: Job) -> Job:
         """Start the process of a job; returns it with its owner, or raises a `UserError`."""
@@ -93,7 +93,7 @@ class Worker(Protocol):
         """A started job with its state and message as of now."""
 
     def at_work(self) -> str:
-        """The output folder of a run that is at work on this machine; empty if there is none."""
+        """The output folder of a run that is at work on this machine; empty without one."""
 
     def outcome(self, folder: str) -> str:
         """What became of the run in a folder, in a word."""
@@ -113,7 +113,7 @@ class Queue:
         self._problems: dict[str, tuple[float, str]] = {}  # of waiting jobs, and when that was seen
 
     def read(self) -> list[Job]:
-        """All jobs: those that have ended, the one at work, those that wait.
+        """All jobs: ended, at work, waiting.
 
         Raises:
             UserError: the file is damaged; it is kept.
@@ -126,7 +126,7 @@ class Queue:
 
     @contextmanager
     def _change(self) -> Iterator[Write]:
-        """Hold off other servers; yields a function that writes the jobs."""
+        """Lock the file against other servers; yields a function that writes the jobs."""
         with changing(self.file):
             yield lambda jobs: write_atomically(self.file, JOBS.dump_json(list(jobs), indent=2))
 
@@ -149,7 +149,7 @@ class Queue:
         raise UserError(f"There is no job {name!r} in the queue.")
 
     def move(self, name: str, by: int) -> None:
-        """Let a waiting job pass others: -1 is one earlier."""
+        """Move a waiting job by places: -1 is one earlier."""
         with self._change() as write:
             jobs = self.read()
             waiting = in_state(jobs, WAITING)
@@ -160,7 +160,7 @@ class Queue:
                     return
 
     def again(self, name: str) -> None:
-        """Let a job that has ended wait once more, before the others: a run continues from its newest checkpoint."""
+        """Queue a job that has ended again, as the next one: a run continues from its newest checkpoint."""
         with self._change() as write:
             jobs = self.read()
             for job in jobs:
@@ -187,7 +187,7 @@ class Queue:
                 write(jobs)
 
     def _start_next(self, jobs: list[Job], write: Write) -> list[Job]:
-        """The jobs, one more of them at work if nothing else is; those that wait know for what."""
+        """Start the first job that can start, if nothing is at work; returns all jobs, with what they wait for."""
         running = in_state(jobs, RUNNING)
         busy = running[0].id if running else self.worker.at_work()
         for place, job in enumerate(jobs):
@@ -197,9 +197,9 @@ class Queue:
                     jobs[place] = replace(job, message=problem)
                     continue
                 jobs[place] = self._start(job, jobs, write)
-                # If it could not start after all, it is the next one's turn.
+                # If it could not start after all, try the next one.
                 busy = job.id if jobs[place].state == RUNNING else ""
-        # Those with a problem wait, too: for one that passed them, and has perhaps ended before they are mended.
+        # Jobs with a problem wait for the one that passed them, which may have ended before they are corrected.
         return [replace(job, waits_for=busy or job.waits_for) if job.state == WAITING else job for job in jobs]
 
     def _problem(self, job: Job) -> str:
@@ -220,7 +220,7 @@ class Queue:
         is_folder = Path(job.waits_for).is_absolute()  # otherwise a job, which may have been removed since
         after = self.worker.outcome(job.waits_for) if is_folder else known.get(job.waits_for, "")
         begun = replace(job, state=RUNNING, message="", after=after, waits_for="")
-        # Before there is a process: whatever kills this server, no job is started twice.
+        # Before the process starts: if this server is killed, no job is started twice.
         write([begun if each is job else each for each in jobs])
         try:
             return self.worker.start(begun)
@@ -229,14 +229,14 @@ class Queue:
             return replace(job, message=str(error))
 
     def serve(self, over: threading.Event) -> None:
-        """Start jobs until `over`. Of several servers on a project one does; when it ends, another takes its place."""
+        """Start jobs until `over`. One of several servers on a project does so; when it ends, another takes over."""
         while not over.wait(PAUSE):
             try:
-                # A project that never had a queue gets no files.
+                # A project without a queue gets no files.
                 if self.file.is_file() and self._is_server():
                     self.step()
                 self.problem = ""
-            except Exception as error:  # noqa: BLE001 - whatever the files of a run hold, its neighbours wait for this
+            except Exception as error:  # noqa: BLE001 - a damaged run must not stop the queue
                 self.problem = full_text(error)
         if self._lock is not None:
             self._lock.close()
@@ -255,7 +255,7 @@ class Queue:
 
     @property
     def other_server(self) -> str:
-        """The server that starts the jobs, if it is not this one and there is a queue; else empty."""
+        """The server that starts the jobs, unless it is this one; empty without a queue."""
         path = self.file.with_name(SERVER_FILE)
         with suppress(OSError, UserError):
             if self._lock is None and path.is_file() and not (owner := read_owner(path, path.read_bytes())).is_gone:

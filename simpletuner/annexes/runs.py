@@ -1,7 +1,7 @@
-"""A run, as its process and its output folder tell of it. Free of torch.
+"""The state of a run, read from its process and its output folder. Free of torch.
 
-Nothing about a run is kept here that could not be read again: after a crash of the run, of the server or of the machine
-the folder says what happened.
+Nothing is kept here that could not be read again: after a crash of the run, the server or the machine, the folder still
+shows what happened.
 """
 
 from __future__ import annotations
@@ -56,13 +56,13 @@ QUIET = 60.0  # seconds without news from a process of this machine that the pag
 
 @dataclass(eq=False)
 class Tail:
-    """The lines that are appended to a file, each once, and never more than a part of them in memory.
+    """Follows a growing file of JSON lines: returns every line once, and holds at most one part of them in memory.
 
     Attributes:
-        number: the key of a whole number that their JSON objects have.
-        begin: where to begin in a file, also in one that replaces it or was cut.
-        renew: called before such a file is read.
-        damage: a complete line that is no such object; empty if there is none.
+        number: a key that every object has, with a whole number.
+        begin: finds the offset to begin at, in the file and in every file that replaces it.
+        renew: called before a replaced, truncated or rewritten file is read again.
+        damage: describes the first complete line that is no such object; empty without one.
     """
 
     path: Path
@@ -72,6 +72,7 @@ class Tail:
     damage: str = field(default="", init=False)
     _file: int = field(default=0, init=False)
     _offset: int = field(default=0, init=False)
+    _before: bytes = field(default=b"", init=False)
 
     def lines(self) -> list[bytes]:
         """The next complete lines; none at the end of the file."""
@@ -86,14 +87,16 @@ class Tail:
             return []
         with file:
             now = os.fstat(file.fileno())
-            # Replaced by an atomic write, or truncated.
-            if now.st_ino != self._file or now.st_size < self._offset:
+            # Replaced by an atomic write, truncated, or its last lines by another, as on a full disk.
+            is_same = now.st_ino == self._file and now.st_size >= self._offset
+            if not is_same or byte_before(file, self._offset) != self._before:
                 self._restart(now.st_ino, self.begin(file))
+                self._before = byte_before(file, self._offset)
             file.seek(self._offset)
             part = file.read(PART)
         # A line longer than a part is no event: it is passed on in pieces that do not parse.
         end = part.rfind(b"\n") + 1 or (PART if len(part) == PART else 0)
-        self._offset += end
+        self._offset, self._before = self._offset + end, part[:end][-1:] or self._before
         return part[:end].splitlines(keepends=True)
 
     def _restart(self, file: int, offset: int) -> None:
@@ -117,6 +120,12 @@ class Tail:
         self.damage = self.damage or damage_of(self.path, line)
 
 
+def byte_before(file: BinaryIO, offset: int) -> bytes:
+    """The byte before a place in a file; none at its beginning."""
+    file.seek(max(0, offset - 1))
+    return file.read(min(1, offset))
+
+
 def damage_of(path: Path, line: bytes) -> str:
     """A sentence about a line that cannot be used."""
     text = redact(line.decode(errors="replace").strip())
@@ -134,19 +143,19 @@ class Record:
         self._columns = Columns()
 
     def read(self) -> tuple[Columns, str]:
-        """The metrics of all steps, and which line of the file cannot be used."""
+        """The metrics of all steps, and a sentence about an unusable line."""
         with self._lock:
             for row in self._tail.rows():
                 self._columns.add(row)
             return self._columns, self._tail.damage
 
 
-# The columns of 100,000 steps take some 15 MB; those of runs that nobody looks at are dropped.
+# The columns of 100,000 steps take some 15 MB, so only those of the runs viewed last are kept.
 record_in = lru_cache(maxsize=3)(Record)
 
 
 def last_step(path: Path) -> tuple[dict[str, Any], str]:
-    """The metrics of the last step in a record, and which line from there on cannot be used."""
+    """The metrics of the last step in a record, and a sentence about an unusable line after it."""
     metrics, damage = dict[str, Any](), ""
     for line in reversed(ending(path, PART)):
         row = parse_row(line)
@@ -159,7 +168,7 @@ def last_step(path: Path) -> tuple[dict[str, Any], str]:
 
 
 def ending(path: Path, size: int) -> list[bytes]:
-    """The last whole lines of a file, and one that was begun; none if there is no file."""
+    """The last lines of a file, including an unfinished one; none if it does not exist."""
     if not path.is_file():
         return []
     with path.open("rb") as file:
@@ -170,14 +179,14 @@ def ending(path: Path, size: int) -> list[bytes]:
 
 @dataclass
 class Story:
-    """What the events of a run's newest session told.
+    """The newest session of a run, according to its events.
 
     Attributes:
         first: the id of the first event.
         id: of the last event.
         status: of the last `training.status` with progress; empty before the first.
-        progress: of the steps, with the metrics that were last told.
-        stages: by key, the newest of each.
+        progress: of the steps, with the newest metrics.
+        stages: the newest state of every stage, by key.
         notices: the texts of warnings, and of the answer to a button.
         growing: unfinished previews by prompt, weights and index.
     """
@@ -212,7 +221,7 @@ class Story:
                         tail.reject(line)
 
     def add(self, event: Mapping[str, Any]) -> None:
-        """Take in the next event. What the page counts with is a number, or an exception is raised."""
+        """Take in the next event; raises if a number that the page computes with is none."""
         if event["job_id"] != self.job_id:
             self.begin(str(event["job_id"]), self.progress)
             self.first = event["id"]
@@ -234,7 +243,7 @@ class Story:
                 self.growing[shot_of(event)] = growing_preview(event)
             case "training.validation":
                 self.growing.pop(shot_of(event), None)
-            # Warnings, and the answer to a button. How a run ended is in its message; other events only repeat it.
+            # Warnings, and the answer to a button. Other notices repeat the message of the run.
             case "notification" if event["severity"] == "warning" or str(event["message"]).startswith(STOPS_LATER):
                 self.notices = [*self.notices, str(event["message"])][-NOTICES:]
 
@@ -272,7 +281,7 @@ class Run:
     Attributes:
         id: its name in addresses.
         may_start: whether this server starts runs.
-        written_by: the config of the project that writes into it; empty if there is none.
+        written_by: the config of the project that writes into it; empty without one.
         child: the process that this server started for it.
     """
 
@@ -287,7 +296,7 @@ class Run:
         self._events = Tail(self.folder / EVENTS_FILE, "id", renew=self._story.begin)
 
     def read(self) -> Story:
-        """What the events tell, as of now."""
+        """The newest session, up to its last event."""
         with self._lock:
             self._story.follow(self._events)
             return self._story.copy()
@@ -310,12 +319,11 @@ class Run:
     @property
     def started(self) -> Mapping[str, Any]:
         """What the page started last: `config`, `settings`, and `after`, the last event before; else empty."""
-        path = self.folder / STARTED_FILE
-        return (result_of(read_json(path, dict)) if path.is_file() else None) or {}
+        return result_of(read_json(self.folder / STARTED_FILE, dict)) or {}
 
     @property
     def config(self) -> str:
-        """The config that it is started with; empty if that is not known."""
+        """The config that it is started with; empty if unknown."""
         return str(self.started.get("config", self.written_by))
 
     @property
@@ -326,10 +334,10 @@ class Run:
 
     @property
     def owner(self) -> Owner | None:
-        """Whose lock is in the folder.
+        """The owner of the folder's lock.
 
         Raises:
-            UserError: it does not say so.
+            UserError: the lock is damaged.
         """
         path = self.folder / LOCK_FILE
         with suppress(FileNotFoundError):  # released meanwhile
@@ -349,7 +357,7 @@ class Run:
 
     @property
     def seen(self) -> float:
-        """When something in the folder last changed, in seconds since 1970; 0 if there is nothing."""
+        """When the run last wrote to its folder, in seconds since 1970; 0 if it has not."""
         times = [0.0]
         for name in (EVENTS_FILE, METRICS_FILE, LOCK_FILE, CONSOLE_FILE):
             with suppress(OSError):
@@ -362,8 +370,8 @@ class Run:
         return printed(self.folder / CONSOLE_FILE)
 
     def judge(self) -> tuple[Status, str, Story]:
-        """The state of the run, a sentence about it, and what its newest session has told."""
-        # Before its events: a run that ends meanwhile was alive, or has told how it ended.
+        """The state of the run, a sentence about it, and its newest session."""
+        # Before its events: a run that ends meanwhile was alive, or has reported its end.
         owner, is_alive = self.owner, self.pid is not None
         story = self.read()
         # Which session spoke is seen from the number of the last event before it; clocks may be set meanwhile.
@@ -376,7 +384,7 @@ class Run:
 
     def _judge(self, owner: Owner | None, is_alive: bool, story: Story, said: str) -> tuple[Status, str]:
         is_elsewhere = owner is not None and owner.host != socket.gethostname()
-        # What a session said of its end counts for more than its process, which may take a while to exit.
+        # An end that was reported counts more than the process, which may take a while to exit.
         if story.status in ENDED:
             return ENDED[story.status], story.message
         if is_alive or (is_elsewhere and time.time() - self.seen < SILENCE):
@@ -387,7 +395,7 @@ class Run:
         return self._judge_end(owner is not None or story.status in ("starting", *IN_LOOP), said)
 
     def _judge_end(self, was_at_work: bool, last: str) -> tuple[Status, str]:
-        """What became of a session that has not told how it ended; `last` are its last words on the console."""
+        """The state of a session that did not report its end; `last` are its last lines on the console."""
         if last:
             return ("cancelled", INTERRUPTED[0]) if last in INTERRUPTED else ("error", last)
         step = last_step(self.folder / METRICS_FILE)[0].get("step", 0)
@@ -444,7 +452,7 @@ class Run:
         }
 
     def _idleness(self, state: Status, story: Story) -> str:
-        """What to know of a living process that does nothing; empty if it works, or if that cannot be seen here."""
+        """Why a living process makes no progress; empty if it does, or if this machine cannot tell."""
         owner = self.owner if state in ACTIVE else None
         if owner is None or owner.host != socket.gethostname() or owner.is_gone:
             return ""
@@ -464,9 +472,9 @@ class Run:
 
 
 def advanced(progress: dict[str, Any], last: Mapping[str, Any], *, goes_on: bool) -> dict[str, Any]:
-    """What the events say of the steps, with the metrics of the last step in the record.
+    """The progress in the events, updated with the last row of the record.
 
-    Of fast steps the events tell some, and the record has all: a killed run had got as far as it says.
+    Events of fast steps are throttled. The record has every step, so it shows how far a killed run got.
     """
     current = last.get("step", progress["current"])
     percent = progress["total"] and round(100 * current / progress["total"], 1)
@@ -477,7 +485,7 @@ def advanced(progress: dict[str, Any], last: Mapping[str, Any], *, goes_on: bool
 
 
 def requested(folder: Path) -> list[str]:
-    """What a run is asked for and has not taken yet."""
+    """The requests that a run has not taken yet."""
     return [request for request in REQUESTS if (folder / request).exists()]
 
 

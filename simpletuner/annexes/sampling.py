@@ -1,5 +1,5 @@
-"""What `simpletuner sample` and `sweep` render: from a run's folder, a checkpoint, a LoRA file or a configuration to a
-plan without data to train on. Nothing here loads a weight, imports torch or writes a file.
+"""Plans what `simpletuner sample` and `sweep` render: from a run's folder, a checkpoint, a LoRA file or a configuration
+to a plan without training data. Loads no weights, imports no torch and writes nothing.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from simpletuner.plan.resume import decide_seed
 from simpletuner.training.manifest import PIPELINE_FOLDER, Checkpoint, find_checkpoints, open_checkpoint, result_step
 from simpletuner.validation.prompts import ValidationPrompt, file_safe, unique
 
-# What `offload: auto` chose for training is chosen again, except for what changes results.
+# `offload: auto` chooses again for sampling, except for these settings, which change results.
 CHOICES_KEPT = ("base_model_precision", "vae_enable_tiling", "validation_decoding")
 CACHES = ("cache_dir", "cache_dir_text", "cache_dir_vae")
 LONGEST_STEM = 60  # characters of a prompt in the name of a file
@@ -39,10 +39,10 @@ class SampleRequest:
 
     Attributes:
         source: an output folder, a checkpoint or a LoRA file; None for a base model.
-        checkpoints: numbers or names, or `latest`; None for the result (in a sweep: for all of them).
-        ema: take the moving average.
-        output: folder for what is rendered.
-        sweeps: compare checkpoints, by default with the run's own prompts.
+        checkpoints: steps, names or `latest`; None for the result, in a sweep for all checkpoints.
+        ema: render with the moving average.
+        output: folder for the pictures or clips.
+        sweeps: compare checkpoints, by default with the run's prompts.
     """
 
     source: str | None
@@ -58,13 +58,13 @@ class SampleRequest:
 
 @dataclass(frozen=True)
 class Sampled:
-    """What is sampled.
+    """The weights to sample from.
 
     Attributes:
         step: of the run; None if unknown.
-        lora: a LoRA file, for the base model.
-        transformer: of a full fine-tune, instead of the base model's.
-        content: identifies it, see `caching.keys`; empty for a base model.
+        lora: a LoRA file for the base model.
+        transformer: of a full fine-tune, in place of the base model's.
+        content: identifies the weights, see `caching.keys`; empty for a base model.
     """
 
     name: str
@@ -75,30 +75,29 @@ class Sampled:
 
     @property
     def folders(self) -> list[Path]:
-        """Those around the weights, from the outermost; one of them is the output folder of their run."""
+        """The folders around the weights, from the outermost; one is the output folder of their run."""
         inner = self.lora or (Path(self.transformer.location, self.transformer.folder) if self.transformer else None)
         # OUTPUT/checkpoint-100/ema/LORA_FILE is the deepest.
         return [] if inner is None else [*reversed(inner.absolute().parents[:3])]
 
 
 def plan_samples(request: SampleRequest) -> tuple[Plan, list[Sampled]]:
-    """A plan whose previews are what is asked for, and the weights to render them with, in order.
+    """A plan whose previews are the requested pictures or clips, and the weights to render them with, in order.
 
     Raises:
         ConfigError: with every problem at once.
     """
     problems = request.arguments.problems
-    # What is asked for, and the weights to render it with.
     if not request.prompts and not request.sweeps:
-        problems.append(Problem("--prompt", "is required; it may be given several times."))
+        problems.append(Problem("prompt", "is required; it may be given several times."))
     pictures = problems.take(_pictures(request))
     weights, run = problems.take(find_weights(request))
-    # What cannot be read has given its problem; the checks below need the rest.
+    # Unreadable files are reported here; the checks below need the others.
     weights = [
         each for each in weights if each.lora is None or problems.take(lora_keys.read_shapes("source", each.lora))
     ]
     if not weights:
-        problems.take(canonical(request.arguments.layer()))  # keys that do not exist can be named all the same
+        problems.take(canonical(request.arguments.layer()))  # also reports unknown keys
         raise ConfigError(problems)
     problems.extend(_check_strengths(request.strengths, weights))
     arguments = replace(request.arguments, base=Located(problems.take(_layers(request, weights[0], run))))
@@ -122,12 +121,12 @@ def _pictures(request: SampleRequest) -> Reading[tuple[Sample, ...]]:
             whole = Geometry("", size := probe(path), size, (0, 0))
             found.append(Sample("image", path.name, path.parent, content_hash(path), size, whole))
         except MediaError as error:
-            yield Problem("--image", f"{str(path)!r} {error}.")
+            yield Problem("image", f"{str(path)!r} {error}.")
     return tuple(found)
 
 
 def _check_loras(paths: Sequence[Path], plan: Plan) -> Iterator[Problem]:
-    """The files against the model."""
+    """Whether the LoRA files fit the model."""
     source = plan.source
     modules = {} if source.problems() else lora_keys.linear_modules(source["transformer"].weight_shapes())
     for path in paths:
@@ -140,18 +139,18 @@ def _prompts(texts: Sequence[str]) -> list[ValidationPrompt]:
 
 
 def _check_strengths(strengths: Sequence[float], weights: Sequence[Sampled]) -> Iterator[Problem]:
-    """Weights of a full fine-tune have none; of a DoRA, those between 0 and 1 are no mixture of two models."""
+    """A full fine-tune has no strength; a DoRA between 0 and 1 is not a mixture of two models."""
     if weights[0].transformer is not None and list(strengths) != [1.0]:
         message = "is for LoRAs: a full fine-tune has no strength, its weights are the model's own."
         yield Problem("strength", message)
     names = (name for each in weights if each.lora for name in tensor_shapes(each.lora))
     if set(strengths) != {1.0} and any("magnitude" in (lora_keys.role_of(name) or "") for name in names):
         message = "scales the update of a DoRA and not its magnitudes, as in the stock pipeline."
-        yield warning("--strength", f"{message} At 0 the base model is rendered; there, magnitudes stay.")
+        yield warning("strength", f"{message} At 0 the base model is rendered; there, magnitudes stay.")
 
 
 def find_weights(request: SampleRequest) -> Reading[tuple[list[Sampled], Checkpoint | None]]:
-    """What a request's source holds, and a checkpoint with the settings of its run, if there is one."""
+    """The weights of a request's source, and a checkpoint with the settings of its run, if any."""
     if request.source is None:
         if request.sweeps:
             raise ConfigError([Problem("sweep", "needs the output folder of a run: simpletuner sweep OUTPUT_DIR")])
@@ -165,7 +164,7 @@ def find_weights(request: SampleRequest) -> Reading[tuple[list[Sampled], Checkpo
 
 
 def _weights_in_file(request: SampleRequest, path: Path) -> Reading[tuple[list[Sampled], Checkpoint | None]]:
-    given = {"--checkpoint": request.checkpoints is not None, "--ema": request.ema}
+    given = {"checkpoint": request.checkpoints is not None, "ema": request.ema}
     for key in filter(given.get, given):
         yield Problem(key, f"has no effect on a single file; name the run's folder, not {str(path)!r}.")
     # The file may be in a checkpoint, in its folder ema/, or beside the checkpoints.
@@ -201,13 +200,8 @@ def _checkpoints(folder: Path) -> list[Checkpoint]:
 
 def _weights(folder: Path, step: int | None, ema: bool, is_full: bool) -> Reading[Sampled]:
     """The weights in a checkpoint, an output folder or a published pipeline."""
-    name = (
-        ("transformer_ema" if ema else "transformer")
-        if is_full
-        else f"ema/{lora_keys.LORA_FILE}"
-        if ema
-        else lora_keys.LORA_FILE
-    )
+    loras, transformers = (lora_keys.LORA_FILE, f"ema/{lora_keys.LORA_FILE}"), ("transformer", "transformer_ema")
+    name = (transformers if is_full else loras)[ema]
     path = folder / name
     if not path.exists():
         plain = "checkpoints hold its adapter (lora_type) in its own form; only the result is also a plain LoRA."
@@ -220,7 +214,7 @@ def _weights(folder: Path, step: int | None, ema: bool, is_full: bool) -> Readin
 
 
 def _choose(wanted: Sequence[str] | None, whole: Sequence[Checkpoint], folder: Path) -> Reading[list[Checkpoint]]:
-    """The checkpoints that are asked for by number, name or `latest`; all of them if `wanted` is None."""
+    """The checkpoints of these steps or names, or `latest`; all of them if `wanted` is None."""
     names = ", ".join(each.path.name for each in whole) or "none"
     known = {name: each for each in whole for name in ("latest", str(each.step), each.path.name)}
     # Without any checkpoint, `latest` gives the message.
@@ -233,7 +227,7 @@ def _choose(wanted: Sequence[str] | None, whole: Sequence[Checkpoint], folder: P
 
 
 def _layers(request: SampleRequest, weights: Sampled, run: Checkpoint | None) -> Reading[list[Layer]]:
-    """The settings below those of the command line: a run's, a LoRA's own header, or a configuration file's."""
+    """The settings below the command line: of a run, of a LoRA's header, or of a configuration file."""
     selectors, lora = request.arguments.selectors, weights.lora
     # The weakest: a LoRA file or base model without settings counts as a LoRA run.
     layers = [Layer("", [("model_type", "lora")])]
@@ -251,7 +245,7 @@ def _layers(request: SampleRequest, weights: Sampled, run: Checkpoint | None) ->
 
 
 def plan_evaluation(run: Path, arguments: Arguments) -> Plan:
-    """The plan of a run with what it is evaluated on, without what it trains and renders.
+    """The plan of a run with its evaluation datasets only: nothing to train, no previews.
 
     Args:
         arguments: have the door to remote datasets.
@@ -266,7 +260,7 @@ def plan_evaluation(run: Path, arguments: Arguments) -> Plan:
 
 
 def _layer_of(run: Checkpoint, without: Sequence[str] = (*CACHES, "output_dir")) -> Layer:
-    """The settings of a run as far as they were set, without its folders."""
+    """The settings of a run that were set, without its folders."""
     path, origins, names = run.path / "config.json", run.manifest.identity.origins, option_names()
     # Its checkpoint is complete, so the file is what the run wrote.
     settings = result_of(read_json(path))
@@ -281,4 +275,4 @@ def _layer_of(run: Checkpoint, without: Sequence[str] = (*CACHES, "output_dir"))
 def _check_pictures(flavour: Flavour, *, given: bool) -> Iterator[Problem]:
     if (flavour.task in ("i2i", "i2v")) != given:
         why = "has no effect: {} starts from noise." if given else "is required: {} starts from a picture."
-        yield Problem("--image", why.format(flavour.name))
+        yield Problem("image", why.format(flavour.name))

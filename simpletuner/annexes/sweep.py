@@ -26,6 +26,7 @@ from simpletuner.caching.catalogue import Catalogue
 from simpletuner.caching.keys import digest
 from simpletuner.caching.read import BatchReader
 from simpletuner.config.optimizers import trained_precision
+from simpletuner.config.schema import RunConfig
 from simpletuner.config.sources import Arguments
 from simpletuner.config.values import Size
 from simpletuner.data.sample import Sample
@@ -128,20 +129,27 @@ class Studio:
         return paths
 
     def held_out(self, run: Path, arguments: Arguments, events: EventStream) -> tuple[Plan, BatchReader] | None:
-        """What a run is evaluated on, encoded before the transformer takes the memory; None after a warning.
+        """The evaluation of a run, encoded before the transformer takes the memory; None after a warning.
 
         Args:
             arguments: have the door to remote datasets.
         """
         problems = Problems()
         try:
-            plan, _ = problems.take(weigh(plan_evaluation(run, arguments)))
+            plan = plan_evaluation(run, arguments)
+            problems.take(weigh(replace(plan, config=self._loaded_for(plan.config), lora_bytes=self.plan.lora_bytes)))
             problems.raise_if_fatal()
             plan, _, reader = read_caches(Encoding(plan, self.adapter, self.device, events))
         except UserError as error:
             events.say(f"The evaluation loss at each strength is not measured: {error}", warning=True)
             return None
         return plan, reader
+
+    def _loaded_for(self, config: RunConfig) -> RunConfig:
+        """The settings of an evaluation with the transformer as the studio loads it."""
+        mine = self.plan.config
+        offload = mine.offload.model_copy(update={"offload": "manual"})  # it was chosen for rendering
+        return replace(config, model=mine.model, precision=mine.precision, offload=offload)
 
     def measure(
         self, plan: Plan, reader: BatchReader, weights: Sampled, strengths: Sequence[float], events: EventStream
@@ -201,7 +209,7 @@ class Studio:
 
 
 def read_caches(encoding: Encoding) -> tuple[Plan, Catalogue, BatchReader]:
-    """What a plan reads, encoded where it is missing: the plan without damaged files, the entries and their reader."""
+    """Fill the caches of a plan; returns the plan without damaged files, the entries and their reader."""
     filler = CacheFiller(encoding, list_entries(encoding.plan, complete_catalogue(encoding.plan)))
     filler.fill()
     reader = BatchReader(filler.catalogue, 0.0, filler.plan.seed, encoding.restore, encoding.encode)

@@ -152,7 +152,8 @@ class WandbTracker:
         self._timesteps: list[tuple[int, float]] = []
         self._sent_timesteps_at = run.start_step
         run.logging_dir.mkdir(parents=True, exist_ok=True)
-        run_id = previous_id(run.output_dir) if run.start_step else None
+        known = result_of(read_json(run.output_dir / RUN_FILE, dict)) or {}  # none if it is missing or damaged
+        run_id = known.get("id") if run.start_step else None
         self._run: Any = wandb.init(
             project=run.project,
             name=run.name,
@@ -213,15 +214,8 @@ class WandbTracker:
         self._run.log({"timesteps_scatter": chart}, step=step)
 
 
-def previous_id(output_dir: Path) -> str | None:
-    """Id of the run to continue; None if the file is missing or damaged."""
-    content = result_of(read_json(output_dir / RUN_FILE, dict)) or {}
-    return content.get("id")
-
-
 class TensorboardTracker:
-    """One folder of event files, to which each session adds one. What an earlier session wrote after the first step of
-    this one is hidden."""
+    """One folder of event files, one per session. Steps that this session repeats are hidden in older files."""
 
     def __init__(self, run: TrackedRun) -> None:
         from torch.utils.tensorboard import SummaryWriter

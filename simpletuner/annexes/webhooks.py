@@ -1,6 +1,6 @@
-"""Sends the events of a run to webhooks, each from a thread of its own, so that a slow receiver delays no step.
+"""Sends the events of a run to webhooks, with one thread per webhook, so that a slow receiver delays no step.
 
-A message that cannot be delivered is lost; it is neither repeated nor does it end the run.
+A message that cannot be delivered is lost. It is not sent again, and does not end the run.
 """
 
 from __future__ import annotations
@@ -47,11 +47,11 @@ DISCORD_TYPES = {"training.status", "training.checkpoint", "training.validation"
 class Outbox:
     """Messages that wait for their delivery, at most `WAITING`.
 
-    In a full queue the oldest message about progress gives way, else the oldest other one, but never one about a
-    checkpoint, an error or the end of the run.
+    A full queue drops its oldest message about progress, else its oldest message, but none about a checkpoint, an error
+    or the end of the run.
 
     Attributes:
-        dropped: how many messages have given way.
+        dropped: the number of dropped messages.
     """
 
     def __init__(self) -> None:
@@ -176,7 +176,7 @@ class Delivery:
             # 303 means delivered, and that an answer can be fetched elsewhere.
             if target is None or response.status_code == 303:
                 return
-            # Another host, or whoever reads along without HTTPS, would learn the token.
+            # The token must not reach another host, or travel without HTTPS.
             if target.url.host != url.host or target.url.scheme not in (url.scheme, "https"):
                 place = target.url.copy_with(path="/", query=None, fragment=None, userinfo=b"")
                 said = f"answers with status {response.status_code}: it has moved to {place}, where nothing is sent."
@@ -192,7 +192,7 @@ class Delivery:
 
 
 def is_for_people(payload: Payload) -> bool:
-    """Whether it belongs into a Discord channel, whose readers need no progress; an error follows a failure."""
+    """Whether it belongs in a Discord channel: no progress, and no failure, which an error repeats."""
     return payload["type"] in DISCORD_TYPES and payload.get("data", {}).get("status") not in ("running", "failed")
 
 
@@ -228,14 +228,14 @@ def discord_form(hook: Hook, payload: Payload, folder: Path) -> dict[str, Any]:
     text = "\n".join([f"`({hook.message_prefix})` {text}" if hook.message_prefix else text, *notes])
     # Discord refuses longer messages as a whole.
     text = text if len(text) <= LONGEST_TEXT else f"{text[: LONGEST_TEXT - 1]}…"
-    # Discord reads payload_json where there is one; prompts may name people, who should not be called.
+    # Discord prefers payload_json. Prompts may name people, who should not be notified.
     settings = json.dumps({"content": text, "allowed_mentions": {"parse": []}})
     fields = {"content": (None, text), "payload_json": (None, settings, "application/json")}
     return {"files": {**fields, **{f"file{number}": file for number, file in enumerate(files)}}}
 
 
 def _attachments(paths: Sequence[Path]) -> tuple[list[tuple[str, bytes]], list[str]]:
-    """The files' names and contents, and notes about those that are too large to send."""
+    """The files' names and contents, and notes about files that are too large to send."""
     files, notes = [], []
     for path in filter(Path.is_file, paths):
         if path.stat().st_size <= LARGEST_FILE:

@@ -1,6 +1,6 @@
 """Compares the memory that each phase of a run needs with what the device has. Nothing is loaded.
 
-    captions ─► pictures ─► loading ─► training, bucket by bucket ─► previews ─► saving
+    captions ─► pictures ─► loading ─► training, bucket by bucket ─► evaluation ─► previews ─► saving
 
 Each phase has a peak on the device and one on the host. Without a GPU both share the machine's memory and are added.
 """
@@ -150,7 +150,7 @@ class Budget:
 
     @property
     def sent(self) -> Sent:
-        """What each process sends in an optimizer step."""
+        """Bytes that each process sends in an optimizer step."""
         if not self.steps:
             return Sent()
         largest, micro_steps = self.steps[0], self.config.schedule.gradient_accumulation_steps
@@ -209,7 +209,7 @@ class Budget:
         return [phase.times(count) for phase in (*self._encoding(), *self._training())]
 
     def _encoding(self) -> Iterator[PhasePeak]:
-        """What is encoded before training."""
+        """The peaks of encoding, before training."""
         config, parts, workload = self.config, self.parts, self.workload
         vae, text = parts.encoder_bytes(config)
         if workload.encodes_text:
@@ -231,14 +231,15 @@ class Budget:
             yield PhasePeak("encoding features", max(map(self._teaching, workload.buckets)), self.device.process_memory)
 
     def _training(self) -> Iterator[PhasePeak]:
-        """Loading, training, previews and saving."""
+        """The peaks of loading, training, evaluation, previews and saving."""
         config, parts, model, workload = self.config, self.parts, self.model, self.workload
         vae, frozen, trained = parts.encoder_bytes(config)[0], model.frozen_bytes, model.trained_bytes
         later = workload.encoded_in_training
         beside = vae + self._vae_bytes(later) if later else 0.0
         on_disk = config.offload.group_offload_to_disk_path is not None
         streamed = 0.0 if on_disk else model.streamed_bytes  # the processes of a machine share them
-        common = streamed + model.shared_bytes
+        # On the host, FSDP2's blocks wait to be split among the processes of the machine.
+        common = streamed + (sum(model.whole_blocks) if model.sharded else 0.0)
         yield PhasePeak(LOADING, frozen, self.device.process_memory + common, model.passing_bytes, common=common)
         on_device, on_host = model.average_memory("device"), model.average_memory("host")
         waiting = self.device.process_memory + streamed + on_host.kept + model.state_on_host_bytes
@@ -253,6 +254,12 @@ class Budget:
             host = waiting + max(model.inputs_on_host_bytes(step.load), on_host.updating)
             peak += beside + self._kept_for_previews()
             yield PhasePeak(f"training at {bucket.label}", peak, host, trains=True, common=streamed)
+        if workload.evaluated:
+            # Sample by sample, without gradients; what is not trained, as in a sweep, has its LoRA loaded.
+            largest, lora = parts.load(workload.evaluated[0]), 0.0 if parts.trains else parts.lora_bytes
+            peak = idle + frozen + model.sampling_bytes(largest) + lora + on_device.waiting + beside
+            peak += self._kept_for_previews()
+            yield PhasePeak("measuring the evaluation loss", peak, waiting + on_host.waiting, common=streamed)
         if workload.previews:
             # Optimizer state stays on the device during previews; gradients do not.
             peak = idle + self._rendering() + parts.lora_bytes + on_device.waiting + beside
@@ -283,19 +290,19 @@ class Budget:
         return replace(load, tiled=caching.vae_enable_tiling, sliced=caching.vae_enable_patch_conv)
 
     def _teacher(self, bucket: Bucket) -> float:
-        """Memory of what computes features, VAE and encoder."""
+        """Memory of the VAE and the encoder that compute features."""
         load = self.parts.load(bucket)
         kinds = [kind for technique in self.parts.techniques for kind in technique.features]
         vae, _ = self.parts.encoder_bytes(self.config)
         return vae + max(kind.cost(load.frames, load.height, load.width).memory for kind in kinds)
 
     def _teaching(self, bucket: Bucket) -> float:
-        """The peak of that while it computes them for one clip."""
+        """Peak memory of computing the features of one clip."""
         numbers = self.parts.cost.vae.decode(self.parts.vae, self._as_configured(bucket.clip))
         return self._teacher(bucket) + numbers * BYTES[vae_dtype(self.config.precision, self.config.caching)]
 
     def _kept_for_previews(self) -> float:
-        """What previews leave on the device while training goes on: the VAE, and what decodes in the background."""
+        """Memory that previews keep during training: the VAE, and a decoding in the background."""
         background = self.config.validation.validation_decode_in_background
         if not self.workload.previews or not (background or self.config.caching.keep_vae_loaded):
             return 0.0
@@ -345,7 +352,7 @@ def check_decoding(budget: Budget) -> Iterator[Problem]:
 
 
 def with_faster_previews(budget: Budget) -> Budget:
-    """With what makes previews faster and fits with room to spare, unless the user decided."""
+    """Enable what makes previews faster where it fits with room to spare and the user has not decided."""
     if not budget.workload.previews or budget.device.memory is None:
         return budget
     for key in _faster_previews(budget):

@@ -13,6 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
+import psutil
 from pydantic import PositiveFloat
 
 from simpletuner.atomic import write_json
@@ -131,7 +132,7 @@ class Device:
 
     @property
     def taken_by_others(self) -> str:
-        """What other programs use of the memory, as a phrase; empty if they use none."""
+        """The memory that other programs use, as a phrase; empty if they use none."""
         return f"{gigabytes(self.taken)} in use by {self.users or 'other programs'}" if self.taken else ""
 
 
@@ -211,9 +212,7 @@ CARDS: Mapping[Card, KnownCard] = {
 }
 UNKNOWN_GPU = _rates(50, 0.5, 11)
 # The usual card with at least so many GiB, whose rates `--device-memory` assumes without `--device`.
-USUAL: tuple[tuple[float, Card], ...] = (
-    (0, "3060"), (15, "4080"), (20, "4090"), (30, "5090"), (40, "a100"), (120, "h200")
-)  # fmt: skip
+USUAL: Mapping[float, Card] = {0: "3060", 15: "4080", 20: "4090", 30: "5090", 40: "a100", 120: "h200"}
 # float32 FLOP/s of a core, by the widest vector instructions that /proc/cpuinfo lists: 60 to 90 % of two fused
 # multiply-adds of a vector a cycle at 2.6 GHz; and bytes/s of the memory that small tensors are in.
 CORE_FLOPS: Mapping[str, float] = {"avx512f": 150e9, "avx2": 60e9, "": 20e9}
@@ -251,7 +250,7 @@ def planned_device(gibibytes: float | None, card: Card | None, gpu: Gpu | None) 
         memory = gibibytes or known.gibibytes
         return Device(f"{known.name} with {memory:g} GiB", memory * 2**30, host, True, known.rates, "rates assumed")
     assert gibibytes is not None
-    usual = [name for least, name in USUAL if gibibytes >= least][-1]
+    usual = [name for least, name in USUAL.items() if gibibytes >= least][-1]
     like, rates = (gpu.name, rates_of(gpu.name)) if gpu else (f"an {CARDS[usual].name}", CARDS[usual].rates)
     note = f"as fast as {like}, assumed" + ("" if gpu else "; --device names another card")
     return Device(f"a GPU with {gibibytes:g} GiB", gibibytes * 2**30, host, True, rates, note)
@@ -420,15 +419,12 @@ def _slice(listed: Sequence[str], chosen: str) -> Gpu | None:
     return None
 
 
-def host_memory() -> float | None:
-    """Memory of the machine in bytes, or the container's limit; None if unknown."""
-    try:
-        total = float(os.sysconf("SC_PAGE_SIZE")) * os.sysconf("SC_PHYS_PAGES")
-    except (ValueError, OSError, AttributeError):
-        return None
+def host_memory() -> float:
+    """Memory of the machine in bytes, or the container's limit."""
     try:
         # cgroup v2, where "max" stands for no limit.
         limit = Path("/sys/fs/cgroup/memory.max").read_text(encoding="ascii").strip()
     except OSError:
         limit = ""
+    total = float(psutil.virtual_memory().total)
     return min(total, float(limit)) if limit.isdecimal() else total

@@ -13,7 +13,6 @@ from simpletuner.budget.device import gigabytes
 from simpletuner.budget.estimate import AVERAGE
 from simpletuner.caching.catalogue import FeatureCost
 from simpletuner.config.precision import text_encoder_dtype
-from simpletuner.data.sample import Sample
 from simpletuner.errors import Problem, warning
 from simpletuner.models.cost import BYTES
 from simpletuner.models.spec import FamilySpec
@@ -55,7 +54,9 @@ def find_writings(plan: Plan, budget: Budget) -> Iterator[Writing]:
 
 def _cache_writings(plan: Plan, budget: Budget, listing: Listing) -> Iterator[Writing]:
     written = [*listing.ahead.missing, *(each for each in listing.encoded_in_training if each.storage == "ondemand")]
-    latents = sum(latent_bytes(plan.spec, entry.sample) * (COMPRESSED if entry.compress else 1.0) for entry in written)
+    # 16 channels in float32.
+    sizes = ((entry, plan.spec.latent_size(*entry.sample.geometry.size, entry.sample.frames)) for entry in written)
+    latents = sum(4.0 * 16 * math.prod(size) * (COMPRESSED if entry.compress else 1.0) for entry, size in sizes)
     if written:
         yield Writing("latents", written[0].folder, latents, latents)
     features = feature_costs(plan.spec, listing)
@@ -77,11 +78,6 @@ def feature_costs(spec: FamilySpec, listing: Listing | None) -> FeatureCost:
         frames, height, width = spec.latent_size(*sample.geometry.size, sample.frames)
         costs.append(entry.kind.cost(frames, height // spec.patch_size, width // spec.patch_size))
     return FeatureCost(sum(each.stored for each in costs), sum(each.flops for each in costs))
-
-
-def latent_bytes(spec: FamilySpec, sample: Sample) -> float:
-    """Bytes of a sample's latents: 16 channels in float32."""
-    return 4.0 * 16 * math.prod(spec.latent_size(*sample.geometry.size, sample.frames))
 
 
 def check_disk(plan: Plan, writings: Iterable[Writing]) -> Iterator[Problem]:

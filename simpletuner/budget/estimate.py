@@ -203,7 +203,7 @@ class StepModel:
 
     @cached_property
     def whole_blocks(self) -> list[float]:
-        """The same, not quantised."""
+        """Bytes of each block's weights before they are quantised."""
         return self.cost.block_bytes(self.dtype, quantised=0.0)
 
     @property
@@ -283,11 +283,6 @@ class StepModel:
         return sum(self.blocks) * self.moving / len(self.blocks)
 
     @property
-    def shared_bytes(self) -> float:
-        """Host memory of a machine for the blocks that FSDP2 will split among its processes."""
-        return sum(self.whole_blocks) if self.sharded else 0.0
-
-    @property
     def passing_bytes(self) -> float:
         """Host memory of a process while it loads the transformer, besides streamed and shared weights: what is outside
         the blocks, and the blocks in work, as they are read and as they are packed."""
@@ -317,7 +312,7 @@ class StepModel:
         return replace(backward, update=max(0.0, temporary - backward.inputs - backward.block - backward.outside))
 
     def added(self, load: BatchShape) -> TechniqueCost:
-        """What all techniques together add to a micro-batch."""
+        """The cost that all techniques together add to a micro-batch."""
         costs = [astuple(technique.cost(self.cost, load)) for technique in self.techniques]
         return TechniqueCost(*map(sum, zip(*costs, strict=True)))
 
@@ -355,11 +350,10 @@ class StepModel:
 
 
 def _share(whole: Activations, count: int) -> Activations:
-    """What each of `count` processes has of a block whose tokens they share."""
-    return replace(
-        whole, held=whole.held / count, saved=whole.saved / count, attention=whole.attention / count,
-        transient=(whole.transient + EXCHANGED * whole.held) / count,
-    )  # fmt: skip
+    """The activations of a block on each of `count` processes that share its tokens."""
+    exchanging = whole.transient + EXCHANGED * whole.held
+    share = {"held": whole.held, "saved": whole.saved, "attention": whole.attention, "transient": exchanging}
+    return replace(whole, **{name: size / count for name, size in share.items()})
 
 
 @dataclass(frozen=True)
@@ -497,7 +491,7 @@ class Step:
 
     @property
     def _eager_launches(self) -> float:
-        """The same uncompiled."""
+        """Seconds of launching both passes of uncompiled blocks."""
         return len(self.model.cost.blocks) * LAUNCHES * (GPU_LAUNCH if self.device.is_gpu else CPU_LAUNCH)
 
 
@@ -521,12 +515,12 @@ class Sent:
 
     @property
     def total(self) -> float:
-        return self.reduced + self.gathered + self.scattered + self.across + self.exchanged
+        return float(sum(astuple(self)))
 
 
 def sent_bytes(model: StepModel, added: TechniqueCost, micro_steps: int) -> Sent:
-    """What each process sends: DDP does so once in an optimizer step, FSDP2 in each micro-step, but for gradients that
-    are kept whole.
+    """Bytes that each process sends: with DDP once per optimizer step, with FSDP2 in each micro-step, except for
+    gradients that are kept whole.
 
     Args:
         added: what techniques add to a micro-step.

@@ -50,7 +50,7 @@ class Outcomes(RootModel[dict[str, dict[str, Outcome]]]):
 
 
 def find_outcome(plan: Plan, workload: Workload, device: Device) -> Outcome:
-    """That of the latest runs of this kind on this device; `UNCORRECTED` without one."""
+    """The outcome of the latest runs of this kind on this device, else `UNCORRECTED`."""
     runs = _read(machine_folder(plan)).root.get(_machine(device), {})
     return runs.get(kind_of_run(plan, workload), UNCORRECTED)
 

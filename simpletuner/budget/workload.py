@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import compress
 from typing import Literal
@@ -23,7 +23,7 @@ from simpletuner.models.lora_keys import Targets, weights_of
 from simpletuner.models.source import Part
 from simpletuner.models.spec import FamilySpec
 from simpletuner.plan.build import Plan
-from simpletuner.plan.entries import Listing, feature_kinds, latent_storage
+from simpletuner.plan.entries import Listing, evaluated, feature_kinds, latent_storage
 from simpletuner.techniques.spec import TechniqueSpec
 
 
@@ -65,7 +65,7 @@ class Bucket:
 
 @dataclass(frozen=True)
 class Workload:
-    """What a run computes.
+    """The work of a run, apart from its settings.
 
     Attributes:
         buckets: training buckets, the largest first.
@@ -76,6 +76,7 @@ class Workload:
         waiting: most bytes of decoded pixels that wait for the VAE.
         encoded_in_training: samples that training encodes, one at a time, by shape.
         encodes_features: features of techniques are missing from the cache.
+        evaluated: held-out samples whose loss is measured, one at a time, by shape, the largest first.
     """
 
     buckets: Sequence[Bucket]
@@ -85,6 +86,7 @@ class Workload:
     waiting: float
     encoded_in_training: Sequence[VaeLoad] = ()
     encodes_features: bool = False
+    evaluated: Sequence[Bucket] = ()
 
     def scaled(self, *, spec: FamilySpec, sides: float = 1.0, frames: float = 1.0) -> Workload:
         """The workload with smaller pictures or shorter clips, of sizes that the family supports.
@@ -99,9 +101,10 @@ class Workload:
             shorter = round((bucket.frames - 1) * frames / stride) * stride + 1
             return replace(bucket, width=width, height=height, frames=shorter)
 
+        evaluated = [*map(shrink, self.evaluated)]
         if not self.buckets:
-            return replace(self, previews=[shrink(preview) for preview in self.previews])
-        return replace(self, buckets=[shrink(bucket) for bucket in self.buckets])
+            return replace(self, previews=[*map(shrink, self.previews)], evaluated=evaluated)
+        return replace(self, buckets=[*map(shrink, self.buckets)], evaluated=evaluated)
 
     def encoded_ahead(self) -> Workload:
         """The workload with all samples encoded before training."""
@@ -126,6 +129,7 @@ def workload_of(plan: Plan, listing: Listing | None) -> Workload:
         waiting=min(pixels, 1e9),
         encoded_in_training=list({VaeLoad(1, sample.frames, *sample.geometry.size) for sample in later}),
         encodes_features=bool(feature_kinds(plan)) and (listing is None or len(listing.features.missing) > 0),
+        evaluated=_largest_first({_bucket(plan, sample) for each in evaluated(plan) for sample in each.samples}),
     )
 
 
@@ -144,14 +148,20 @@ def buckets_of(plan: Plan) -> list[Bucket]:
     counts: Counter[Bucket] = Counter()
     for dataset in plan.trained:
         for samples in dataset.buckets.values():
-            # Samples of a bucket have one size and length.
-            first = samples[0]
-            # The prompt of i2i holds the source picture.
-            text = prompt_length(plan, first.partner.geometry.size if first.partner else None)
-            bucket = Bucket(*first.geometry.size, first.frames, dataset.batch_size, 0.0, text, first.is_i2v)
-            # A bucket's last batch is filled up, so it counts in full.
-            counts[bucket] += -(-len(samples) * (dataset.repeats + 1) // dataset.batch_size)
-    buckets = [replace(bucket, share=count / counts.total()) for bucket, count in counts.items()]
+            # Samples of a bucket have one size and length. Its last batch is filled up, so it counts in full.
+            count = -(-len(samples) * (dataset.repeats + 1) // dataset.batch_size)
+            counts[_bucket(plan, samples[0], dataset.batch_size)] += count
+    return _largest_first(replace(bucket, share=count / counts.total()) for bucket, count in counts.items())
+
+
+def _bucket(plan: Plan, sample: Sample, batch: int = 1) -> Bucket:
+    """The bucket of a sample, without its share."""
+    # The prompt of i2i holds the source picture.
+    text = prompt_length(plan, sample.partner.geometry.size if sample.partner else None)
+    return Bucket(*sample.geometry.size, sample.frames, batch, 0.0, text, sample.is_i2v)
+
+
+def _largest_first(buckets: Iterable[Bucket]) -> list[Bucket]:
     return sorted(buckets, key=lambda bucket: bucket.pixels, reverse=True)
 
 
@@ -173,8 +183,7 @@ def previews_of(plan: Plan) -> list[Bucket]:
     # Some pipelines run both branches of guidance as one batch, others one after the other.
     batch = 2 if plan.spec.cost.guided_together and (validation.validation_guidance or 1) > 1 else 1
     timed = plan.flavour.task == "i2v" and plan.spec.cost.guided_together
-    previews = [Bucket(*size, frames, batch, 0.0, prompt_length(plan, size), timed) for size in plan.sizes]
-    return sorted(previews, key=lambda preview: preview.pixels, reverse=True)
+    return _largest_first(Bucket(*size, frames, batch, 0.0, prompt_length(plan, size), timed) for size in plan.sizes)
 
 
 @dataclass(frozen=True)
@@ -312,8 +321,8 @@ def quantised_bytes(precision: str) -> float:
 
 
 def kernels_on(config: RunConfig, spec: FamilySpec, *, is_gpu: bool) -> Kernels:
-    """What the blocks run in. Compiled blocks are counted where they were measured: fast ones, and on a GPU those of
-    Sana Video, which on a CPU fail the check of their gradients."""
+    """The kernels of the blocks. Compilation counts only where it was measured: for fast blocks, and on a GPU for Sana
+    Video, whose gradients fail their check on a CPU."""
     # A GPU that this machine's torch cannot use is another machine's.
     elsewhere = is_gpu and not device.torch_uses_gpus()
     backend = compile_backend(config.speed, config.launch, "cuda" if is_gpu else "cpu", elsewhere=elsewhere)

@@ -196,18 +196,10 @@ class Catalogue:
 
     def latent(self, sample: Sample) -> LatentEntry:
         """The entry of a sample's latents, whether it exists or not."""
-        geometry, caches = sample.geometry, self.datasets[sample.dataset_id]
-        key = LatentKey(
-            sample.content,
-            geometry.size,
-            geometry.resized,
-            geometry.crop,
-            self.vae,
-            frames=sample.frames,
-            # The first frame is the same at every rate.
-            rate=sample.frame_rate if sample.frames > 1 else None,
-            read_as=sample.read_as,
-        )
+        place, caches = sample.geometry, self.datasets[sample.dataset_id]
+        # The first frame is the same at every rate.
+        time = sample.frames, sample.frame_rate if sample.frames > 1 else None, sample.read_as
+        key = LatentKey(sample.content, place.size, place.resized, place.crop, self.vae, *time)
         return LatentEntry(key, caches.latents, sample, caches.compress, caches.storage)
 
     def feature(self, kind: FeatureKind, sample: Sample) -> FeatureEntry:

@@ -18,7 +18,7 @@ import os
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain, groupby
@@ -137,21 +137,17 @@ def fill_texts(entries: Sequence[TextEntry], encoder: TextEncoder, size: int, ba
     """
     encode = ShrinkingEncoder(partial(_encode_texts, encoder), lambda entry: entry.source, TEXT_ADVICE)
     notes = []
-    writes: list[Future[None]] = []
-    with ThreadPoolExecutor(WRITERS) as writers:
+    with _writing() as write:
         for group in _of_one_length(entries, encoder, size):
             # Padded to a fixed batch: kernels round differently by batch size, and an entry must not depend on the rest
             # of its batch, so that an interrupted fill continues with the same bytes.
             filled = group + group[-1:] * (size - len(group))
             for entry, embeds in zip(group, encode(filled), strict=False):
-                writes.append(writers.submit(write_entry, entry, embeds, encode.most or size))
+                write(entry, embeds, encode.most or size)
                 cut = encoder.truncated(entry.caption)
                 if cut is not None:
                     notes.append(f"{entry.source}: the caption is too long; this part is cut off: {cut!r}")
-            writes = _settle(writes)
             bar.advance(len(group), group[-1].source)
-    # The pool has waited for its writers; this raises what the last of them failed with.
-    _settle(writes, wait=True)
     return notes
 
 
@@ -170,8 +166,7 @@ def fill_latents(
         return {}
     encode = _shrinking(load(), config)
     failures: Failures = {}
-    writes: list[Future[None]] = []
-    with ExitStack() as stack, ThreadPoolExecutor(WRITERS) as writers:
+    with ExitStack() as stack, _writing() as write:
         decoders = ThreadPoolExecutor(min(config.max_workers, os.cpu_count() or 1))
         stack.callback(decoders.shutdown, cancel_futures=True)  # also when an error or Ctrl-C ends the filling
         # At least one batch, since the encoder waits for a whole one.
@@ -179,10 +174,8 @@ def fill_latents(
         decoding = _decode_ahead(entries, ahead, decoders)
         for group in _batches(decoding, config.vae_batch_size, failures):
             for (entry, _), latent in zip(group, encode(group), strict=True):
-                writes.append(writers.submit(write_entry, entry, {"latents": latent}, encode.at_once(group)))
-            writes = _settle(writes)
+                write(entry, {"latents": latent}, encode.at_once(group))
             bar.advance(len(group), group[-1][0].sample.name)
-    _settle(writes, wait=True)
     return failures
 
 
@@ -351,7 +344,7 @@ def _decode(sample: Sample) -> np.ndarray:
     """
     if sample.clip is None:
         # The bytes that are hashed are those that are decoded, so no change can come in between.
-        data = files.read(sample.path, files.LARGEST_PICTURE)
+        data = files.read_file(sample.path, files.LARGEST_PICTURE)
         _check_same(sample, hashlib.sha256(data).hexdigest())
         return media.fit(media.decode(data), sample.geometry)[None]
     try:
@@ -385,12 +378,20 @@ def write_entry(entry: AnyEntry, tensors: dict[str, Tensor], together: int = 1) 
     CacheStore(entry.folder, entry.compress).write(entry.key.digest(), tensors, provenance)
 
 
-def _settle(writes: list[Future[None]], *, wait: bool = False) -> list[Future[None]]:
-    """Raise the error of a failed write (a full disk) as soon as it is known; returns the pending writes."""
-    for write in writes:
-        if wait or write.done():
-            write.result()
-    return [write for write in writes if not write.done()]
+@contextmanager
+def _writing() -> Iterator[Callable[[AnyEntry, dict[str, Tensor], int], None]]:
+    """`write_entry` in threads; the error of a failed write (a full disk) is raised by a later call or at the end."""
+    pending = deque[Future[None]]()
+    with ThreadPoolExecutor(WRITERS) as writers:
+
+        def write(entry: AnyEntry, tensors: dict[str, Tensor], together: int) -> None:
+            pending.append(writers.submit(write_entry, entry, tensors, together))
+            while pending and pending[0].done():
+                pending.popleft().result()
+
+        yield write
+    for written in pending:
+        written.result()
 
 
 def _of_one_length(entries: Sequence[TextEntry], encoder: TextEncoder, size: int) -> Iterator[list[TextEntry]]:

@@ -102,15 +102,10 @@ class BatchReader:
         # Either all samples of a dataset have a condition, or none; likewise masks.
         found = [entry for sample in samples if (entry := self.catalogue.condition(sample)) is not None]
         latents = torch.stack([self._latents(self.catalogue.latent(sample)) for sample in samples])
+        condition = torch.stack([self._latents(entry) for entry in found]) if found else None
         masks = [mask_weights(sample.mask, latents) for sample in samples if sample.mask]
-        return Batch(
-            latents=latents,
-            embeds=embeds,
-            names=[sample.full_name for sample in samples],
-            dataset_id=samples[0].dataset_id,
-            condition=torch.stack([self._latents(entry) for entry in found]) if found else None,
-            loss_mask=torch.stack(masks) if masks else None,
-        )
+        names, mask = [sample.full_name for sample in samples], torch.stack(masks) if masks else None
+        return Batch(latents, embeds, names, samples[0].dataset_id, condition, mask)
 
     def _latents(self, entry: LatentEntry) -> Tensor:
         return self.encode(entry) if entry.storage == "never" else self.read(entry)["latents"]

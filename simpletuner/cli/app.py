@@ -19,7 +19,7 @@ from typer.exceptions import TyperException
 from simpletuner.atomic import DISK_FULL_CODES, UNWRITABLE_CODES
 from simpletuner.cli import cache, caption, help, plan, sample, server, start, train
 from simpletuner.cli.settings import PASS_THROUGH, set_environment
-from simpletuner.errors import ConfigError, SimpleTunerError, full_text, is_out_of_memory
+from simpletuner.errors import ConfigError, SimpleTunerError, counted, full_text, is_out_of_memory
 from simpletuner.redaction import redact
 
 USAGE = 2
@@ -105,8 +105,8 @@ def _report(error: SimpleTunerError) -> int:
     for problem in sorted(error.problems, key=lambda problem: problem.fatal):
         text = redact(f"{'error' if problem.fatal else 'warning'}: {problem}")
         print(in_red(text, sys.stderr) if problem.fatal else text, file=sys.stderr)
-    count = sum(problem.fatal for problem in error.problems)
-    return _complain(f"{count} problem{'s' if count > 1 else ''} to fix; nothing was started.", error.exit_code)
+    count = counted(sum(problem.fatal for problem in error.problems), "problem")
+    return _complain(f"{count} to fix; nothing was started.", error.exit_code)
 
 
 def _report_unforeseen(error: Exception) -> int:

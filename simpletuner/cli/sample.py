@@ -91,7 +91,7 @@ def sweep_folder(run: Path) -> Path:
 def _planned(
     tokens: list[str], output: Path | None, key: str, strengths: list[str], **asked: Any
 ) -> Iterator[tuple[SampleRequest, Plan, list[Sampled], EventStream]]:
-    """What the command line asks for, with a display of what happens; see `prepared_samples`."""
+    """Parse a command line and prepare its request, with a display; see `prepared_samples`."""
     from simpletuner.annexes.sampling import SampleRequest
     from simpletuner.config.values import parse_number, parse_path, plain_key
 
@@ -99,10 +99,12 @@ def _planned(
     source = tokens[0] if tokens and (Path(tokens[0]).exists() or not re.match("--|[^=]+=", tokens[0])) else None
     arguments = command_settings(tokens[source is not None :])
     arguments.settings = [(SHORT.get(plain_key(key), key), value) for key, value in arguments.settings]
-    try:
-        asked["strengths"] = [parse_number(text) for text in strengths]
-    except ValueError as error:
-        arguments.problems.append(Problem(key, f"{','.join(strengths)!r} {error}; write numbers such as 0.5 or 1.0."))
+    asked["strengths"] = []
+    for text in strengths:
+        try:
+            asked["strengths"].append(parse_number(text))
+        except ValueError as error:
+            arguments.problems.append(Problem(key, f"{text.strip()!r} {error} such as 0.5 or 1.0."))
     folder = str(output or sweep_folder(Path(source or "")))
     try:
         parse_path(folder)

@@ -52,7 +52,7 @@ def start(
     made.save()
     print(f"Written: {made.folder}/config.json, multidatabackend.json and user_prompt_library.json", flush=True)
     if made.held_out:
-        files = f"{made.held_out} of {len(made.material.files.files)} files"
+        files = f"{made.held_out} of {made.material.usable} files"
         print(f"Held out: {files}, to compare checkpoints on them (hold_out in multidatabackend.json).", flush=True)
     run, output = f"env={made.name}", str(made.config()["output_dir"])
     # Where the dataset puts the trigger words before captions, those that are written must not begin with them.

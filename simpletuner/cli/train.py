@@ -47,9 +47,13 @@ def train(
     --config FILE uses that file, env=NAME config/NAME/config.json, example=NAME a packaged example.
     """
     port = page_port or (PORT if page else None)
-    _check_flags(replay, bisect=bisect, alone=not dry_run and port is None)
-    if no_auth and port is None:
-        raise UserError("--no-auth needs --page: it lets other users of this machine use the page.")
+    for is_wrong, message in (
+        (bisect and replay is None, "--bisect needs --replay FOLDER."),
+        (replay is not None and (dry_run or port), "--replay cannot be combined with --dry-run or --page."),
+        (no_auth and port is None, "--no-auth needs --page: it lets other users of this machine use the page."),
+    ):
+        if is_wrong:
+            raise UserError(message)
     arguments = command_settings(context.args)
     if dry_run:
         print_plan(arguments)
@@ -71,19 +75,13 @@ def configure_torch() -> None:
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")  # it reports every attempt to connect
 
 
-def _check_flags(replay: Path | None, *, bisect: bool, alone: bool) -> None:
-    if bisect and replay is None:
-        raise UserError("--bisect needs --replay FOLDER.")
-    if replay is not None and not alone:
-        raise UserError("--replay cannot be combined with --dry-run or --page.")
-
-
 def _start(arguments: Arguments, command: list[str], take_page: TakePage | None, *, yes: bool) -> None:
     """Train in this process, alone or as one of several, or start the processes of the run with the same command."""
     from simpletuner.annexes.fitting.ready import ready_plan
 
     if (place := launched(os.environ)) is not None:
-        from simpletuner.annexes.processes.launching import joined, plan_together
+        from simpletuner.annexes.processes.agreement import plan_together
+        from simpletuner.annexes.processes.launching import joined
 
         with joined(place, start_limit(arguments)) as world:
             plan, budget = plan_together(world, lambda seed: ready_plan(arguments.with_seed(seed)))
@@ -137,10 +135,13 @@ def start_limit(arguments: Arguments) -> float:
 
 def _replay(folder: Path, arguments: Arguments, bisect: bool) -> None:
     """Repeat a step that failed; exits with 1 if it fails again."""
+    from simpletuner.annexes.replay.failure import prepare
+
+    failure, plan = prepare(folder, arguments)
     with logged_events(None) as events:
-        with events.phase("Loading torch"):
-            from simpletuner.annexes.replay import prepare, replay_step
-        if replay_step(*prepare(folder, arguments), events, bisect=bisect):
+        with events.phase("Loading torch"), uncollected():
+            from simpletuner.annexes.replay.autopsy import replay_step
+        if replay_step(failure, plan, events, bisect=bisect):
             raise typer.Exit(1)
 
 
@@ -198,7 +199,7 @@ def recorded_events(plan: Plan, world: World, shown: AbstractContextManager[Even
 
 
 def run_checked(plan: Plan, budget: Budget, events: EventStream, world: World, *, yes: bool) -> None:
-    """Say what begins, check what the plan could not, and run."""
+    """Announce the run, check what the plan could not, and train."""
     from simpletuner.annexes.fitting.ready import check_gpu, on_cpu
     from simpletuner.annexes.fitting.show import start_lines
     from simpletuner.annexes.publishing.uploads import prepared_destinations
@@ -214,7 +215,7 @@ def run_checked(plan: Plan, budget: Budget, events: EventStream, world: World, *
     if plan.is_finished and ledger is None:
         events.say(f"This run is finished: {plan.length.total_steps} steps are done. Results: {plan.output_dir}")
         return
-    # Whoever cannot upload the result learns it now, not after hours of training.
+    # A login that cannot upload fails now, not after hours of training.
     project, begun = plan.config.tracking.tracker_project_name, plan.resume.step if plan.resume else 0
     prepare = partial(prepared_destinations, plan.config.publish, project, plan.output_dir, events)
     places = (world.main_only(prepare) if ledger is None or "uploads" in ledger.tasks else None) or ()
@@ -266,8 +267,8 @@ def _warn(events: EventStream, warnings: Iterable[Problem]) -> None:
 def open_companions(
     plan: Plan, destinations: Sequence[Destination], events: EventStream, world: World
 ) -> list[Companion]:
-    """What accompanies a run in this process, in the order in which it is called."""
-    from simpletuner.annexes.replay import Autopsy
+    """The companions of a run in this process, in the order in which they are called."""
+    from simpletuner.annexes.replay.autopsy import Autopsy
 
     autopsy = Autopsy()
     events.subscribe(autopsy)  # now, because it notes the memory that each phase needed

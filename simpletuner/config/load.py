@@ -1,20 +1,18 @@
 """From layers of raw keys and values to a checked `RunConfig`.
 
 A layer is one source of settings: family defaults, config.env, config.json, the command line. `resolve` merges them,
-records which one each value comes from, and collects all problems, pydantic's in words that a user can act on.
+records the origin of every value and collects all problems, with pydantic's reworded for users.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
-from typing import Any, cast, get_args, get_type_hints
+from typing import Any, cast, get_args
 
-from pydantic import BaseModel, ValidationError
-from pydantic.fields import FieldInfo
+from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from simpletuner.config import schema
@@ -61,7 +59,7 @@ def resolve(
         if name in values and not same_value(values[name], value):
             yield warning(name, f"{values[name]!r} is ignored: the model fixes it to {value!r}. ({origins[name]})")
         values[name], origins[name] = value, schema.FAMILY_FIXED
-    # Apart from the others, whose messages already name their layer.
+    # Kept apart from the problems whose messages already name their layer.
     invalid = Problems()
 
     def build(group: type[schema.GroupType]) -> schema.GroupType:
@@ -143,7 +141,7 @@ def _with_origin(problem: Problem, origins: Mapping[str, str]) -> Problem:
     return replace(problem, message=f"{problem.message} ({origin})") if origin else problem
 
 
-def problems_of(error: ValidationError, model: type[BaseModel]) -> list[Problem]:
+def problems_of(error: ValidationError, model: type[Group]) -> list[Problem]:
     """One `Problem` per mistake, each with key, value, what is allowed and the nearest spelling."""
     problems: dict[str, Problem] = {}
     for details in error.errors():
@@ -153,7 +151,7 @@ def problems_of(error: ValidationError, model: type[BaseModel]) -> list[Problem]
     return list(problems.values())
 
 
-def with_stand_ins(values: Mapping[str, Any], error: ValidationError, model: type[BaseModel]) -> dict[str, Any]:
+def with_stand_ins(values: Mapping[str, Any], error: ValidationError, model: type[Group]) -> dict[str, Any]:
     """The values without invalid ones, so that the model can be built and the rest be checked.
 
     A misspelt word becomes the nearest allowed one, a required key that is missing or invalid gets the first allowed
@@ -199,17 +197,17 @@ def _key_path(details: ErrorDetails) -> str:
     return path
 
 
-def _sentence(details: ErrorDetails, path: str, model: type[BaseModel]) -> str:
+def _sentence(details: ErrorDetails, path: str, model: type[Group]) -> str:
     kind, value, context = details["type"], details["input"], details.get("ctx", {})
     shown = repr(value) if len(repr(value)) <= LONGEST_SHOWN else f"{value!r:.{LONGEST_SHOWN}}..."
     if kind == "missing":
         field = model.model_fields.get(path)
-        explained = describe(path, model, field).help if field and issubclass(model, Group) else ""
+        explained = describe(path, model, field).help if field else ""
         return f"is required. {explained}".strip()
     if kind == "too_short":
         return "is empty; at least one entry is needed."
     if kind in ("extra_forbidden", "unexpected_keyword_argument"):
-        return unknown_key(path.rpartition(".")[2], _known_keys(model, path))
+        return unknown_key(path.rpartition(".")[2], _known_keys(model))
     if kind == "literal_error":
         return f"{shown} {_why_not(details, path, model)}"
     for limit in context.keys() & LIMITS.keys():
@@ -219,10 +217,10 @@ def _sentence(details: ErrorDetails, path: str, model: type[BaseModel]) -> str:
     return f"{shown} is not {EXPECTED[kind]}." if kind in EXPECTED else f"{shown}: {details['msg']}."
 
 
-def _why_not(details: ErrorDetails, path: str, model: type[BaseModel]) -> str:
-    """Why a key does not take a word: it is the value of another key, or none of its own."""
+def _why_not(details: ErrorDetails, path: str, model: type[Group]) -> str:
+    """Why a key does not take a word."""
     value, allowed = details["input"], _allowed(details)
-    options = schema.options_of(model) if issubclass(model, Group) else {}
+    options = schema.options_of(model)
     if path in options and (why := options[path].refused.get(str(value))):
         return f"{why}."
     return f"is not one of: {', '.join(allowed)}.{did_you_mean(str(value), allowed)}"
@@ -234,26 +232,8 @@ def _allowed(details: ErrorDetails) -> list[str]:
     return [word.strip("' ") for word in str(details.get("ctx", {})["expected"]).replace(" or ", ", ").split(",")]
 
 
-def _known_keys(structure: Any, path: str) -> dict[str, Any]:
-    """The keys, with their types, of the object in which a path ends: a group or a dataclass."""
-    first, _, rest = path.partition(".")
-    # By what users write: `selection_ratio` is the alias of a field called ratio.
-    if issubclass(structure, BaseModel):
-        keys = {field.alias or name: field.annotation for name, field in structure.model_fields.items()}
-    else:
-        hints = get_type_hints(structure, include_extras=True)
-        keys = {_alias(hints[field.name]) or field.name: hints[field.name] for field in dataclasses.fields(structure)}
-    # `routes[1].selection_ratio`: on to the dataclass in the annotation of `routes`.
-    return _known_keys(next(_structures_in(keys[first.partition("[")[0]])), rest) if rest else keys
-
-
-def _alias(annotation: Any) -> str | None:
-    return next((each.alias for each in get_args(annotation) if isinstance(each, FieldInfo)), None)
-
-
-def _structures_in(annotation: Any) -> Iterator[type]:
-    """The groups and dataclasses in an annotation: `Route` in `list[Route]`."""
-    if isinstance(annotation, type) and (issubclass(annotation, BaseModel) or dataclasses.is_dataclass(annotation)):
-        yield annotation
-    for inner in get_args(annotation):
-        yield from _structures_in(inner)
+def _known_keys(model: type[Group]) -> list[str]:
+    """The keys of the objects in a model's values, as users write them."""
+    schema = model.model_json_schema()
+    structures = schema.get("$defs", {}).values() or [schema]
+    return [key for structure in structures for key in structure.get("properties", ())]

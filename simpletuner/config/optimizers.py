@@ -71,13 +71,26 @@ class OptimizerSpec:
     temporaries: int = 0
 
 
-ADAM: dict[str, OptimizerValue] = {"beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "weight_decay": 0.0}
-ADAMW: dict[str, OptimizerValue] = ADAM | {"weight_decay": 0.01}
-LION: dict[str, OptimizerValue] = {"beta1": 0.9, "beta2": 0.99, "weight_decay": 0.0}
-SGD: dict[str, OptimizerValue] = {"momentum": 0.0, "dampening": 0.0, "weight_decay": 0.0, "nesterov": False}
+Settings = dict[str, OptimizerValue]
+ADAM: Settings = {"beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "weight_decay": 0.0}
+ADAMW: Settings = ADAM | {"weight_decay": 0.01}
+AMSGRAD: Settings = ADAMW | {"amsgrad": False}
+NADAM: Settings = ADAM | {"momentum_decay": 0.004, "decoupled_weight_decay": False}
+ADAGRAD: Settings = {"lr_decay": 0.0, "weight_decay": 0.0, "eps": 1e-10}
+RMSPROP: Settings = {"alpha": 0.99, "eps": 1e-8, "weight_decay": 0.0, "momentum": 0.0, "centered": False}
+SGD: Settings = {"momentum": 0.0, "dampening": 0.0, "weight_decay": 0.0, "nesterov": False}
+LION: Settings = {"beta1": 0.9, "beta2": 0.99, "weight_decay": 0.0}
 # optimi's own betas and eps: a second moment over about 100 steps, which suits short runs.
-OPTIMI: dict[str, OptimizerValue] = {"beta1": 0.9, "beta2": 0.99, "eps": 1e-6, "weight_decay": 0.0}
-
+OPTIMI: Settings = {"beta1": 0.9, "beta2": 0.99, "eps": 1e-6, "weight_decay": 0.0}
+COUPLED: Settings = OPTIMI | {"decouple_wd": False}
+RANGER: Settings = OPTIMI | {"decouple_wd": True, "k": 6, "alpha": 0.5}
+# Three averages: of the gradient, of its change, and of its square.
+ADAN: Settings = OPTIMI | {"beta1": 0.98, "beta2": 0.92, "beta3": 0.99}
+# r weighs late steps in the average, weight_lr_power steps of a high rate.
+AVERAGED: Settings = ADAMW | {"r": 0.0, "weight_lr_power": 2.0}
+SOAP: Settings = {"beta1": 0.95, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.01, "precondition_frequency": 10}
+MUON: Settings = {"momentum": 0.95, "nesterov": True, "ns_steps": 5, **ADAMW}
+ESTIMATING: Settings = {"d0": 1e-6, "d_coef": 1.0, "use_bias_correction": False, "safeguard_warmup": False}
 
 # What those of one library have in common. torch's other fused updates lose momentum that some weights do not have
 # yet, or are not on every GPU.
@@ -85,60 +98,37 @@ _torch_adam = partial(OptimizerSpec, is_adam=True, kernels=("fused",), temporari
 _torch = partial(OptimizerSpec, kernels=("foreach",), temporaries=1)
 _optimi = partial(OptimizerSpec, keeps_bf16=True, kernels=("triton", "foreach"))
 _optimi_adam = partial(_optimi, is_adam=True)
+_random = partial(OptimizerSpec, keeps_bf16=True, rounds_randomly=True, constants={"bf16_stochastic_round": True})
 # State that is quantised in blocks of numbers, which a share of a weight has others of.
-_torchao = partial(
-    OptimizerSpec, settings=ADAMW, is_adam=True, keeps_bf16=True, constants={"bf16_stochastic_round": True},
-    package=TORCHAO, element_wise=False, rounds_randomly=True,
-)  # fmt: skip
-_schedule_free = partial(
-    OptimizerSpec, "schedulefree:AdamWScheduleFree", is_adam=True, schedule_free=True, package=SCHEDULE_FREE,
-    per_weight=False, temporaries=1,
-)  # fmt: skip
+_torchao = partial(_random, settings=ADAMW, is_adam=True, package=TORCHAO, element_wise=False)
+_averaging = partial(OptimizerSpec, is_adam=True, schedule_free=True, per_weight=False, temporaries=1)
+_schedule_free = partial(_averaging, "schedulefree:AdamWScheduleFree", package=SCHEDULE_FREE)
 _whole_weights = partial(OptimizerSpec, element_wise=False, per_weight=False)
 _bitsandbytes = partial(_whole_weights, package=BITSANDBYTES, moments=1)
 
 DECAYING = "simpletuner.training.optimizers"  # whose second moment decays, see there
-AMSGRAD: dict[str, OptimizerValue] = ADAMW | {"amsgrad": False}
-# r weighs late steps in the average, weight_lr_power steps of a high rate.
-AVERAGED: dict[str, OptimizerValue] = ADAMW | {"r": 0.0, "weight_lr_power": 2.0}
-
 OPTIMIZERS: Mapping[OptimizerName, OptimizerSpec] = {
     "adamw_bf16": _optimi_adam(f"{DECAYING}:AdamW", ADAMW | {"eps": 1e-6}),
     "adamw": _torch_adam("torch.optim:AdamW", AMSGRAD),
     "torch-adamw": _torch_adam("torch.optim:AdamW", AMSGRAD),
     "torch-adam": _torch_adam("torch.optim:Adam", ADAM | {"amsgrad": False}),
-    "torch-nadam": _torch(
-        "torch.optim:NAdam", ADAM | {"momentum_decay": 0.004, "decoupled_weight_decay": False}, is_adam=True,
-        temporaries=2,
-    ),
+    "torch-nadam": _torch("torch.optim:NAdam", NADAM, is_adam=True, temporaries=2),
     "torch-radam": _torch("torch.optim:RAdam", ADAM | {"decoupled_weight_decay": False}, is_adam=True),
     "torch-adagrad": _torch(
-        "torch.optim:Adagrad",
-        {"lr_decay": 0.0, "weight_decay": 0.0, "initial_accumulator_value": 0.0, "eps": 1e-10},
-        moments=1, temporaries=2,
+        "torch.optim:Adagrad", ADAGRAD | {"initial_accumulator_value": 0.0}, moments=1, temporaries=2
     ),
-    "torch-rmsprop": _torch(
-        "torch.optim:RMSprop",
-        {"alpha": 0.99, "eps": 1e-8, "weight_decay": 0.0, "momentum": 0.0, "centered": False},
-        moments=1, temporaries=2,
-    ),
+    "torch-rmsprop": _torch("torch.optim:RMSprop", RMSPROP, moments=1, temporaries=2),
     "torch-sgd": _torch("torch.optim:SGD", SGD, moments=0),
     "optimi-adamw": _optimi_adam(f"{DECAYING}:AdamW", OPTIMI),
     # It limits an update by the mean square over the whole weight, for which all but Triton wait weight by weight.
     "optimi-stableadamw": _optimi_adam(f"{DECAYING}:StableAdamW", OPTIMI, element_wise=False, kernels=("triton",)),
     "optimi-lion": _optimi("optimi:Lion", LION, moments=1, temporaries=1),
-    "optimi-radam": _optimi_adam(f"{DECAYING}:RAdam", OPTIMI | {"decouple_wd": False}),
+    "optimi-radam": _optimi_adam(f"{DECAYING}:RAdam", COUPLED),
     # Its slow weights are averaged without Kahan summation and replace the fast ones, so bf16 would lose updates.
-    "optimi-ranger": _optimi_adam(
-        f"{DECAYING}:Ranger", OPTIMI | {"decouple_wd": True, "k": 6, "alpha": 0.5}, moments=3, keeps_bf16=False
-    ),
-    # Three averages (gradient, its change, its square) with three betas. The only optimi one whose Kahan summation is
-    # off by default.
-    "optimi-adan": _optimi_adam(
-        f"{DECAYING}:Adan", OPTIMI | {"beta1": 0.98, "beta2": 0.92, "beta3": 0.99}, moments=4,
-        constants={"kahan_sum": True},
-    ),
-    "optimi-adam": _optimi_adam(f"{DECAYING}:Adam", OPTIMI | {"decouple_wd": False}),
+    "optimi-ranger": _optimi_adam(f"{DECAYING}:Ranger", RANGER, moments=3, keeps_bf16=False),
+    # The only optimi one whose Kahan summation is off by default.
+    "optimi-adan": _optimi_adam(f"{DECAYING}:Adan", ADAN, moments=4, constants={"kahan_sum": True}),
+    "optimi-adam": _optimi_adam(f"{DECAYING}:Adam", COUPLED),
     "optimi-sgd": _optimi("optimi:SGD", {"momentum": 0.0, "weight_decay": 0.0, "decouple_wd": False}, moments=0),
     # Numbers and float32 scales: a byte and a scale per 256, or half a byte and a scale per 128.
     "ao-adamw8bit": _torchao("simpletuner.training.low_bit:AdamW8bit", moment_bytes=1 + 4 / 256),
@@ -147,37 +137,22 @@ OPTIMIZERS: Mapping[OptimizerName, OptimizerSpec] = {
     "adamw_schedulefree+aggressive": _schedule_free(AVERAGED | {"weight_decay": 1e-3, "eps": 1e-6}),
     # It always trains float32 weights, where Kahan summation changes nothing.
     "adamw_schedulefree+no_kahan": _schedule_free(AVERAGED),
-    "soap": _whole_weights(
-        "pytorch_optimizer:SOAP",
-        {"beta1": 0.95, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.01, "precondition_frequency": 10},
-        is_adam=True, package=PYTORCH_OPTIMIZER, moments=4,
-    ),
+    "soap": _whole_weights("pytorch_optimizer:SOAP", SOAP, is_adam=True, package=PYTORCH_OPTIMIZER, moments=4),
     # Newton-Schulz orthogonalises whole matrices; vectors and convolutions are updated by AdamW.
-    "muon": OptimizerSpec(
-        f"{DECAYING}:MuonWithAdamW", {"momentum": 0.95, "nesterov": True, "ns_steps": 5, **ADAMW}, is_adam=True,
-        element_wise=False,
-    ),
+    "muon": OptimizerSpec(f"{DECAYING}:MuonWithAdamW", MUON, is_adam=True, element_wise=False),
     # Besides Adam's moments it keeps the weights it began with and a weighted sum of gradients.
-    "prodigy": _whole_weights(
-        "prodigyopt:Prodigy",
-        ADAM | {"d0": 1e-6, "d_coef": 1.0, "use_bias_correction": False, "safeguard_warmup": False},
-        is_adam=True, package=PRODIGY, moments=4,
-    ),
+    "prodigy": _whole_weights("prodigyopt:Prodigy", ADAM | ESTIMATING, is_adam=True, package=PRODIGY, moments=4),
     "bnb-adamw8bit": _bitsandbytes("bitsandbytes.optim:AdamW8bit", ADAMW, is_adam=True, moments=2, moment_bytes=1.0),
     "bnb-adamw": _bitsandbytes("bitsandbytes.optim:AdamW", ADAMW, is_adam=True, moments=2),
     "bnb-lion8bit": _bitsandbytes("bitsandbytes.optim:Lion8bit", LION, moment_bytes=1.0),
     "bnb-lion": _bitsandbytes("bitsandbytes.optim:Lion", LION),
-    "bnb-adagrad8bit": _bitsandbytes(
-        "bitsandbytes.optim:Adagrad8bit", {"lr_decay": 0.0, "weight_decay": 0.0, "eps": 1e-10}, moment_bytes=1.0
-    ),
+    "bnb-adagrad8bit": _bitsandbytes("bitsandbytes.optim:Adagrad8bit", ADAGRAD, moment_bytes=1.0),
     # Without momentum it has no state to keep in 8 bits, and raises an error.
     "bnb-sgd8bit": _bitsandbytes("bitsandbytes.optim:SGD8bit", SGD | {"momentum": 0.9}, moment_bytes=1.0),
-}  # fmt: skip
+}
 
 BETAS = ("beta1", "beta2", "beta3")
-ADAM_KEYS = {
-    "adam_beta1": "beta1", "adam_beta2": "beta2", "adam_weight_decay": "weight_decay", "adam_epsilon": "eps",
-}  # fmt: skip
+ADAM_KEYS = {"adam_beta1": "beta1", "adam_beta2": "beta2", "adam_weight_decay": "weight_decay", "adam_epsilon": "eps"}
 PAIR = {"optimizer_beta1": "beta1", "optimizer_beta2": "beta2"}
 
 # A bf16 number has 8 significant bits. Rounding undoes whatever changes it by less than half its distance to the next

@@ -43,9 +43,9 @@ class When:
 
     Attributes:
         keys: the values by key; no value stands for all but false, 0 and unset.
-        negated: it holds if none of the keys is so.
+        negated: it holds if none of the keys fulfils it.
         because: the reason, for messages.
-        fatal: setting a key that requires it is an error where it does not hold, not only without effect.
+        fatal: where it does not hold, setting a key that requires it is an error, not only without effect.
         also: what must hold as well; written `when(...) & when(...)`.
     """
 
@@ -68,18 +68,18 @@ class When:
 
     @property
     def stated(self) -> str:
-        """It in words, with all its parts."""
+        """The condition in words, with all its parts."""
         # "lr_scheduler linear or sine" becomes "lr_scheduler other than linear or sine".
         words = str(self).replace(" ", " other than ", 1) if self.negated else str(self)
         return f"{words} with {self.also.stated}" if self.also else words
 
     def shown(self, settings: Mapping[str, Any]) -> str:
-        """The keys with the values that they have."""
+        """The keys with their values in these settings."""
         return " and ".join(f"{key} {settings[key]}" if values else key for key, values in self.keys.items())
 
     @functools.cached_property  # of some hundred keys, whenever a setting changes
     def lacking(self) -> str:
-        """What a message says of a key that requires it, where it does not hold."""
+        """The message about a key that requires it, where it does not hold."""
         if self.fatal:
             return f"needs {self}{self.reason}."
         if self.reason:
@@ -135,7 +135,7 @@ class TechniqueGroup(Group):
         yield from ()
 
     def check_model(self, spec: FamilySpec, routes: Sequence[Route], blocks: int | None) -> Iterator[Problem]:
-        """What this model has not or cannot do.
+        """What this model lacks or cannot do.
 
         Args:
             routes: ranges of blocks that some tokens skip.
@@ -144,7 +144,7 @@ class TechniqueGroup(Group):
         yield from ()
 
     def check_datasets(self, config: RunConfig, datasets: Sequence[Dataset]) -> Iterator[Problem]:
-        """What the datasets lack, or exclude."""
+        """Data that the technique lacks, and datasets that exclude it."""
         yield from ()
 
     @property
@@ -159,7 +159,7 @@ class TechniqueGroup(Group):
 
 
 class OptionWords(TypedDict, total=False):
-    """What `option` says of a key besides its default and help.
+    """The arguments of `option` besides the default.
 
     Attributes:
         ge, gt, le, lt: limits of a number; with a lower one, the upper one is `LARGEST_NUMBER` unless another is given.
@@ -168,9 +168,9 @@ class OptionWords(TypedDict, total=False):
         form: the type in the reference page, if people write another one than the parsed value has.
         requires: conditions without which the key has no effect. They replace those of the group on the same keys.
         excludes: conditions under which the key must not be on.
-        refused, remarks: values that are an error, or get a warning, and what is said of them.
-        label: what the page calls it, if its name in words does not do.
-        common: people need it first; the page shows the others below "More".
+        refused, remarks: values that are an error, or get a warning, with the message.
+        label: its name on the page, if that of the key in words does not do.
+        common: people need it first; the page shows the other keys below "More".
     """
 
     ge: float
@@ -195,16 +195,16 @@ def option(default: Any = ..., **words: Unpack[OptionWords]) -> Any:
         default: the global default; `...` makes the key required.
         words: see `OptionWords`.
     """
-    said: dict[str, Any] = {**words}
-    limits = {name: said.pop(name) for name in LIMITS if name in said}
-    for rule in said.keys() & {"requires", "excludes"}:
+    extra: dict[str, Any] = {**words}
+    limits = {name: extra.pop(name) for name in LIMITS if name in extra}
+    for rule in extra.keys() & {"requires", "excludes"}:
         # A single condition may be written without its tuple.
-        said[rule] = (said[rule],) if isinstance(said[rule], When) else said[rule]
+        extra[rule] = (extra[rule],) if isinstance(extra[rule], When) else extra[rule]
     # No default limit without a lower one: such numbers, as Sana's motion score, are no amounts.
     checked = limits if not limits or limits.keys() & {"le", "lt"} else {**limits, "le": LARGEST_NUMBER}
-    said["limits"] = {name: bound for name, bound in limits.items() if bound < LARGEST_NUMBER}  # inf says nothing
+    extra["limits"] = {name: bound for name, bound in limits.items() if bound < LARGEST_NUMBER}  # inf is no limit
     # pydantic keeps what it does not know in json_schema_extra; `describe` reads it back.
-    return Field(default, json_schema_extra=said, **checked)
+    return Field(default, json_schema_extra=extra, **checked)
 
 
 common = functools.partial(option, common=True)
@@ -222,16 +222,14 @@ def _docstrings(module: str) -> Mapping[tuple[str, str], str]:
 
     They are read from the source when help is asked for, since Python does not keep them.
     """
-    classes = (
-        node for node in ast.parse(inspect.getsource(sys.modules[module])).body if isinstance(node, ast.ClassDef)
-    )
-    found = {}
-    for each in classes:
-        for attribute, below in itertools.pairwise(each.body):
+    docstrings = {}
+    tree = ast.parse(inspect.getsource(sys.modules[module]))
+    for group in (node for node in tree.body if isinstance(node, ast.ClassDef)):
+        for attribute, below in itertools.pairwise(group.body):
             match attribute, below:
                 case ast.AnnAssign(target=ast.Name(name)), ast.Expr(value=ast.Constant(value=str(text))):
-                    found[each.name, name] = inspect.cleandoc(text).replace("\n", " ")
-    return found
+                    docstrings[group.name, name] = inspect.cleandoc(text).replace("\n", " ")
+    return docstrings
 
 
 @dataclass(frozen=True)
@@ -291,7 +289,7 @@ class Option:
 
     @property
     def relations(self) -> dict[str, list[str]]:
-        """Its aliases and its conditions on other keys, with a title each."""
+        """Its aliases and its conditions on other keys, by title."""
         return {
             "Also written": list(self.aliases),
             # A condition without keys is that of `accepted`.
@@ -301,7 +299,7 @@ class Option:
         }
 
     def conflicts(self, settings: Mapping[str, Any]) -> Iterator[Problem]:
-        """What excludes it, if it is on, and what is said of its value, in settings by key."""
+        """The settings that exclude it, if it is on, and the refusal or remark about its value."""
         value = settings[self.name]
         # A key that is off, or 1 as everywhere, excludes nothing.
         for other in self.excludes if value and value != self.default else ():
@@ -355,7 +353,7 @@ def describe(name: str, group: type[Group], field: FieldInfo) -> Option:
 
 
 def _constraints(field: FieldInfo) -> list[Any]:
-    """What stands in the `Annotated` of a field, also in that of `Annotated[...] | None`."""
+    """The metadata of a field, including that of `Annotated[...] | None`."""
     inner = [part for part in get_args(field.annotation) if get_origin(part) is Annotated]
     return [*field.metadata, *(each for part in inner for each in get_args(part)[1:])]
 
@@ -373,7 +371,7 @@ def _strip_optional(annotation: Any) -> Any:
 
 @dataclass(frozen=True)
 class Package:
-    """An optional dependency: the module to look for, and what to tell pip, which pyproject.toml says too."""
+    """An optional dependency: the module to look for, and the requirement for pip, as in pyproject.toml."""
 
     module: str
     requirement: str

@@ -149,7 +149,7 @@ def repository_name(written: str) -> str:
 
 
 def check_publishing(publish: PublishConfig, project: str) -> Iterator[Problem]:
-    """What would make an upload fail for certain.
+    """Faults that make uploads fail for certain.
 
     Args:
         project: value of `tracker_project_name`.
@@ -166,9 +166,9 @@ def check_publishing(publish: PublishConfig, project: str) -> Iterator[Problem]:
 
 
 def check_typed(publish: PublishConfig) -> Iterator[Problem]:
-    """Keys of stores that were given on the command line: `simpletuner publish` cannot find them again."""
+    """Keys of stores that are in no file: `simpletuner publish` cannot find them again."""
     if any(store.secret_key or store.session_token or store.headers for store in publish.stores):
-        message = "its keys are not recorded: simpletuner publish finds those in a config file, not on a command line."
+        message = "its keys are not recorded: simpletuner publish finds keys only in a config file."
         yield warning(PUBLISHING_CONFIG, message)
 
 
@@ -315,7 +315,7 @@ def tracker_names(report_to: str) -> list[str]:
 
 
 def check_trackers(config: TrackingConfig) -> Iterator[Problem]:
-    """Problems of names; a missing package or login is only a warning."""
+    """Unknown or unusable names; a missing package or login is only a warning."""
     names = tracker_names(config.report_to)
     for name in names:
         if name in NOT_AVAILABLE_YET:

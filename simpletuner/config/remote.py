@@ -122,7 +122,7 @@ REQUIRED = {
 
 
 def check_written(entry: Mapping[str, Any]) -> Iterator[Problem]:
-    """What only the text of an entry shows: secrets in the file."""
+    """Secrets in the file, which show only before references expand."""
     for key, value in entry.items():
         # Before {env:NAME} expands: a secret and its reference look alike afterwards.
         if plain_key(key) in SECRETS and value and not REFERENCE.search(str(value)):

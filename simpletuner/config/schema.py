@@ -309,7 +309,7 @@ class OffloadConfig(Group):
 
     offload: Literal["manual", "auto"] = common("manual")
     """auto chooses unset keys of offloading, checkpointing and speed_keep_attention: the fastest that fit."""
-    plan_device_memory_gb: Number | None = option(
+    plan_device_memory_gb: Gigabytes | None = option(
         None, aliases=("device_memory",), gt=0, default_note="the device of this machine"
     )
     """Plan for a GPU with this many GB, as cards are labelled: `simpletuner plan --device-memory 24`."""
@@ -705,7 +705,7 @@ class RunConfig:
 
     @property
     def techniques_in_use(self) -> list[TechniqueGroup]:
-        """Those whose switch is on, if they have one: only their rules are asked."""
+        """The techniques whose switch, if they have one, is on; only their rules apply."""
         return [each for each in self.techniques if each.requires is None or each.requires.holds(self.flat)]
 
     @property

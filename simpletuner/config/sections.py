@@ -60,22 +60,22 @@ SECTIONS = (
 )
 # What people look for, and the keys that change it: in `simpletuner help` and in the search of the page.
 EVERYDAY_WORDS = {
-    "vram oom out of memory": (
-        "offload", "base_model_precision", "gradient_checkpointing", "train_batch_size", "resolution",
+    words: keys.split()
+    for words, keys in {
+        "vram oom out of memory": "offload base_model_precision gradient_checkpointing train_batch_size resolution "
         "video.num_frames",
-    ),
-    "slow faster": ("speed", "tread_config", "gradient_checkpointing_kept_blocks", "validation_step_interval"),
-    "too strong overfit overfitting burnt": (
-        "max_train_steps", "learning_rate", "lora_rank", "checkpoint_step_interval", "caption_dropout_probability",
-    ),
-    "too weak underfit": ("max_train_steps", "learning_rate", "lora_rank", "validation_guidance"),
-    "forgets forgetting": ("preservation_weight", "is_regularisation_data", "learning_rate", "max_train_steps"),
-    "blurry blur": ("resolution", "max_upscale_threshold", "validation_num_inference_steps", "validation_guidance"),
-    "flicker flickering": ("crepa_enabled", "video.num_frames", "video.frame_rate", "validation_num_inference_steps"),
-    "trigger word": ("instance_prompt", "prepend_instance_prompt", "validation_prompt", "model_card_trigger"),
-    "lr": ("learning_rate",),
-    "disk space": ("checkpoints_total_limit", "compress_disk_cache", "disk_low_threshold", "vae_cache_disable"),
-}  # fmt: skip
+        "slow faster": "speed tread_config gradient_checkpointing_kept_blocks validation_step_interval",
+        "too strong overfit overfitting burnt": "max_train_steps learning_rate lora_rank checkpoint_step_interval "
+        "caption_dropout_probability",
+        "too weak underfit": "max_train_steps learning_rate lora_rank validation_guidance",
+        "forgets forgetting": "preservation_weight is_regularisation_data learning_rate max_train_steps",
+        "blurry blur": "resolution max_upscale_threshold validation_num_inference_steps validation_guidance",
+        "flicker flickering": "crepa_enabled video.num_frames video.frame_rate validation_num_inference_steps",
+        "trigger word": "instance_prompt prepend_instance_prompt validation_prompt model_card_trigger",
+        "lr": "learning_rate",
+        "disk space": "checkpoints_total_limit compress_disk_cache disk_low_threshold vae_cache_disable",
+    }.items()
+}
 # What choices mean, on the page and in the wizard.
 CHOICES = {
     "model_type": {"lora": "a small file on top of the model", "full": "the whole model; needs far more memory"},

@@ -20,7 +20,8 @@ if TYPE_CHECKING:
     from simpletuner.data.entries import Collect
 
 EXTRA_ARGUMENTS = "TRAINER_EXTRA_ARGS"
-COMMAND_LINE = "command line"  # the origin of what is given there
+# Origins of settings that are in no file: of the command line, and of functions.
+COMMAND_LINE, ARGUMENTS = "command line", "config"
 # Arguments that choose the config and are not settings themselves, by the name they are stored under.
 SELECTORS = {**{key: key for key in ("env", "example", "config_path", "config_backend")}, "config": "config_path"}
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
@@ -36,13 +37,13 @@ LAUNCH_VARIABLES = {
     "TRAINING_DYNAMO_BACKEND": "dynamo_backend",
 }
 ENV_NAME = re.compile(r"[A-Za-z_]\w*")
-IN_ANY_WORD = r"(?P<name>\$(?:\{\w+\}|[A-Za-z_]\w*))|(?P<command>`|\$[({])|(?P<quote>\")|(?P<plain>.)"
-# The first alternative that fits wins: a whole quotation, before a ' that opens one and stays open.
+# What a shell tells apart in a value; the first alternative that fits wins. A # inside a word begins no comment.
 SHELL_WORD = re.compile(
-    rf"(?P<single>'[^']*')|(?P<escaped>\\.)|(?P<comment>(?:^|(?<=\s))#.*)|(?P<open>')|{IN_ANY_WORD}"
+    r"""'(?P<single>[^']*)'|"(?P<double>(?:\\.|[^"\\])*)"|\\(?P<escaped>.)|(?P<comment>(?:^|(?<=\s))#.*)"""
+    r"""|(?P<open>['"])|(?P<plain>[^'"\\#]+|.)"""
 )
-# Between double quotes, ' and # are plain text, and so is a backslash before any but these four.
-QUOTED_WORD = re.compile(rf"(?P<escaped>\\[\"\\$`])|{IN_ANY_WORD}")
+# Outside single quotes. Between double ones, a backslash before any but these four is plain text.
+VARIABLE = re.compile(r"\\(?P<escaped>[\"\\$`])|\$(?P<name>\{\w+\}|[A-Za-z_]\w*)|(?P<command>`|\$[({])")
 ENV_VARIABLES = ("SIMPLETUNER_ENV", "SIMPLETUNER_ENVIRONMENT", "ENV")
 
 
@@ -60,7 +61,7 @@ class Located:
 
 def configured(values: Mapping[str, Any]) -> Located:
     """A configuration that is no file."""
-    return Located([launch_layer(), Layer("config", [(key, resolve_alias(value)) for key, value in values.items()])])
+    return Located([launch_layer(), Layer(ARGUMENTS, [(key, resolve_alias(value)) for key, value in values.items()])])
 
 
 @dataclass
@@ -71,8 +72,9 @@ class Arguments:
         settings: keys and values in the order given; a bare flag has the value True.
         selectors: `env`, `example` and the like.
         collect: the door to remote datasets, see `DataContext.collect`.
-        problems: of their syntax, and whatever is found while they are made a plan.
+        problems: of their syntax; planning adds its own.
         base: the configuration that the settings override; None to look for one.
+        label: how messages name the settings.
     """
 
     settings: list[tuple[str, object]] = field(default_factory=list)
@@ -80,6 +82,7 @@ class Arguments:
     collect: Collect | None = None
     problems: Problems = field(default_factory=Problems)
     base: Located | None = None
+    label: str = COMMAND_LINE
 
     def layers(self) -> Reading[tuple[list[Layer], Path]]:
         """The layers of files, environment and command line, the weakest first, and the folder of the config file."""
@@ -96,7 +99,7 @@ class Arguments:
     def layer(self) -> Layer:
         """The settings as the layer with the highest priority; `null` unsets a key, as in JSON."""
         values = [(key, None if value == "null" else value) for key, value in self.settings]
-        return Layer(COMMAND_LINE, values, last_wins=True)
+        return Layer(self.label, values, last_wins=True)
 
 
 def parse_arguments(tokens: Sequence[str], extra: str | None = None) -> Arguments:
@@ -124,7 +127,7 @@ def parse_arguments(tokens: Sequence[str], extra: str | None = None) -> Argument
 
 
 def _stray(token: str) -> Problem:
-    """A bare word, which may be the name or the path of a configuration."""
+    """The problem of a bare word, which may name a configuration."""
     if any(map(os.path.isfile, [token, f"{token}/config.json", f"config/{token}/config.json"])):
         return Problem(token, f"is not a setting. Did you mean env={token}?")
     return Problem(token, "is not a setting; write key=value, --key value or --flag.")
@@ -295,28 +298,28 @@ def expand_shell(text: str, variables: Mapping[str, str]) -> str:
     Raises:
         ValueError: an unclosed quote, an unset variable, or a command substitution.
     """
-    text, result, quoted, end = text.strip(), "", False, 0
-    while match := (QUOTED_WORD if quoted else SHELL_WORD).match(text, end):
-        kind, token, end = str(match.lastgroup), match[0], match.end()
-        if kind == "quote":
-            quoted = not quoted
-        elif kind == "command":
-            raise ValueError(f"{token!r} would run a command; write its result instead")
-        elif kind == "name":
-            name = token.strip("${}")
-            if name not in variables:
-                raise ValueError(f"${name} is not set")
-            result += variables[name]
-        elif kind == "comment":
-            result = result.rstrip()
-            break
-        elif kind == "open":
-            quoted = True
-            break
-        else:
-            result += {"single": token[1:-1], "escaped": token[1:]}.get(kind, token)
-    if quoted:
-        raise ValueError("a quotation mark is not closed")
+
+    def expand(found: re.Match[str]) -> str:
+        if found["command"]:
+            raise ValueError(f"{found['command']!r} would run a command; write its result instead")
+        if found["escaped"]:
+            return found["escaped"]
+        name = found["name"].strip("{}")
+        if name not in variables:
+            raise ValueError(f"${name} is not set")
+        return variables[name]
+
+    result = ""
+    for word in SHELL_WORD.finditer(text.strip()):
+        match word.lastgroup, word[word.lastgroup or 0]:
+            case "comment", _:
+                return result.rstrip()
+            case "open", _:
+                raise ValueError("a quotation mark is not closed")
+            case "plain" | "double", part:
+                result += VARIABLE.sub(expand, part)
+            case _, part:
+                result += part
     return result
 
 

@@ -15,10 +15,7 @@ from simpletuner.errors import NoEffect, Problem, not_one_of
 COMPILE_MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
 GRAPH_MODES = ("reduce-overhead", "max-autotune")  # those with CUDA graphs
 # Keys that have an effect only on blocks of ours.
-BLOCK_KEYS = ("speed_plain_math", "speed_keep_attention", "speed_bf16_modulation", "speed_fused_lora",
-              "attention_mechanism")  # fmt: skip
-
-
+BLOCK_KEYS = (*(key for key in SpeedConfig.model_fields if key.startswith("speed_")), "attention_mechanism")
 # Keys that have an effect only if blocks are compiled.
 COMPILE_KEYS = ("dynamo_mode", "dynamo_fullgraph", "dynamo_dynamic", "dynamo_cpp_wrapper", "validation_torch_compile")
 # Packages with an attention kernel that has a backward pass, and `module:function` of the kernel.

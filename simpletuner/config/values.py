@@ -1,4 +1,4 @@
-"""How what is written becomes a value: JSON files, flags, numbers, texts, lists, sizes; and the types of the options.
+"""Parses what users write: JSON files, flags, numbers, texts, lists, sizes; and defines the types of the options.
 
 JSON is read as people write it: trailing commas are accepted, everything else is reported with its position.
 """
@@ -36,7 +36,7 @@ class UnusableJsonError(ValueError):
 
 
 def read_stored(path: Path, kind: type[Stored]) -> Stored | None:
-    """What the program itself has written to a JSON file; None if it is absent, damaged or not of that kind."""
+    """The content of a JSON file that the program wrote; None if it is absent, damaged or of another kind."""
     try:
         return TypeAdapter(kind).validate_json(path.read_bytes())
     except (OSError, ValidationError):
@@ -63,7 +63,7 @@ def read_json(path: Path, kind: type = object, needed: str = "") -> Reading[Any]
 
     twice = Problems()
 
-    # `dict` would keep the last value, too, but without a word.
+    # `dict` would also keep the last value, but silently.
     def keep_last(pairs: Pairs) -> dict[str, Any]:
         result: dict[str, Any] = {}
         for key, value in pairs:
@@ -129,7 +129,7 @@ def parse_json(text: str, object_of: Callable[[Pairs], Any] = dict) -> Any:
     return value
 
 
-# What stands where reading failed, what Python's message contains, and what a person would say.
+# The text where parsing failed, a part of Python's message, and the words for users.
 JSON_FAULTS = (
     (r"//|/\*|#", "", "comments are not allowed"),
     (r"(True|False|None)\b", "", "true, false and null are written in small letters"),
@@ -145,7 +145,7 @@ JSON_FAULTS = (
 
 
 def json_fault(error: json.JSONDecodeError) -> str:
-    """What is wrong with a JSON text that somebody wrote by hand, and where."""
+    """What is wrong with a JSON text written by hand, and where."""
     if not error.doc.strip():
         return "is empty"
     rest = error.doc[error.pos :]
@@ -215,7 +215,7 @@ def json_kind(value: Any) -> str:
 
 def _check_usable(value: Any) -> None:
     """Refuse what would fail later: NUL characters or lone surrogates in a text, and deep nesting."""
-    # A list of what is left, since recursion could fail on the depth that it is to measure.
+    # Iterative, since recursion could fail on the depth that it measures.
     waiting = [(value, 1)]
     while waiting:
         inner, depth = waiting.pop()
@@ -241,14 +241,10 @@ def plain_key(written: str) -> str:
 
 def parse_flag(value: object) -> object:
     """True or False from a boolean, 0, 1 or one of the usual words, in any letter case."""
-    if isinstance(value, bool) or (isinstance(value, int) and value in (0, 1)):
-        return bool(value)
-    word = value.strip().lower() if isinstance(value, str) else None
-    if word in TRUE_WORDS:
-        return True
-    if word in FALSE_WORDS:
-        return False
-    raise ValueError("is not true or false")
+    word = str(value).strip().lower() if isinstance(value, str | int) else ""
+    if word not in TRUE_WORDS | FALSE_WORDS:
+        raise ValueError("is not true or false")
+    return word in TRUE_WORDS
 
 
 def parse_integer(value: object) -> object:
@@ -342,7 +338,7 @@ def parse_texts(value: object) -> object:
 def parse_objects(key: str, value: object) -> object:
     """A list of objects, given as such, as one object, as JSON text, or as the path of a JSON file with either.
 
-    `{env:NAME}` in the file expands; such values, and values under telling names, are hidden in all output.
+    `{env:NAME}` in the file expands; such values, and values of keys that look like secrets, are hidden in all output.
     """
     value = parse_json_text(value)
     if isinstance(value, str):
@@ -388,14 +384,13 @@ def parse_sizes(value: object) -> object:
     if isinstance(value, tuple):
         return value
     parts = [part.strip().lower() for part in str(parse_text(value)).split(",") if part.strip()]
-    wrong = [repr(part) for part in parts if not SIZE.fullmatch(part)]
-    if wrong:
+    sizes = [found for part in parts if (found := SIZE.fullmatch(part))]
+    if wrong := [repr(part) for part in parts if not SIZE.fullmatch(part)]:
         named = f"contains {', '.join(wrong)}, which is not" if len(parts) > 1 else "is not"
         raise ValueError(f"{named} a size such as 1024 or 1280x768")
     if not parts:
         raise ValueError("contains no size")
-    # "1024" is a square; older files have "1024.0"
-    return tuple((int(float(part.partition("x")[0])), int(float(part.rpartition("x")[2]))) for part in parts)
+    return tuple((int(size[1]), int(size[2] or size[1])) for size in sizes)
 
 
 def write_sizes(sizes: tuple[Size, ...] | None) -> str | None:

@@ -13,9 +13,11 @@ from __future__ import annotations
 
 import math
 import os
+from bisect import bisect
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import accumulate
 from typing import Literal
 
 from simpletuner.config.datasets import DatasetConfig
@@ -214,14 +216,9 @@ class BucketRules:
             # Distance in log space treats wide and tall alike and crops the least.
             ratio = math.log(picture[0] / picture[1])
             return min(allowed, key=lambda aspect: abs(math.log(aspect.size[0] / aspect.size[1]) - ratio))
-        mark = fraction(*token, "aspect") * sum(aspect.weight for aspect in allowed)
-        # Drawn by weight: the aspect whose part of the sum holds the mark.
-        for aspect in allowed:
-            mark -= aspect.weight
-            if mark < 0:
-                return aspect
-        # Only rounding of the sum leads here.
-        return allowed[-1]
+        # Drawn by weight: the aspect whose part of the sum holds the mark; the last one if it is rounded up to the sum.
+        ends = [*accumulate(aspect.weight for aspect in allowed)]
+        return allowed[min(bisect(ends, fraction(*token, "aspect") * ends[-1]), len(allowed) - 1)]
 
     def _resized(self, picture: Size, size: Size) -> Size:
         """Just large enough to cover the bucket, or the target size if a picture exceeds the maximum."""

@@ -207,20 +207,10 @@ def _sample(name: str, dataset: Dataset, captions: CaptionSource) -> Sample:
     facts, clips, clip = dataset.facts[name], dataset.clips, dataset.clip_for(name)
     frames = clips.frames_of(clip) if clips and clip else 1
     geometry, partner = dataset.place(name, facts.picture_size, epoch=1, frames=frames)
-    sample = Sample(
-        dataset_id=dataset.id,
-        name=name,
-        root=dataset.root,
-        content=facts.content,
-        original_size=facts.picture_size,
-        geometry=geometry,
-        captions=captions_for(name, captions),
-        partner=partner,
-        frames=frames,
-        frame_rate=clips.rate if clips else None,
-        clip=clip,
-        is_i2v=clips is not None and clips.is_i2v,
-    )
+    place, texts = (dataset.id, name, dataset.root), captions_for(name, captions)
+    sample = Sample(*place, facts.content, facts.picture_size, geometry, texts, partner)
+    if clips:
+        sample = replace(sample, frames=frames, frame_rate=clips.rate, clip=clip, is_i2v=clips.is_i2v)
     return replace(sample, mask=dataset.masks.mask_for(sample)) if dataset.masks else sample
 
 
@@ -243,14 +233,8 @@ def _hold_out(dataset: Dataset) -> Reading[tuple[Dataset, list[Dataset]]]:
     # By hash as in `_choose`, with another key: of `max_num_samples` the last ranks would always be the same.
     ranked = sorted(dataset.samples, key=lambda sample: order_key(dataset.id, "held out", sample.name))
     name = f"{dataset.id}-held-out"
-    changes = {
-        "id": name,
-        "dataset_type": "eval",
-        "hold_out": 0,
-        "train_batch_size": 1,
-        "cache_dir_vae": f"{dataset.latent_dir}-held-out",
-        "vae_cache_clear_each_epoch": False,
-    }
+    changes: dict[str, object] = {"id": name, "dataset_type": "eval", "hold_out": 0, "train_batch_size": 1}
+    changes |= {"cache_dir_vae": f"{dataset.latent_dir}-held-out", "vae_cache_clear_each_epoch": False}
     samples = sorted((replace(each, dataset_id=name) for each in ranked[:count]), key=lambda each: each.name)
     config = dataset.config.model_copy(update=changes)
     held = replace(dataset, config=config, samples=tuple(samples), rejected=(), repeats=0)

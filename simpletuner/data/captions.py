@@ -6,7 +6,6 @@ A picture may have several captions; one of them is drawn each time it is used.
 from __future__ import annotations
 
 import codecs
-import importlib
 import json
 import os
 import re
@@ -21,9 +20,10 @@ from typing import Any
 import regex
 
 from simpletuner.config.datasets import CaptionShuffle, DatasetConfig, ParquetConfig
+from simpletuner.config.option import Package, check_installed
 from simpletuner.data.chance import generator
 from simpletuner.data.discovery import FileFacts, Folder, pair_key
-from simpletuner.data.files import LARGEST_CAPTION, LeftOutError, UnreadableError, read
+from simpletuner.data.files import LARGEST_CAPTION, LeftOutError, UnreadableError, read_file
 from simpletuner.errors import Problem, Reading, UserError, did_you_mean, shorten, warning
 
 COARSEST_CLOCK = 3.0  # seconds: file systems round times, FAT to two seconds
@@ -32,6 +32,7 @@ FILTERS = "caption_filter_list"
 EMPTY = "has an empty caption file"
 LONGEST_SHOWN = 200  # characters of a caption in a message
 UNKNOWN = FileFacts(0, 0, "")
+PYARROW = Package("pyarrow", "pyarrow>=21,<27")
 UTF16_MARKS = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
 
 no_caption = partial(LeftOutError, "no caption")
@@ -145,7 +146,7 @@ def _own_captions(name: str, source: CaptionSource) -> tuple[str, ...]:
     if file is None:
         raise no_caption(f"has no caption file {PurePosixPath(name).with_suffix('.txt').name!r} beside it")
     whole = source.config.disable_multiline_split
-    stamp = stamp_of(f"{folder.root}/{file}", whole=whole)
+    stamp = caption_stamp(f"{folder.root}/{file}", whole=whole)
     if stamp is None or stamp != known.stamp:
         captions = read_caption_file(folder.root / file, whole=whole)
         # Facts are saved in the index, so the next start opens no unchanged caption file.
@@ -153,7 +154,7 @@ def _own_captions(name: str, source: CaptionSource) -> tuple[str, ...]:
     return known.captions
 
 
-def stamp_of(path: str, *, whole: bool) -> str | None:
+def caption_stamp(path: str, *, whole: bool) -> str | None:
     """What differs if the captions of a file may: how it is split, its size, times and number.
 
     The time of change cannot be set, so even an edit that restores the time of modification is noticed. None if the
@@ -207,7 +208,7 @@ def read_caption_text(path: Path) -> str:
         DeviceError: the device failed.
     """
     try:
-        content = read(path, LARGEST_CAPTION)
+        content = read_file(path, LARGEST_CAPTION)
         text = content.decode("utf-16" if content.startswith(UTF16_MARKS) else "utf-8-sig")
     except UnreadableError as error:
         raise no_caption(f"has a caption file that {error}") from error
@@ -262,7 +263,7 @@ def read_filters(value: Any) -> Reading[Edit | None]:
 
 def _read_list(path: Path) -> Reading[list[Any]]:
     try:
-        text = read(path, LARGEST_CAPTION).decode("utf-8-sig")
+        text = read_file(path, LARGEST_CAPTION).decode("utf-8-sig")
         if path.suffix.lower() == ".json":
             content = json.loads(text)
             return content if isinstance(content, list) else [content]
@@ -310,18 +311,14 @@ def _filter(filters: Sequence[tuple[str | None, regex.Pattern[str] | None, str]]
 
 def read_caption_table(config: ParquetConfig) -> Reading[dict[str, tuple[str, ...]]]:
     """Captions by file name (NFC, path with `/`); an empty tuple if the table has none."""
-    try:
-        parquet = importlib.import_module("pyarrow.parquet")
-    except ImportError:
-        yield Problem("metadata_backend", "parquet needs the package pyarrow: pip install 'pyarrow>=21,<27'.")
-        parquet = None
-    # The file is checked without the package, too, so that one start reports both.
-    path = Path(config.path)
-    if not path.is_file():
-        yield Problem("parquet.path", f"the file {config.path!r} does not exist.")
+    path, problems = Path(config.path), [*check_installed(PYARROW, "metadata_backend", "parquet")]
+    if not path.is_file():  # checked without the package, too, so that one start reports both
+        problems.append(Problem("parquet.path", f"the file {config.path!r} does not exist."))
+    yield from problems
+    if problems or not (yield from _has_columns(path, config)):
         return {}
-    if parquet is None or not (yield from _has_columns(parquet, path, config)):
-        return {}
+    from pyarrow import parquet
+
     # Only what is needed, since such tables may hold the pictures themselves.
     columns = [column for column in (config.caption_column, config.fallback_caption_column) if column]
     rows = parquet.read_table(path, columns=list(dict.fromkeys([config.filename_column, *columns]))).to_pylist()
@@ -344,8 +341,10 @@ def match_rows(table: CaptionTable, pictures: Iterable[str]) -> tuple[CaptionTab
     return matched, sorted(unused)
 
 
-def _has_columns(parquet: Any, path: Path, config: ParquetConfig) -> Reading[bool]:
+def _has_columns(path: Path, config: ParquetConfig) -> Reading[bool]:
     """Check every column that the entry names, even those of sizes, which are read from the pictures themselves."""
+    from pyarrow import parquet
+
     try:
         known = list(parquet.read_schema(path).names)
     except (OSError, ValueError) as error:  # the bases of pyarrow's own errors

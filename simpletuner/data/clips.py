@@ -35,12 +35,8 @@ T = TypeVar("T")
 
 logger = logging.getLogger(__name__)
 
-CLIP_SUFFIXES = frozenset(
-    {
-        ".mp4", ".mov", ".avi", ".mkv", ".webm", ".flv", ".wmv", ".m4v", ".mpeg", ".mpg", ".3gp", ".ogv", ".gif",
-        ".ts", ".mts", ".m2ts",
-    }
-)  # fmt: skip
+CLIP_SUFFIXES = frozenset({".mp4", ".mov", ".avi", ".mkv", ".webm", ".flv", ".wmv", ".m4v", ".mpeg", ".mpg", ".ogv"})
+CLIP_SUFFIXES |= {".gif", ".3gp", ".ts", ".mts", ".m2ts"}
 
 # First bytes of a file, and the extension for it.
 CLIP_MAGIC = (

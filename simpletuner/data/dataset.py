@@ -21,7 +21,7 @@ from simpletuner.data.chance import fraction
 from simpletuner.data.clips import ClipFacts, ClipRules, frames_of, retry_once
 from simpletuner.data.discovery import FileFacts, Folder, pair_key, save_index
 from simpletuner.data.entries import DataContext
-from simpletuner.data.sample import EXPECTED, LedgerEntry, Rejected, Sample, size_text
+from simpletuner.data.sample import EXPECTED, LedgerEntry, Rejected, Sample, shape_text
 from simpletuner.errors import Problem, Problems, shorten, warning
 
 # A partner that takes over a picture's crop is visibly stretched if their ratios differ by more than this share.
@@ -203,11 +203,12 @@ class Dataset:
         """The dataset without samples that turned out to be unusable.
 
         Args:
-            problems: why each of them is unusable, by name.
+            problems: why files are unusable, by name.
             reason: "damaged" is recorded in the index, so that the next run leaves them out at once.
         """
+        names = {sample.name for sample in self.samples}
         samples = tuple(sample for sample in self.samples if sample.name not in problems)
-        rejected = [Rejected(self.id, name, reason, problem) for name, problem in problems.items()]
+        rejected = [Rejected(self.id, name, reason, problem) for name, problem in problems.items() if name in names]
         damaged = problems if reason == "damaged" else {}
         facts = {name: replace(self.facts[name], problem=why, reason=reason) for name, why in damaged.items()}
         return replace(self, samples=samples, rejected=(*self.rejected, *rejected), facts={**self.facts, **facts})
@@ -231,7 +232,7 @@ class Dataset:
     def sizes(self) -> dict[str, int]:
         """The number of samples by the size that they are trained at, as text."""
         found = Counter((each.geometry.bucket, each.geometry.size, each.frames) for each in self.samples)
-        return {size_text(*kind): count for kind, count in found.items()}
+        return {shape_text(*kind): count for kind, count in found.items()}
 
     def counts(self) -> Counter[str]:
         """Number of rejected files, by reason."""
@@ -305,9 +306,10 @@ def without_damaged(datasets: Sequence[Dataset], damaged: Mapping[tuple[str, str
     Args:
         damaged: why each file is unusable, by dataset id and name.
     """
-    reduced = []
+    reduced, folders = [], {dataset.id: dataset.folder for dataset in datasets}
     for dataset in datasets:
-        unusable = {name: problem for (owner, name), problem in damaged.items() if owner == dataset.id}
+        # By folder: the index of a dataset also remembers the damage of the samples that are held out from it.
+        unusable = {name: problem for (owner, name), problem in damaged.items() if folders[owner] is dataset.folder}
         whole = dataset.without(unusable)
         single = {
             sample.name: f"its partner {partner.name} {problem}"

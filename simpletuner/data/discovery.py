@@ -198,7 +198,7 @@ class FileFacts:
         captions: those of its caption file at `stamp`; else those it was last used with, in case the files are gone.
         clip: length and rate; None for pictures.
         white: how it was last read as a mask, and the share of it that is white then.
-        stamp: `captions.stamp_of` the caption file when it was read; None if there is none.
+        stamp: `captions.caption_stamp` the caption file when it was read; None if there is none.
     """
 
     size: int
@@ -267,7 +267,7 @@ def _inspect(path: Path) -> FileFacts:
     try:
         size, mtime_ns = files.check_regular(path, files.LARGEST_CLIP if clip else files.LARGEST_PICTURE)
         # A picture is read once for its hash and its size. A clip may not fit into memory, so it is hashed in chunks.
-        data = b"" if clip else files.read(path, files.LARGEST_PICTURE)
+        data = b"" if clip else files.read_file(path, files.LARGEST_PICTURE)
         facts = FileFacts(size, mtime_ns, files.content_hash(path) if clip else hashlib.sha256(data).hexdigest())
         if clip:
             shown = probe_clip(path)
@@ -315,7 +315,7 @@ class Folder:
 
     Attributes:
         root: the folder.
-        facts: of each picture or clip; first those without a problem, sorted by name.
+        facts: of each picture or clip, sorted by name.
         listing: caption files, captions of a table, origins.
         gone: those that are used although their files are gone.
         rejected: every file with a problem, and every other file.
@@ -379,13 +379,10 @@ def read_folder(
         facts |= lost
     else:
         left_out |= dict.fromkeys(lost, ("gone", "was here in the last run and is gone"))
-    usable = {name: facts[name] for name in sorted(facts) if facts[name].problem is None}
-    damaged = {name: fact for name, fact in facts.items() if name not in usable}
-    for name, fact in damaged.items():
-        left_out[name] = fact.reason, fact.problem or ""
+    left_out |= {name: (fact.reason, fact.problem) for name, fact in facts.items() if fact.problem}
     rejected = tuple(Rejected(config.id, name, *why) for name, why in left_out.items())
-    # Damaged files stay in the index too, or every start would read them again.
-    return Folder(root, usable | damaged, listing, frozenset(lost.keys() & facts.keys()), rejected, known)
+    # Files with a problem stay in the index too, or every start would read them again.
+    return Folder(root, dict(sorted(facts.items())), listing, frozenset(lost.keys() & facts.keys()), rejected, known)
 
 
 def _not_chosen(config: DatasetConfig, names: Sequence[str], excluded: Set[str], known: Collection[str]) -> Reasons:

@@ -113,9 +113,7 @@ class DataContext:
             # Evaluation reads sample by sample (`BatchReader.read_sample`).
             "train_batch_size": 1 if is_eval else self.train_batch_size,
             "compress_cache": self.caching.compress_disk_cache,
-            "vae_cache_disable": self.caching.vae_cache_disable,
-            "delete_problematic_images": self.caching.delete_problematic_images,
-            "delete_unwanted_images": self.caching.delete_unwanted_images,
+            **self.caching.model_dump(include=SAME_AS_OF_THE_RUN),
             "cache_dir_vae": str(self.latent_root / _folder_name(config.id)),
             # Other crops would make the evaluation loss incomparable between epochs.
             "vae_cache_clear_each_epoch": config.crop and random_crops and not is_eval,
@@ -127,6 +125,8 @@ def _folder_name(dataset_id: str) -> str:
     return re.sub(r'[/\\:*?"<>|]', "_", dataset_id).replace("..", "__")
 
 
+# Keys of an entry whose default is the run's key of the same name.
+SAME_AS_OF_THE_RUN = {"vae_cache_disable", "delete_problematic_images", "delete_unwanted_images"}
 FILE_KINDS = ("image", "video", "conditioning", "eval")
 CACHE_KINDS = ("text_embeds", "image_embeds")
 SKIPPABLE = ("vae", "aspect", "metadata", "text")

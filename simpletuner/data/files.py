@@ -58,7 +58,7 @@ class DeviceError(UserError):
     """The disk or network that holds a file cannot be read."""
 
 
-def read(path: Path, most: int) -> bytes:
+def read_file(path: Path, most: int) -> bytes:
     """Read a whole file.
 
     Args:
@@ -76,7 +76,7 @@ def content_hash(path: Path) -> str:
     """SHA-256 of a file in hex, read in chunks.
 
     Raises:
-        UnreadableError, DeviceError: as in `read`.
+        UnreadableError, DeviceError: as in `read_file`.
     """
 
     def hashed() -> str:
@@ -90,7 +90,7 @@ def check_regular(path: Path, most: int) -> tuple[int, int]:
     """Check that a file is safe to open (opening a pipe would block); returns its size and modification time in ns.
 
     Raises:
-        UnreadableError, DeviceError: as in `read`.
+        UnreadableError, DeviceError: as in `read_file`.
     """
     status = with_retries(path, path.stat)
     if fault := unfit_to_read(status, most):
@@ -102,7 +102,7 @@ def with_retries(path: Path, attempt: Callable[[], T]) -> T:
     """Call `attempt`, which reads `path`, and retry after device errors.
 
     Raises:
-        UnreadableError, DeviceError: as in `read`.
+        UnreadableError, DeviceError: as in `read_file`.
         OSError: a resource of this machine is exhausted.
     """
     for pause in (*RETRY_DELAYS, None):
@@ -123,5 +123,5 @@ def with_retries(path: Path, attempt: Callable[[], T]) -> T:
 
 def _device_message(path: Path, error: OSError) -> str:
     mount = next(folder for folder in path.absolute().parents if folder.is_mount() or folder == folder.parent)
-    failed = f"{path}: {error.strerror or error}, {len(RETRY_DELAYS) + 1} times, by the disk or network behind {mount}."
-    return f"{failed} It is not the file's fault: no file is marked as damaged. Start again when it can be read."
+    failed = f"{path}: {error.strerror or error}; {len(RETRY_DELAYS) + 1} times, the disk or network at {mount} failed."
+    return f"{failed} The file may be intact: no file is marked as damaged. Start again when it can be read."

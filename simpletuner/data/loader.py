@@ -10,7 +10,7 @@ the default dtype of the whole process: what another thread creates would end up
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -54,7 +54,7 @@ class BatchLoader:
     epoch: int = 1
     index: int = 0
     count: int = 0
-    _supply: Iterator[Batch] | None = None
+    _supply: Generator[Batch] | None = None
 
     def __iter__(self) -> BatchLoader:
         return self
@@ -96,10 +96,10 @@ class BatchLoader:
     def close(self) -> None:
         """Stop reading ahead."""
         if self._supply is not None:
-            self._supply.close()  # type: ignore[attr-defined]  # a generator: ends its background thread
+            self._supply.close()  # ends its background thread
             self._supply = None
 
-    def _read_epoch(self) -> Iterator[Batch]:
+    def _read_epoch(self) -> Generator[Batch]:
         """The rest of the current epoch."""
         self.prepare_epoch(self.epoch)
         batches, before = self.sampler.batches(self.epoch), self.count - self.index
@@ -120,7 +120,7 @@ class Errands:
 
     Attributes:
         asked: calls; None where another item is done.
-        answered: their results; None once the loop is over, and nobody makes them any more.
+        answered: their results; None once the loop has ended.
     """
 
     asked: SimpleQueue[Callable[[], Any] | None] = field(default_factory=SimpleQueue)
@@ -131,8 +131,8 @@ class Errands:
 _ERRANDS: ContextVar[Errands | None] = ContextVar("errands", default=None)
 
 
-def read_ahead(items: Iterable[Item], make: Callable[[Item], Result], ahead: int) -> Iterator[Result]:
-    """What `make` returns for each item, in order, made by a background thread that stays at most `ahead` in front."""
+def read_ahead(items: Iterable[Item], make: Callable[[Item], Result], ahead: int) -> Generator[Result]:
+    """Yield `make(item)` for every item, in order; a background thread works up to `ahead` items in advance."""
     gpu = torch.cuda.current_device() if torch.cuda.is_initialized() else None
     errands = Errands()
 
@@ -173,7 +173,7 @@ def _run(call: Callable[[], Any]) -> Future[Any]:
 
 
 def in_loop(call: Callable[[], Result]) -> Result:
-    """The result of a call that the loop's thread makes, wherever it is needed: when it wants the next batch."""
+    """The result of a call that the loop's thread makes: at once, or when it asks for the batch that is read here."""
     errands = _ERRANDS.get()
     if errands is None:
         return call()

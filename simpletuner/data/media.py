@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from PIL import ExifTags, Image, ImageFile, TiffImagePlugin, UnidentifiedImageError, features
 
 from simpletuner.data.buckets import Geometry
-from simpletuner.data.files import LARGEST_PICTURE, MediaError, UnreadableError, read
+from simpletuner.data.files import LARGEST_PICTURE, MediaError, UnreadableError, read_file
 
 # Importing a reader registers it; opening a file would import all of Pillow's, unless its own is there.
 for plugin in ("Bmp", "Gif", "Jpeg", "Mpo", "Png", "WebP"):
@@ -215,7 +215,7 @@ def fit(picture: Image.Image, geometry: Geometry, resampling: int = Image.Resamp
 @contextmanager
 def _opened(source: Path | bytes) -> Iterator[tuple[bytes, Image.Image, str]]:
     """Content, Pillow's picture and format of a complete file; damage found inside the block becomes a MediaError."""
-    data = source if isinstance(source, bytes) else read(source, LARGEST_PICTURE)
+    data = source if isinstance(source, bytes) else read_file(source, LARGEST_PICTURE)
     try:
         kind = sniff(data[:64])
         problem = reader_problem(kind)

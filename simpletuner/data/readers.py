@@ -68,10 +68,8 @@ TRANSPORT_SYNC = b"G"
 # Tags may be in any encoding: PyAV 19 decodes them all, older releases must be told to skip what is not UTF-8.
 TAGS: dict[str, Any] = {} if int(av.__version__.split(".")[0]) >= 19 else {"metadata_errors": "ignore"}
 # FFmpeg's formats of clips and, for a better message, of pictures and sound. Playlists would open further files.
-FORMATS = (
-    "mov", "matroska", "avi", "mpeg", "mpegts", "mpegvideo", "flv", "asf", "ogg", "rm", "mxf", "dv", "ivf", "nut",
-    "gif", "wav", "png_pipe", "jpeg_pipe", "webp_pipe", "bmp_pipe", "tiff_pipe",
-)  # fmt: skip
+CLIP_FORMATS = "mov,matroska,avi,mpeg,mpegts,mpegvideo,flv,asf,ogg,rm,mxf,dv,ivf,nut,gif"
+FORMATS = f"{CLIP_FORMATS},wav,png_pipe,jpeg_pipe,webp_pipe,bmp_pipe,tiff_pipe"
 # The most frames that a decoder delays to restore display order (the limit of H.264 and HEVC).
 REORDERED = 16
 
@@ -139,7 +137,7 @@ def _opened(path: Path) -> Iterator[tuple[InputContainer, VideoStream]]:
 
 def _open(path: Path) -> InputContainer:
     # A container may refer to further files or addresses, which FFmpeg would open.
-    options = {"protocol_whitelist": "file", "format_whitelist": ",".join(FORMATS)}
+    options = {"protocol_whitelist": "file", "format_whitelist": FORMATS}
     try:
         # With the protocol: the part of a relative path before a colon would be taken for one.
         return av.open(f"file:{path}", options=options, **TAGS)

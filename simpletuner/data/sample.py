@@ -133,11 +133,11 @@ class LedgerEntry:
 
     @property
     def trained_size(self) -> str:
-        """`size_text` of its geometry."""
-        return size_text(self.geometry.bucket, self.geometry.size, self.frames) if self.geometry else ""
+        """`shape_text` of its geometry."""
+        return shape_text(self.geometry.bucket, self.geometry.size, self.frames) if self.geometry else ""
 
 
-def size_text(bucket: str, size: Size, frames: int) -> str:
+def shape_text(bucket: str, size: Size, frames: int) -> str:
     """`80x48 (1.5)`, with frames `80x48@17 (1.5)`; the bucket is in brackets unless it is the same text."""
     text = f"{size[0]}x{size[1]}" + (f"@{frames}" if frames > 1 else "")
     return text if bucket == text else f"{text} ({bucket})"

@@ -98,10 +98,9 @@ class Sampler:
         if epoch not in self._lengths:
             active = self._active(epoch)
             # Planning an epoch takes a while; without step windows the number of its batches follows from the sizes.
-            if any(_has_step_window(dataset) for dataset in active):
-                self._lengths[epoch] = len(self._plan(epoch))
-            else:
-                self._lengths[epoch] = sum(self._group_count(dataset, epoch) for dataset in active)
+            is_planned = any(map(_has_step_window, active))
+            counts = [self._group_count(dataset, epoch) for dataset in active]
+            self._lengths[epoch] = len(self._plan(epoch)) if is_planned else sum(counts)
         return self._lengths[epoch]
 
     def batches(self, epoch: int) -> Epoch:
@@ -159,9 +158,8 @@ class Sampler:
         return dataset.batch_size * self.world.size
 
     def _weights(self, queues: Sequence[_Queue]) -> list[float]:
-        if self.sampling == "uniform":
-            return [queue.dataset.config.probability for queue in queues]
-        return [queue.dataset.config.probability * queue.remaining for queue in queues]
+        is_uniform = self.sampling == "uniform"
+        return [queue.dataset.config.probability * (1 if is_uniform else queue.remaining) for queue in queues]
 
     def _groups(self, dataset: Dataset, epoch: int) -> list[list[Sample]]:
         """The dataset's samples of an epoch in groups of one bucket, each a global batch."""
@@ -241,8 +239,6 @@ def _next_pass(samples: Sequence[Sample], order: Sequence[Sample], batch: int, r
     """A shuffled pass that starts with samples that are not in the unfinished batch."""
     fresh = random.sample(samples, len(samples))
     begun = len(order) % batch
-    if not begun:
-        return fresh
     present = {sample.name for sample in order[len(order) - begun :]}
     head = [sample for sample in fresh if sample.name not in present][: batch - begun]
     chosen = {sample.name for sample in head}

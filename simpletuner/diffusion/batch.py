@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map_only
 
 from simpletuner.diffusion.seeds import Place
 
@@ -61,17 +61,8 @@ class Batch:
 
     def _each(self, move: Callable[[Tensor], Tensor]) -> Batch:
         """The same batch with every tensor moved, but for the mask that stays on the host."""
-        moved = {each.name: _moved(getattr(self, each.name), move) for each in fields(self)}
+        moved = tree_map_only(Tensor, move, {each.name: getattr(self, each.name) for each in fields(self)})
         return Batch(**{**moved, "host_mask": self.host_mask})
-
-
-def _moved(value: Any, move: Callable[[Tensor], Tensor]) -> Any:
-    """A value with every tensor moved that it is or holds."""
-    if isinstance(value, dict):
-        return {name: _moved(each, move) for name, each in value.items()}
-    if isinstance(value, list):
-        return [_moved(each, move) for each in value]
-    return move(value) if isinstance(value, Tensor) else value
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""What a running session can be asked for: to stop, by a signal, a file or another process; the rest by files alone.
+"""Requests to a running session. They are files; a stop is also requested by a signal or by another process.
 
 touch output/requests/stop                 end after the current step, as Ctrl-C does
 touch output/requests/stop_at_epoch_end    end after the last step of the epoch
@@ -29,8 +29,7 @@ STOPPING = "Stopping after this step. Ctrl-C again stops at once and loses every
 class Stop:
     """Whether this process was asked to stop after the current step.
 
-    A signal handler and the watch of the other processes call `request`. What must be looked for, as a file must, is a
-    source.
+    A signal handler and the watch of the other processes call `request`. Sources are polled: they look for files.
     """
 
     def __init__(self, *sources: Callable[[], bool]) -> None:
@@ -96,7 +95,7 @@ def stop_on_interrupt(stop: Stop, announce: Callable[[], object]) -> Iterator[No
 
 @contextmanager
 def handling(handlers: Mapping[int, Handler]) -> Iterator[None]:
-    """Handle signals for a while; in another thread than the main one Python lets nobody."""
+    """Handle signals inside the block; only in the main thread, as Python allows no handlers in others."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

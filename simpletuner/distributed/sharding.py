@@ -109,7 +109,7 @@ def _of_another_dtype(modules: Sequence[nn.Module], kept: Collection[nn.Paramete
 
 
 def _reshard_after_sampling(transformer: nn.Module, inputs: Any, output: Any) -> None:
-    """Free gathered weights that no backward pass will free: they would be used again after the parts have changed."""
+    """Free the weights that a pass without gradients gathered: no backward pass does, and an update outdates them."""
     if not torch.is_grad_enabled():
         for module in transformer.modules():
             if isinstance(module, FSDPModule):
@@ -145,7 +145,7 @@ def from_all(values: Tensor, tensors: Iterable[Tensor]) -> Tensor:
 
 
 def like(part: Tensor, tensor: Tensor) -> Tensor:
-    """A local part as a part of a tensor that is distributed like another one."""
+    """A `DTensor` made of a local part, distributed like another tensor."""
     if not isinstance(tensor, DTensor):
         return part
     meta = TensorMeta(tensor.shape, tensor.stride(), part.dtype)
@@ -154,14 +154,14 @@ def like(part: Tensor, tensor: Tensor) -> Tensor:
 
 
 def as_sharded(full: Tensor, tensor: Tensor) -> Tensor:
-    """A full tensor that every process has, distributed like another one; without communication."""
+    """A tensor that every process holds in full, distributed like another one; without communication."""
     if not isinstance(tensor, DTensor) or isinstance(full, DTensor):
         return full
     return distribute_tensor(full, tensor.device_mesh, tensor.placements, src_data_rank=None)
 
 
 def room_for(tensor: Tensor, other: Tensor) -> Tensor:
-    """Zeros in the shape and dtype of a tensor, on the CPU or, like the other one, distributed."""
+    """Zeros in the shape and dtype of a tensor: distributed like the other one, or on the CPU."""
     if not isinstance(other, DTensor):
         return torch.zeros(tensor.shape, dtype=tensor.dtype)
     return zeros(tensor.shape, dtype=tensor.dtype, device_mesh=other.device_mesh, placements=other.placements)

@@ -1,6 +1,6 @@
 """Work between the steps that the processes divide among themselves: filling caches, evaluation, previews.
 
-Nobody waits in a collective, which would time out before the others are done with their part.
+No process waits in a collective, which would time out before the slowest one is done.
 """
 
 from __future__ import annotations

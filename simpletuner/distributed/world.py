@@ -1,4 +1,4 @@
-"""Who a process is among those of a run, and what it asks the others; one process alone asks nobody.
+"""The processes of a run: the rank of this one, and the values that they exchange.
 
 A run of one process is a `World` of size 1, which communicates with nobody and costs nothing.
 """
@@ -57,7 +57,7 @@ class World:
 
     @property
     def label(self) -> str:
-        """What begins the log lines of this process; nothing if it is alone."""
+        """Prefix of the log lines of this process; empty for a single process."""
         return f"[{self.rank}] " if self.size > 1 else ""
 
     def slots(self, count: int) -> range:
@@ -69,7 +69,7 @@ class World:
         return self if size == 1 else World(self.rank // size, self.size // size)
 
     def share(self, items: Sequence[Value]) -> Sequence[Value]:
-        """This process's part of work that is dealt out one by one."""
+        """This process's items, of a list that is dealt out round-robin."""
         return items[self.rank :: self.size]
 
     def gather(self, value: Value) -> list[Value]:
@@ -79,18 +79,18 @@ class World:
         return [value]
 
     def first(self, name: str, value: str) -> str:
-        """The first value that any process gave for a name, without waiting for anybody."""
+        """The value that the first caller in any process gave for a name; does not wait."""
         return self.gather(value)[0]
 
     def counters(self) -> Callable[[str, int], int]:
-        """What adds to named numbers of all processes and returns their sums, without waiting for anybody.
+        """A function `(name, count) -> sum` that adds to a counter shared by all processes; it does not wait.
 
-        All processes make theirs in the same order, each time with new numbers.
+        Every call makes new counters, so all processes must call this in the same order.
         """
         raise RuntimeError("only connected processes count together; see `connect`")
 
     def leader_first(self, work: Callable[[], Value]) -> Value:
-        """Do work that leaves files behind, such as downloads: in one process of each machine, then in the others."""
+        """Run work that leaves files behind, such as downloads, first in one process per machine, then in the rest."""
         if not self.is_leader:
             self.barrier()
         value = work()
@@ -99,7 +99,7 @@ class World:
         return value
 
     def in_turn(self, work: Callable[[], Value]) -> Value:
-        """Do work that takes host memory in one process of each machine after the other."""
+        """Run work that takes host memory in one process after the other on each machine."""
         value: Value | None = None
         # As many turns as the fullest machine has processes: every barrier needs all of them.
         for turn in range(max(self.gather(self.local_size))):
@@ -121,24 +121,24 @@ class World:
         return self.gather(value)[0]
 
     def main_only(self, act: Callable[[], Value]) -> Value | None:
-        """What `act` returns in the main process, the only one that calls it; None in the others, which do not wait."""
+        """Call `act` in the main process only; the others return None at once."""
         return act() if self.is_main else None
 
     def on_leader(self, act: Callable[[], Value]) -> Value:
-        """The same on every process of this machine, of which only the leader calls it; all machines wait."""
+        """Call `act` in one process per machine; all processes of that machine return its result. Collective."""
         made = self.gather(act() if self.is_leader else None)
         return cast(Value, made[self.rank - self.local_rank])
 
     def on_main(self, act: Callable[[], Value]) -> Value:
-        """The same on every process, which waits for it. For what is small enough to be sent."""
+        """Call `act` in the main process; every process returns its result, which must be small. Collective."""
         return self.broadcast(cast(Value, self.main_only(act)))
 
     def named(self, name: str) -> str:
-        """A name that no other process gives: the main one leaves it as it is."""
+        """The name with the rank of this process, so that it is unique; unchanged in the main process."""
         return name if self.is_main else f"{name}-process-{self.rank}"
 
     def place_among_leaders(self) -> tuple[int, int] | None:
-        """As `place`, among the leaders only; None if it is none."""
+        """As `place`, counting only the leaders; None in all other processes. Collective."""
         leaders = [rank for rank, is_leader in enumerate(self.gather(self.is_leader)) if is_leader]
         return (leaders.index(self.rank), len(leaders)) if self.is_leader else None
 
@@ -147,15 +147,15 @@ class World:
         self.gather(None)
 
     def first_failure(self, error: BaseException) -> str | None:
-        """Why another process failed, which then caused this error in this one; None if none has."""
+        """Why another process failed first and so caused this error; None if none has."""
         return None
 
     def exchanging(self, what: str) -> AbstractContextManager[None]:
-        """A context in which tensors are exchanged, and a process that does not take part ends the run."""
+        """A context for exchanging tensors; if a process stays away from it, the run ends."""
         return nullcontext()
 
     def follow(self, stop: Stop, ended: Callable[[str, int], None]) -> Callable[[object], None]:
-        """A stop that one process is asked for stops all; returns what to call with every sign of life.
+        """Share stop requests with all processes; returns a function to be called at every sign of progress.
 
         Args:
             ended: called in the main process with a message and an exit code, when another process ends this one.
@@ -163,7 +163,7 @@ class World:
         return lambda sign: None
 
     def undisturbed(self) -> AbstractContextManager[object]:
-        """A context that the failure of another process does not cut short, for writing."""
+        """A context for writing, which the failure of another process does not cut short."""
         return nullcontext()
 
 
@@ -182,7 +182,7 @@ def compute_threads(wanted: int | None = None) -> int:
     return max(1, min(wanted or usable, usable, int(given) if given.isdecimal() else usable))
 
 
-# The variables with which a launcher tells a process its rank, the size, and both among the processes of its machine.
+# The variables in which launchers pass the rank, the size, and both among the processes of the machine.
 LAUNCHERS = (
     ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),  # torchrun, accelerate
     # Only srun sets the size of a step. In a batch script, which is no step, SLURM_PROCID is set too.

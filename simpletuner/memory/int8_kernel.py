@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 # Two thirds of the shared memory of a consumer GPU (100 KB) with three stages of 128 x 64 bytes for either factor. A
-# group of eight rows of tiles runs at a time, so that their factors are found in the L2 cache.
+# group of eight rows of tiles runs at a time, so that their factors stay in the L2 cache.
 TILE = {"rows_of_tile": 128, "columns_of_tile": 128, "depth": 64, "group": 8}
 SETTINGS = {**TILE, "num_warps": 8, "num_stages": 3}
 

@@ -130,61 +130,47 @@ def pack(weight: Tensor, quantisation: Quantisation) -> Packed:
         return packers[quantisation.library](weight.detach(), quantisation.kind)
 
 
+@dataclass(frozen=True)
 class ScaledRows(WeightFormat):
-    """One byte per weight, int8 or float8, and one scale per row: w = scale · level."""
+    """One byte per weight, int8 or float8, and one scale per row: w = scale · level.
+
+    It also replaces torchao's product of int8dq, which formats a tensor in every call and so synchronises with the GPU,
+    and fails for few rows when compiled. torchao rounds inputs in steps of 1/127.5 of a row's largest value and clips
+    that value; here the steps are 1/127.
+
+    Attributes:
+        dtype: of the unpacked weight, if it is not that of the scales.
+        rounds_inputs, rounds_gradients: round these to the type of the weight and multiply there; otherwise unpack it.
+        kernel: see `multiply`.
+    """
+
+    dtype: torch.dtype | None = None
+    rounds_inputs: bool = False
+    rounds_gradients: bool = False
+    kernel: ScaledProduct | None = None
 
     def unpack(self, *packed: Tensor) -> Tensor:
         levels, scale = packed
         # Multiplication promotes integers, but not float8.
-        return (levels.to(scale.dtype) if levels.is_floating_point() else levels) * scale
-
-
-class RoundedInputs(ScaledRows):
-    """Products with inputs rounded to the type of the weight; gradients use the unpacked weight."""
-
-    scaled: ScaledProduct | None = None
+        weight = (levels.to(scale.dtype) if levels.is_floating_point() else levels) * scale
+        return weight if self.dtype is None else weight.to(self.dtype)
 
     def product(self, inputs: Tensor, bias: Tensor | None, *packed: Tensor) -> Tensor:
         levels, scale = packed
-        if not can_multiply(inputs, levels):
+        if not self.rounds_inputs or not can_multiply(inputs, levels):
             return super().product(inputs, bias, *packed)
         rows, columns = inputs.flatten(0, -2), scale.float().t()
-        out = multiply(rows, levels.t(), columns=columns, product=self.scaled).unflatten(0, inputs.shape[:-1])
+        out = multiply(rows, levels.t(), columns=columns, product=self.kernel).unflatten(0, inputs.shape[:-1])
         return out if bias is None else out + bias
-
-
-class QuantisedProducts(RoundedInputs):
-    """Products and gradients in the type of the weight.
-
-    Args:
-        scaled: see `multiply`.
-    """
-
-    def __init__(self, scaled: ScaledProduct | None = None) -> None:
-        self.scaled = scaled
 
     def input_gradient(self, gradient: Tensor, *packed: Tensor) -> Tensor:
         levels, scale = packed
-        if not can_multiply(gradient, levels):
+        if not self.rounds_gradients or not can_multiply(gradient, levels):
             return super().input_gradient(gradient, *packed)
         # Column-major by a copy of one byte per weight, unless the kernel takes any layout.
-        columns = levels if self.scaled else levels.t().contiguous().t()
-        inputs = multiply(gradient.flatten(0, -2), columns, fold=scale.float().t(), product=self.scaled)
+        columns = levels if self.kernel else levels.t().contiguous().t()
+        inputs = multiply(gradient.flatten(0, -2), columns, fold=scale.float().t(), product=self.kernel)
         return inputs.unflatten(0, gradient.shape[:-1])
-
-
-@dataclass(frozen=True)
-class DynamicWeight(RoundedInputs):
-    """torchao's int8dq: its levels and float32 scales, without its product.
-
-    torchao's product formats a tensor in every call, which synchronises with the GPU; compiled, it fails for few rows.
-    It rounds inputs in steps of 1/127.5 of a row's largest value and clips that value; here the steps are 1/127.
-    """
-
-    dtype: torch.dtype
-
-    def unpack(self, *packed: Tensor) -> Tensor:
-        return super().unpack(*packed).to(self.dtype)
 
 
 @dataclass(frozen=True)
@@ -283,7 +269,7 @@ def _pack_torchao(weight: Tensor, kind: str) -> Packed:
     quantization.quantize_(carrier, getattr(quantization, kind)())
     packed: Any = carrier.weight
     if kind == "Int8DynamicActivationInt8WeightConfig":
-        return DynamicWeight(weight.dtype), {"data": packed.qdata, "scale": packed.scale}
+        return ScaledRows(weight.dtype, rounds_inputs=True), {"data": packed.qdata, "scale": packed.scale}
     listed, settings = packed.__tensor_flatten__()
     tensors = {name: tensor for name in listed if (tensor := getattr(packed, name)) is not None}
     absent = tuple(name for name in listed if name not in tensors)
@@ -409,31 +395,26 @@ def check_device(config: PrecisionConfig, device: torch.device) -> None:
 def _lacking(config: PrecisionConfig, device: torch.device) -> Iterator[Problem]:
     """The first kind of problem: a kernel, the maker of the GPU, its capability, or an operation that fails."""
     asked, is_nvidia = multiplied(config), device.type == "cuda" and not torch.version.hip
+    capability = torch.cuda.get_device_capability(device) if is_nvidia else (0, 0)
     # Ampere's are the first tensor cores for which Triton compiles int8 products.
-    if config.quantized_matmul_kernel != "torch" and not (
-        is_nvidia and torch.cuda.get_device_capability(device) >= (8, 0)
-    ):
+    if config.quantized_matmul_kernel != "torch" and capability < (8, 0):
         message = "'triton' needs an NVIDIA GPU of compute capability 8.0; set it to torch."
         yield Problem("quantized_matmul_kernel", message)
-    elif not asked or device.type == "cpu":
-        return
-    elif not is_nvidia:
+    elif is_nvidia:
+        refused = ((key, stored, refusal(stored, device)) for key, stored in asked.items())
+        problems = [*check_capability(config, capability)]
+        yield from problems or (Problem(key, f"{stored.name} {why}") for key, stored, why in refused if why)
+    elif device.type != "cpu":
         name = "ROCm" if device.type == "cuda" else device.type
         for key, stored in asked.items():
-            instead_of_it = UNPACKED if stored.always else "false"
-            yield Problem(key, f"needs an NVIDIA GPU, not {name}; set it to {instead_of_it}.")
-    elif problems := [*check_capability(config, torch.cuda.get_device_capability(device))]:
-        yield from problems
-    else:
-        for key, stored in asked.items():
-            if why := refusal(stored, device):
-                yield Problem(key, f"{stored.name} {why}")
+            remedy = UNPACKED if stored.always else "false"
+            yield Problem(key, f"needs an NVIDIA GPU, not {name}; set it to {remedy}.")
 
 
 def refusal(stored: Quantisation, device: torch.device) -> str:
     """Why a small product of such weights fails on a device, empty if it works.
 
-    The compute capability does not tell: torch 2.10 refuses fp8 with scales per row on 12.0 (pytorch #192707).
+    The compute capability is not enough: torch 2.10 refuses fp8 with scales per row on 12.0 (pytorch #192707).
     """
     dtype = torch.float8_e4m3fn if "float8" in stored.kind else torch.int8
     levels = torch.zeros(2 * MULTIPLE, 2 * MULTIPLE, dtype=dtype, device=device).t()
@@ -457,7 +438,7 @@ def use_quantised_products(model: nn.Module, kernel: str = "torch") -> None:
     layers = {name: each for name, each in model.named_modules() if isinstance(each, QuantisedLinear)}
     odd = [name for name, each in layers.items() if each.in_features % MULTIPLE or each.out_features % MULTIPLE]
     for name in layers.keys() - set(odd):
-        layers[name].form = QuantisedProducts(scaled)
+        layers[name].form = ScaledRows(rounds_inputs=True, rounds_gradients=True, kernel=scaled)
     if odd:
         message = "quantized_matmul: %s are multiplied unpacked, since their sizes are no multiples of %d."
         logger.info(message, shorten(odd), MULTIPLE)

@@ -10,6 +10,7 @@ from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pkgutil import resolve_name
 from typing import Any, Protocol
 
 import torch
@@ -288,6 +289,8 @@ class FamilyAdapter(ABC):
         spec: of the family, with the changes of the flavour.
         transformer_class: of diffusers, as is `pipeline_class`.
         encoder_class: wraps the VAE.
+        text_encoder: `module:Class` of a `TextEncoder`, made of (adapter, device, dtype, quantise). It imports
+            transformers' models, which a run with full caches never needs.
         options: those of all families.
         solver: value of `validation_noise_scheduler`.
         dtype: dtype that the transformer was loaded in.
@@ -296,6 +299,7 @@ class FamilyAdapter(ABC):
     spec: FamilySpec
     transformer_class: Any
     encoder_class: type[LatentEncoder]
+    text_encoder: str
 
     def __init__(self, config: RunConfig, flavour: Flavour, source: ModelSource, use_size: Size | None = None) -> None:
         self.source, self.flavour, self.task, self.use_size = source, flavour, flavour.task, use_size
@@ -309,11 +313,11 @@ class FamilyAdapter(ABC):
     def pipeline_class(self) -> Any:
         """The pipeline of diffusers for its task."""
 
-    @abstractmethod
     def load_text_encoder(
         self, device: torch.device, dtype: torch.dtype, quantise: EncoderQuantiser | None = None
     ) -> TextEncoder:
         """Load text encoders and tokenizers onto a device, quantising them on the way."""
+        return resolve_name(self.text_encoder)(self, device, dtype, quantise)
 
     def load_vae(self, device: torch.device, dtype: torch.dtype) -> Any:
         """Load the VAE onto a device."""
@@ -352,9 +356,8 @@ class FamilyAdapter(ABC):
         """Replace the forward of the repeated blocks by a faster equivalent; None if the family has none."""
         return None
 
-    def store_modulation_in_bf16(self, transformer: nn.Module) -> int:
-        """Store frozen float32 modulation weights that bf16 represents exactly in bf16; returns the bytes saved."""
-        return 0
+    def store_modulation_in_bf16(self, transformer: nn.Module) -> None:  # noqa: B027 - a family may have none
+        """Store frozen float32 modulation weights that bf16 represents exactly in bf16."""
 
     def load_sampler(self, shift: float | None, *, from_picture: bool) -> Any:
         """The diffusers scheduler of previews; `shift` replaces its own if given.

@@ -6,19 +6,17 @@ Kinds other than LoRA are annexes: like the adapters of families they are named 
 from __future__ import annotations
 
 import pkgutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from simpletuner.config.lora import LoraConfig
 from simpletuner.config.schema import PLAIN_PRECISIONS, RunConfig
 from simpletuner.errors import Problem, Reading
 from simpletuner.models import lora_keys
-from simpletuner.models.cost import Adapters, Shape
+from simpletuner.models.cost import Adapters, Shapes
 from simpletuner.models.lora_keys import Targets, matching_modules
 from simpletuner.models.source import ModelSource
 from simpletuner.models.spec import FamilySpec
-
-Shapes = Mapping[str, Shape]  # of the weights of a transformer's layers, by layer
 
 
 @dataclass(frozen=True)
@@ -28,7 +26,7 @@ class AdapterKind:
     Attributes:
         add: `module:function` that freezes a transformer and adds the adapter: (transformer, settings, targets, family,
             seed=, dtype=) -> `Trained`. None for a LoRA, which is part of the core.
-        numbers: (settings, family, targets, shapes) -> trained numbers by layer. None for a LoRA, whose rank says them.
+        numbers: (settings, family, targets, shapes) -> trained numbers by layer. None for a LoRA, which has a rank.
         layers: (settings, family, shapes, quantised) -> the layers that the kind's own file chooses, and the problems
             of that file. None where `peft_lora_target_modules` chooses them.
         takes_any_rank: also one above the width of a layer.

@@ -19,13 +19,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property, partial
 from importlib.resources import files
-from typing import Any, Concatenate, ParamSpec, TypeVar, cast
+from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar, cast
 
 from simpletuner.config.techniques import Route, tokens_by_block
 
 P = ParamSpec("P")
 R = TypeVar("R")
 Shape = tuple[int, ...]
+Shapes = Mapping[str, Shape]  # of parameters, by name
 BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}  # per number
 # Cost of the backward pass of attention relative to its forward pass. dQ, dK, dV and dP are four matrix products, the
 # forward pass has two; a flash kernel recomputes the scores as well (Dao 2023, arXiv 2307.08691, section 2.3).
@@ -193,6 +194,12 @@ class CostTable:
 
 
 @cache
+def read_toml(package: str, name: str) -> dict[str, Any]:
+    """A file of data in a family's folder."""
+    return tomllib.loads((files(package) / name).read_text(encoding="utf-8"))
+
+
+@cache
 def read_cost_table(package: str) -> CostTable:
     """The table in a family's folder."""
     return CostTable(**json.loads((files(package) / "cost.json").read_text(encoding="utf-8")))
@@ -213,14 +220,38 @@ def sum_of(factors: Factors, numbers: Mapping[str, float]) -> float:
     return sum(factor * product_of(words, numbers) for words, factor in factors.items())
 
 
-@dataclass(frozen=True)
-class TileBytes:
-    """Bytes of the tile lists or masks of block-sparse attention in a large block: saved, and at the peak of making
-    them.
+class Layer(NamedTuple):
+    """A layer that multiplies with a weight.
+
+    Attributes:
+        name: its path in the transformer.
+        block: name prefix of its block; empty outside the blocks.
+        axis: what the weight is applied to: every `token`, `text` token or `sample`.
+        shape: of the weight.
     """
 
-    saved: float = 0.0
-    making: float = 0.0
+    name: str
+    block: str
+    axis: str
+    shape: Shape
+
+    @property
+    def inputs(self) -> int:
+        """Input features; a kernel does not count."""
+        return math.prod(self.shape[1:2])
+
+    def product(self, positions: int) -> float:
+        """FLOPs of the product with the weight."""
+        return 2.0 * positions * math.prod(self.shape)
+
+    def factors(self, positions: int, adapters: Adapters) -> tuple[float, float]:
+        """FLOPs of the two factors (down, up) of the layer's LoRA; of another kind, 0 and the FLOPs of the update."""
+        if self.name not in adapters.modules:
+            return 0.0, 0.0
+        if adapters.products:
+            return 0.0, self.product(positions)
+        factor = 2.0 * positions * adapters.rank
+        return factor * math.prod(self.shape[1:]), factor * self.shape[0]
 
 
 def remembered(method: Callable[Concatenate[Any, P], R]) -> cached_property[Callable[P, R]]:
@@ -238,7 +269,7 @@ class Weights:
     """
 
     table: CostTable
-    shapes: Mapping[str, Shape]
+    shapes: Shapes
 
     @cached_property
     def blocks(self) -> list[str]:
@@ -261,27 +292,22 @@ class Weights:
         return names
 
     @cached_property
-    def _applied_to(self) -> dict[str, str]:
-        """What each weight is applied to: every `token`, `text` token or `sample`."""
-        layers = {name: numbered(name.removesuffix(".weight"), self.table.groups) for name in self.shapes}
-        return {name: self.table.rows[layer] for name, layer in layers.items()
-                if layer in self.table.rows and name.endswith(".weight")}  # fmt: skip
+    def layers(self) -> list[Layer]:
+        """The layers that multiply with a weight."""
+        rows, groups = self.table.rows, self.table.groups
+        paths = [(name.removesuffix(".weight"), block) for block, names in self._by_block.items() for name in names]
+        applied = ((path, block, rows.get(numbered(path, groups))) for path, block in paths)
+        return [Layer(path, block, axis, self.shapes[f"{path}.weight"]) for path, block, axis in applied if axis]
 
     @cached_property
-    def _layers(self) -> dict[str, tuple[str, Shape]]:
-        """Layers of a large block, by name within it: what their weight is applied to, and its shape."""
-        names = [name for name in self._by_block[self.blocks[-1]] if name in self._applied_to]
-        layers = {name.removeprefix(self.blocks[-1]).removesuffix(".weight"): name for name in names}
-        return {layer: (self._applied_to[name], self.shapes[name]) for layer, name in layers.items()}
-
-    @cached_property
-    def _widths(self) -> list[Shape]:
-        return [shape for applied_to, shape in self._layers.values() if applied_to == "token"]
+    def large_layers(self) -> list[Layer]:
+        """Those of a large block."""
+        return [layer for layer in self.layers if layer.block == self.blocks[-1]]
 
     @cached_property
     def hidden(self) -> int:
         """Width of a token."""
-        return self._widths[0][1]
+        return next(layer.inputs for layer in self.large_layers if layer.axis == "token")
 
     @cached_property
     def parameters(self) -> int:
@@ -336,7 +362,8 @@ class TransformerCost(Weights):
     Attributes:
         head: width of an attention head.
         unit: how many tokens a route keeps or drops together.
-        tiles: (micro-batch, bytes per number) -> bytes that block-sparse attention adds.
+        tiles: (micro-batch, bytes per number) -> bytes of the tile lists or masks of block-sparse attention: saved, and
+            at the peak of making them.
         compiled: blocks with adapters are compiled.
         density: tokens of a sample -> share of the pairs of tokens that block-sparse attention computes; None if all.
         compiled_reads: further layers whose input a compiled block keeps only for an adapter; see the table's `reads`.
@@ -344,7 +371,7 @@ class TransformerCost(Weights):
 
     head: int
     unit: int = 1
-    tiles: Callable[[BatchShape, int], TileBytes] = field(default=lambda batch, size: TileBytes())
+    tiles: Callable[[BatchShape, int], tuple[float, float]] = field(default=lambda batch, size: (0.0, 0.0))
     compiled: bool = False
     density: Callable[[int], float] | None = None
     compiled_reads: Mapping[str, str] = field(default_factory=dict)
@@ -360,12 +387,12 @@ class TransformerCost(Weights):
         Args:
             size: bytes per number of the compute dtype.
         """
-        kind, tiles, positions = "bf16" if size < 4 else "fp32", self.tiles(batch, size), batch.positions
+        kind, positions, (tiles, making) = "bf16" if size < 4 else "fp32", batch.positions, self.tiles(batch, size)
         # Measured only for families whose tokens can have their own timesteps.
-        timed = batch.timed_tokens and f"{kind} given" in self.table.bytes
-        factors = self.table.bytes[f"{kind} given" if timed else kind]
+        factors = self.table.bytes.get(f"{kind} given" if batch.timed_tokens else kind, self.table.bytes[kind])
         # The widest output is that of the feed-forward.
-        heads, inner = self.hidden // self.head, max(shape[0] for shape in self._widths)
+        heads = self.hidden // self.head
+        inner = max(layer.shape[0] for layer in self.large_layers if layer.axis == "token")
         numbers = {**positions, "width": self.hidden, "inner": inner, "head": self.head, "heads": heads}
         sums = {name: sum_of(factor, numbers) for name, factor in factors.items() if name != "reads"}
         # A full fine-tune also saves the input of every layer, for the gradient of its weight.
@@ -373,16 +400,16 @@ class TransformerCost(Weights):
         reads = factors["reads"] | (self.compiled_reads if self.compiled else {})
         elements = positions["token"] * self.hidden
         kept = elements * size + positions["token"] * heads * 4  # its result and log-sum-exp
-        traffic, lists = sums["traffic"], 2 * (tiles.saved + tiles.making)
+        traffic, lists = sums["traffic"], 2 * (tiles + making)
         # The backward pass of stock code moves twice as many.
         forward, backward = self._moved(sums, positions, adapters, size) if self.compiled else (traffic, 2 * traffic)
         return Activations(
             held=elements * size,
-            saved=sums[saved] + self._adapted(reads, positions, adapters) * size + tiles.saved,
-            transient=max(sums["transient"], tiles.making),
-            attention=kept + tiles.saved if self.table.keeps_attention else 0.0,
+            saved=sums[saved] + self._adapted(reads, positions, adapters) * size + tiles,
+            transient=max(sums["transient"], making),
+            attention=kept + tiles if self.table.keeps_attention else 0.0,
             outside=sums["outside"],
-            sampling=sums["sampling"] + tiles.saved + tiles.making,
+            sampling=sums["sampling"] + tiles + making,
             traffic=traffic + lists,
             forward=forward + lists,
             backward=backward + 2 * lists,
@@ -395,23 +422,26 @@ class TransformerCost(Weights):
 
         Each LoRA adds its output to that of its layer, and its gradient to that of the input: two reads and a write.
         """
-        outputs, inputs = 0, 0
-        for name, (applied_to, shape) in self._layers.items():
-            if self.blocks[-1] + name in adapters.modules and not adapters.products:
-                outputs += positions[applied_to] * shape[0]
-                inputs += positions[applied_to] * math.prod(shape[1:2])
+        layers = [] if adapters.products else self._with_adapters(adapters)
+        outputs = sum(positions[layer.axis] * layer.shape[0] for layer in layers)
+        inputs = sum(positions[layer.axis] * layer.inputs for layer in layers)
         return sums["compiled forward"] + 3 * size * outputs, sums["compiled backward"] + 3 * size * inputs
+
+    def _with_adapters(self, adapters: Adapters) -> list[Layer]:
+        """The layers of a large block that have an adapter."""
+        return [layer for layer in self.large_layers if layer.name in adapters.modules]
 
     def _adapted(self, reads: Mapping[str, str], positions: Mapping[str, int], adapters: Adapters) -> float:
         """Numbers that a block saves for its adapters: inputs not saved otherwise, and outputs of the down factors, or
         whole updates.
         """
-        layers = {name: layer for name, layer in self._layers.items() if self.blocks[-1] + name in adapters.modules}
-        inputs = {reads[name]: positions[applied_to] * math.prod(shape[1:2])
-                  for name, (applied_to, shape) in layers.items() if name in reads}  # fmt: skip
-        if adapters.products:
-            return sum(inputs.values()) + sum(math.prod(shape) for _, shape in layers.values())
-        return sum(inputs.values()) + sum(positions[applied_to] * adapters.rank for applied_to, _ in layers.values())
+        # By the first layer that reads an input, which is saved once.
+        inputs, rest = dict[str, int](), 0
+        for layer in self._with_adapters(adapters):
+            if first := reads.get(layer.name.removeprefix(layer.block)):
+                inputs[first] = positions[layer.axis] * layer.inputs
+            rest += math.prod(layer.shape) if adapters.products else positions[layer.axis] * adapters.rank
+        return sum(inputs.values()) + rest
 
     def activations_by_block(self, batch: BatchShape, size: int, adapters: Adapters) -> list[Activations]:
         """Activations of each large block. A block that starts a route still holds all tokens as its input."""
@@ -422,20 +452,16 @@ class TransformerCost(Weights):
             for last, part in zip([whole, *blocks], blocks, strict=False)
         ]
 
-    def _rows(self, batch: BatchShape) -> dict[str, int]:
-        """How many positions of a micro-batch each weight is applied to."""
+    def _positions(self, batch: BatchShape) -> list[tuple[Layer, int]]:
+        """The layers, each with the positions of a micro-batch that its weight is applied to."""
         parts = dict(zip(self.blocks[-self.large :], batch.in_blocks(self.large), strict=True))
-        rows = {}
-        for block, names in self._by_block.items():
-            positions = parts.get(block, batch).positions
-            rows.update({name: positions[self._applied_to[name]] for name in names if name in self._applied_to})
-        return rows
+        positions = {block: parts.get(block, batch).positions for block in self._by_block}
+        return [(layer, positions[layer.block][layer.axis]) for layer in self.layers]
 
     def widest(self, batch: BatchShape) -> int:
         """The largest input or output of a linear layer of a large block, in numbers."""
-        rows = self._rows(batch)
-        names = [name for block in self.blocks[-self.large :] for name in self._by_block[block]]
-        return max(rows.get(name, 0) * max(self.shapes[name]) for name in names if len(self.shapes[name]) == 2)
+        layers = (pair for pair in self._positions(batch) if pair[0].block.startswith(self.table.groups[-1]))
+        return max(count * max(layer.shape) for layer, count in layers if len(layer.shape) == 2)
 
     def attention(self, batch: BatchShape) -> Work:
         """FLOPs of all attentions in a forward pass."""
@@ -458,11 +484,11 @@ class TransformerCost(Weights):
     @remembered
     def forward(self, batch: BatchShape, adapters: Adapters = NO_ADAPTERS, *, blocks_only: bool = False) -> Work:
         """FLOPs of a forward pass: 2 x positions x weights, plus attention."""
-        names = [name for prefix in self.blocks for name in self._by_block[prefix]] if blocks_only else self.shapes
-        rows = self._rows(batch)
-        frozen = sum(self._product(name, rows) for name in names)
-        lora = sum(sum(self._adapter_products(f"{name}.weight", rows, adapters)) for name in adapters.modules)
-        return Work(frozen + lora) + self.attention(batch)
+        linear = 0.0
+        for layer, count in self._positions(batch):
+            if layer.block or not blocks_only:
+                linear += layer.product(count) + sum(layer.factors(count, adapters))
+        return Work(linear) + self.attention(batch)
 
     @remembered
     def backward(self, batch: BatchShape, adapters: Adapters, *, full: bool) -> Work:
@@ -470,28 +496,15 @@ class TransformerCost(Weights):
 
         A frozen layer costs as much as its forward pass (gradient of its input), a trained one twice that.
         """
-        linear, rows = 0.0, self._rows(batch)
-        for name in self.shapes:
-            module = name.removesuffix(".weight")
-            flows = not self.needs_no_gradient(module, full)
+        linear = 0.0
+        for layer, count in self._positions(batch):
+            flows = not self.needs_no_gradient(layer.name, full)
             # One product for the gradient of the input, and one for that of the weight.
-            linear += self._product(name, rows) * (flows + full)
-            if module in adapters.modules:
-                down, up = self._adapter_products(name, rows, adapters)
-                # Both factors are trained; the first needs the gradient of its input only if that flows on.
-                linear += down * (1 + flows) + up * 2
+            linear += layer.product(count) * (flows + full)
+            # Both factors are trained; the first needs the gradient of its input only if that flows on.
+            down, up = layer.factors(count, adapters)
+            linear += down * (1 + flows) + up * 2
         return Work(linear) + self.attention(batch).times(ATTENTION_BACKWARD)
-
-    def _product(self, name: str, rows: Mapping[str, int]) -> float:
-        shape = self.shapes[name]
-        return 2.0 * rows.get(name, 0) * math.prod(shape) if len(shape) > 1 else 0.0
-
-    def _adapter_products(self, name: str, rows: Mapping[str, int], adapters: Adapters) -> tuple[float, float]:
-        """FLOPs of the two factors (down, up) of a module's LoRA; of another kind, 0 and the FLOPs of the update."""
-        if adapters.products:
-            return 0.0, self._product(name, rows)
-        shape, factor = self.shapes[name], 2.0 * rows.get(name, 0) * adapters.rank
-        return factor * math.prod(shape[1:]), factor * shape[0]
 
 
 TILE, OVERLAP = 384, 128  # of preview decoding: pixels per side of a tile, and overlap of two tiles
@@ -588,11 +601,9 @@ class VaeCost:
         }
 
 
-@cache
 def read_vae_costs(package: str) -> dict[str, VaeCost]:
     """What the VAEs of a family take, by their class in diffusers."""
-    tables = tomllib.loads((files(package) / "vae.toml").read_text(encoding="utf-8"))
-    return {name: VaeCost(**table) for name, table in tables.items()}
+    return {name: VaeCost(**table) for name, table in read_toml(package, "vae.toml").items()}
 
 
 @dataclass(frozen=True)
@@ -617,7 +628,7 @@ class FamilyCost:
     package: str
     transformer_class: str
     published: Callable[[str], dict[str, object]]
-    transformer: Callable[[Mapping[str, object], Mapping[str, Shape], Kernels], TransformerCost]
+    transformer: Callable[[Mapping[str, object], Shapes, Kernels], TransformerCost]
     vae: VaeCost
     text_parameters: int
     prompt_layer: str

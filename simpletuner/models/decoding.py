@@ -1,10 +1,10 @@
 """Decodes previews in less memory than a VAE's `decode` takes: in strips of rows, or in tiles as well.
 
 At full size a decoder has several copies of its widest feature maps at once: upsampled, padded, normalised. In strips,
-    residual blocks and upsamplers compute `ROWS` rows at a time, from these rows and the neighbours that their
-    convolutions read. Group normalisation takes its statistics from all rows first, so only the rounding changes. Tiles
-    are decoded independently, without the statistics and neighbours of the rest, so pixels change slightly, most of all
-    at the seams. The Wan VAE decodes few frames at a time, so strips would save next to nothing and are not offered.
+residual blocks and upsamplers compute `ROWS` rows at a time, from these rows and the neighbours that their convolutions
+read. Group normalisation takes its statistics from all rows first, so only the rounding changes. Tiles are decoded
+independently, without the statistics and neighbours of the rest, so pixels change slightly, most of all at the seams.
+The Wan VAE decodes few frames at a time, so strips would save next to nothing and are not offered.
 """
 
 from __future__ import annotations

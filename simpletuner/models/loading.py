@@ -87,7 +87,7 @@ def _full_forward(layer: nn.Linear, x: Tensor) -> Tensor:
 
 
 @contextmanager
-def told_plainly(part: Part) -> Iterator[None]:
+def user_errors(part: Part) -> Iterator[None]:
     """Turn the errors of the libraries about a part's files into one that names it.
 
     Raises:
@@ -108,10 +108,10 @@ def load_whole(model_class: Any, part: Part, **settings: Any) -> Any:
         settings: further arguments of its `from_pretrained`.
 
     Raises:
-        UserError: a weight is missing, or has another shape than the config says.
+        UserError: a weight is missing, or its shape differs from that in the config.
     """
     folder = part.fetch()
-    with told_plainly(part):
+    with user_errors(part):
         model, found = model_class.from_pretrained(folder, variant=part.variant, output_loading_info=True, **settings)
     refuse_missing(part, found["missing_keys"])
     return model
@@ -136,7 +136,7 @@ def load_denoiser(model_class: Any, part: Part, dtype: torch.dtype, *, empty: bo
     torch.set_default_dtype(dtype)  # of buffers, as in `from_pretrained`
     try:
         # Not on `torch.device("meta")`: buffers that are not in the files need their values.
-        with told_plainly(part), init_empty_weights():
+        with user_errors(part), init_empty_weights():
             model = model_class.from_config(model_class.load_config(folder))
     finally:
         torch.set_default_dtype(usual)
@@ -149,12 +149,12 @@ def check_shapes(part: Part) -> None:
     """Compare a diffusers model's files with the names and shapes of its class, without loading a weight.
 
     Raises:
-        UserError: a weight is missing, or has another shape than the config says.
+        UserError: a weight is missing, or its shape differs from that in the config.
     """
     stored, settings = part.weight_shapes(), part.read_config()
     if not stored or settings is None:
         return  # unknown formats are checked when they are loaded
-    with told_plainly(part), torch.device("meta"):
+    with user_errors(part), torch.device("meta"):
         model = getattr(diffusers, settings["_class_name"]).from_config(settings)
     expected = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
     wrong = [f"{name} {list(shape)}" for name, shape in expected.items() if stored.get(name) != shape]
@@ -166,7 +166,7 @@ def load_scheduler(part: Part, **overrides: Any) -> Any:
     """Load a scheduler, with the class that its settings name."""
     part.fetch()
     settings = part.read_config() or {}
-    with told_plainly(part):
+    with user_errors(part):
         return getattr(diffusers, settings["_class_name"]).from_config(settings, **overrides)
 
 
@@ -221,57 +221,41 @@ def sliced_forward(module: Any, x: Tensor) -> Tensor:
     return out
 
 
-class FrameCausalProcessor:
-    """Attention frame by frame: each frame attends to itself and the frames before it, so no mask is needed."""
-
-    def __call__(
-        self,
-        attn: Any,
-        hidden_states: Tensor,
-        encoder_hidden_states: Tensor | None = None,
-        attention_mask: Tensor | None = None,
-        num_frames: int = 1,
-    ) -> Tensor:
-        """Attention over `B F·H·W C`, including the residual, like diffusers' `Attention` in autoencoders."""
-        normed = attn.group_norm(hidden_states.transpose(1, 2)).transpose(1, 2)
-        query, key, value = (
-            project(normed).unflatten(2, (attn.heads, -1)).transpose(1, 2)  # B heads F·H·W D
-            for project in (attn.to_q, attn.to_k, attn.to_v)
-        )
-        per_frame = normed.shape[1] // num_frames
-        frames = []
-        for start in range(0, normed.shape[1], per_frame):
-            end = start + per_frame
-            parts = query[:, :, start:end], key[:, :, :end], value[:, :, :end]
-            frames.append(nn.functional.scaled_dot_product_attention(*parts))
-        attended = attn.to_out[0](torch.cat(frames, dim=2).transpose(1, 2).flatten(2))
-        return (attended + hidden_states) / attn.rescale_output_factor
-
-
-def attend_by_frame(vae: nn.Module) -> int:
-    """Let the mid blocks of encoder and decoder attend frame by frame; returns the number of attentions."""
-    found = 0
+def attend_by_frame(vae: nn.Module) -> None:
+    """Let the mid blocks of a HunyuanVideo VAE attend frame by frame, so that no mask is needed."""
     for block in vae.modules():
-        if not isinstance(block, HunyuanVideoMidBlock3D) or None in block.attentions:
-            continue
-        # Any other attention keeps its mask: the processor does not compute it.
-        if all((attn.spatial_norm, attn.norm_q, attn.norm_k) == (None, None, None) for attn in block.attentions):
-            for attn in block.attentions:
-                attn.set_processor(FrameCausalProcessor())
+        # Any other attention keeps its mask.
+        if isinstance(block, HunyuanVideoMidBlock3D) and all(map(_is_plain, block.attentions)):
             block.forward = partial(_mid_block_forward, block)
-            found += len(block.attentions)
-    return found
 
 
-def _mid_block_forward(block: Any, hidden_states: Tensor) -> Tensor:
-    """Forward of the mid block on `B C F H W`, passing the number of frames instead of a mask."""
-    hidden_states = block.resnets[0](hidden_states)
+def _is_plain(attn: Any) -> bool:
+    return attn is not None and (attn.spatial_norm, attn.norm_q, attn.norm_k) == (None, None, None)
+
+
+def _mid_block_forward(block: Any, x: Tensor) -> Tensor:
+    """Forward of the mid block on `B C F H W`."""
+    x = block.resnets[0](x)
     for attn, resnet in zip(block.attentions, block.resnets[1:], strict=True):
-        shape = hidden_states.shape[2:]
-        tokens = hidden_states.permute(0, 2, 3, 4, 1).flatten(1, 3)
-        attended = attn(tokens, num_frames=shape[0])
-        hidden_states = resnet(attended.unflatten(1, shape).permute(0, 4, 1, 2, 3))
-    return hidden_states
+        x = resnet(frame_causal_attention(attn, x))
+    return x
+
+
+def frame_causal_attention(attn: Any, x: Tensor) -> Tensor:
+    """diffusers' `Attention` on `B C F H W`, where each frame attends to itself and the frames before it."""
+    tokens = x.permute(0, 2, 3, 4, 1).flatten(1, 3)  # B F·H·W C
+    normed = attn.group_norm(tokens.transpose(1, 2)).transpose(1, 2)
+    query, key, value = (
+        project(normed).unflatten(2, (attn.heads, -1)).transpose(1, 2)  # B heads F·H·W D
+        for project in (attn.to_q, attn.to_k, attn.to_v)
+    )
+    frames, per_frame = [], tokens.shape[1] // x.shape[2]
+    for end in range(per_frame, tokens.shape[1] + 1, per_frame):
+        parts = query[:, :, end - per_frame : end], key[:, :, :end], value[:, :, :end]
+        frames.append(nn.functional.scaled_dot_product_attention(*parts))
+    attended = attn.to_out[0](torch.cat(frames, dim=2).transpose(1, 2).flatten(2))
+    out = (attended + tokens) / attn.rescale_output_factor
+    return out.unflatten(1, x.shape[2:]).permute(0, 4, 1, 2, 3)
 
 
 def with_solver(scheduler: Any, name: str | None) -> Any:
@@ -338,11 +322,10 @@ class DeferredWeights:
         Raises:
             UserError: a file cannot be read, or a weight has another shape.
         """
-        everything = self._model in modules
-        paths = tuple(f"{path}." for path, module in self._model.named_modules() if module in modules)
-        wanted = [name for name in self._lacking if everything or name.startswith(paths)]
-        self._lacking = [name for name in self._lacking if not (everything or name.startswith(paths))]
-        with told_plainly(self._part):
+        paths = tuple(f"{path}." if path else "" for path, part in self._model.named_modules() if part in modules)
+        wanted = [name for name in self._lacking if name.startswith(paths)]
+        self._lacking = [name for name in self._lacking if not name.startswith(paths)]
+        with user_errors(self._part):
             for name, tensor in self._read(wanted):
                 self._put(name, tensor)
 

@@ -19,6 +19,7 @@ from simpletuner.config.lora import LoraConfig
 from simpletuner.config.values import home_path, read_json
 from simpletuner.errors import Problem, Reading, UserError, did_you_mean, shorten
 from simpletuner.headers import EXPONENTS, METADATA, not_finite, read_head, read_header
+from simpletuner.models.cost import Shape, Shapes
 from simpletuner.models.source import HUB_ID, WeightsError, tensor_shapes, weights_header
 from simpletuner.models.spec import FamilySpec
 
@@ -28,18 +29,18 @@ Targets = list[str] | str
 
 def resolve_targets(value: Any, spec: FamilySpec) -> Reading[Targets]:
     """Resolve a value of `peft_lora_target_modules`; None is the family's default."""
-    if value is None:
-        return list(spec.lora_targets)
-    if isinstance(value, str) and value in spec.lora_presets:
-        return spec.lora_presets[value]
     if isinstance(value, str):
-        value = yield from _read_list(value)
-        if value is None:
-            return list(spec.lora_targets)
-    if not isinstance(value, list) or not value or not all(isinstance(name, str) for name in value):
+        if value in spec.lora_presets:
+            return spec.lora_presets[value]
+        if value.endswith(".json") or "/" in value:
+            value = yield from read_json(Path(value), list, "a JSON list of module names")
+        else:
+            value = [name.strip() for name in value.split(",")]
+    if value and isinstance(value, list) and all(isinstance(name, str) for name in value):
+        return value
+    if value is not None:
         yield Problem(LORA_TARGETS, f"{value!r} is not a list of module names.")
-        return list(spec.lora_targets)
-    return value
+    return list(spec.lora_targets)
 
 
 def matching_modules(modules: Iterable[str], targets: Targets) -> list[str]:
@@ -65,12 +66,12 @@ def check_targets(modules: Iterable[str], targets: Targets) -> list[Problem]:
     ]
 
 
-def weights_of(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
+def weights_of(shapes: Shapes) -> dict[str, Shape]:
     """Shapes of weights with at least two dimensions, by layer, among parameters with these shapes."""
     return {name.removesuffix(".weight"): shape for name, shape in shapes.items() if len(shape) > 1}
 
 
-def linear_modules(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, int]]:
+def linear_modules(shapes: Shapes) -> dict[str, tuple[int, int]]:
     """Linear layers and pointwise convolutions by name, with (out, in) features, among parameters with these shapes.
 
     Every two-dimensional weight, even of an embedding, counts as a linear layer.
@@ -80,13 +81,6 @@ def linear_modules(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int
         for name, shape in shapes.items()
         if name.endswith(".weight") and (len(shape) == 2 or shape[2:] == (1, 1))
     }
-
-
-def _read_list(value: str) -> Reading[Any]:
-    """The names in a JSON file, or in a comma-separated list; None after a problem."""
-    if value.endswith(".json") or "/" in value:
-        return (yield from read_json(Path(value), list, "a JSON list of module names"))
-    return [name.strip() for name in value.split(",")]
 
 
 STEP_NOTE = "simpletuner.step"  # metadata of a result: its step
@@ -158,8 +152,17 @@ def role_of(key: str) -> str | None:
     return next((role for marker, role in ROLES.items() if marker in key), None)
 
 
+def layers_in(shapes: Shapes, modules: Sequence[str] = ()) -> dict[str, dict[str, Shape]]:
+    """The tensors of a LoRA file with these shapes, by module and role; see `module_of`."""
+    layers: dict[str, dict[str, Shape]] = {}
+    for name, shape in shapes.items():
+        if role := role_of(name):
+            layers.setdefault(module_of(name, modules), {})[role] = shape
+    return layers
+
+
 def check_init_lora(config: LoraConfig, modules: Sequence[str], targets: Targets) -> Iterator[Problem]:
-    """Problems of the file `init_lora`, found from its header.
+    """Problems of the file `init_lora`, judged by its header.
 
     Args:
         modules: the linear layers of the transformer; empty if it is not on this machine.
@@ -183,11 +186,11 @@ def check_init_lora(config: LoraConfig, modules: Sequence[str], targets: Targets
 
 
 def _check_layers(
-    config: LoraConfig, path: Path, shapes: Mapping[str, tuple[int, ...]], modules: Sequence[str], wanted: Set[str]
+    config: LoraConfig, path: Path, shapes: Shapes, modules: Sequence[str], wanted: Set[str]
 ) -> Iterator[Problem]:
     """The layers of `init_lora` against those that are trained (`wanted`), as far as these are known."""
     key = "init_lora"
-    ranks = {module_of(name, modules): shape[0] for name, shape in shapes.items() if role_of(name) == "A" and shape}
+    ranks = {layer: parts["A"][0] for layer, parts in layers_in(shapes, modules).items() if parts.get("A")}
     if not ranks or (modules and not ranks.keys() & set(modules)):
         yield Problem(key, f"no key of {str(path)!r} belongs to this model (the first is {next(iter(shapes))!r}).")
         return
@@ -195,6 +198,8 @@ def _check_layers(
     if others:
         shown = ", ".join(map(str, others))
         yield Problem(key, f"{str(path)!r} has rank {shown}, lora_rank is {config.lora_rank}.")
+    if not config.use_dora and any(name.endswith((MAGNITUDE, COMFYUI_MAGNITUDE)) for name in shapes):
+        yield Problem(key, f"{str(path)!r} is a DoRA; set use_dora.")
     if wanted:
         yield from _check_coverage(path, wanted, ranks.keys() & set(modules))
 
@@ -202,15 +207,15 @@ def _check_layers(
 def _check_coverage(path: Path, wanted: Set[str], held: Set[str]) -> Iterator[Problem]:
     """Layers that are trained and not in the file, and the other way round."""
     if absent := sorted(wanted - held):
-        there = f"holds {len(wanted & held)} of {len(wanted)} trained layers"
-        message = f"{str(path)!r} {there}; the others start untrained ({shorten(absent)})."
+        covered = f"holds {len(wanted & held)} of {len(wanted)} trained layers"
+        message = f"{str(path)!r} {covered}; the others start untrained ({shorten(absent)})."
         yield Problem("init_lora", message, fatal=False)
     if surplus := sorted(held - wanted):
         message = f"{len(surplus)} layers of {str(path)!r} are not trained and are dropped ({shorten(surplus)})."
         yield Problem("init_lora", f"{message} Name them in peft_lora_target_modules to keep them.", fatal=False)
 
 
-def read_shapes(key: str, path: Path) -> Reading[dict[str, tuple[int, ...]]]:
+def read_shapes(key: str, path: Path) -> Reading[dict[str, Shape]]:
     """Names and shapes in the LoRA file of a key; empty, with a problem, if it cannot be used."""
     try:
         if not path.is_file():
@@ -248,15 +253,10 @@ def _fault(path: Path, size: int, mtime_ns: int) -> str:
     return ""
 
 
-def _unpaired(shapes: Mapping[str, tuple[int, ...]]) -> list[str]:
+def _unpaired(shapes: Shapes) -> list[str]:
     """Layers of a LoRA file whose A and B cannot be multiplied, or whose alpha is no single number."""
-    layers: dict[str, dict[str, tuple[int, ...]]] = {}
-    for name, shape in shapes.items():
-        for marker, role in ROLES.items():
-            if marker in name and role in ("A", "B", "alpha"):
-                layers.setdefault(name.partition(marker)[0], {})[role] = shape
     wrong = []
-    for layer, parts in layers.items():
+    for layer, parts in layers_in(shapes).items():
         down, up, alpha = (parts.get(role, ()) for role in ("A", "B", "alpha"))
         fits = min(len(down), len(up)) > 1 and down[0] == up[1] > 0 and math.prod(alpha) == 1
         if not fits and parts.keys() & {"A", "B"}:
@@ -326,26 +326,23 @@ def check_lora_file(key: str, path: Path, modules: Mapping[str, tuple[int, int]]
     strange = [name for name in shapes if role_of(name) is None]
     if strange:
         yield Problem(key, f"{str(path)!r} is not a plain LoRA: it holds {shorten(strange, 3)}.")
-    yield from _check_owners(key, path, {name: shapes[name] for name in shapes if name not in strange}, modules)
+    if modules:
+        yield from _check_fit(key, path, layers_in(shapes, list(modules)), modules)
 
 
-def _check_owners(
-    key: str, path: Path, shapes: Mapping[str, tuple[int, ...]], modules: Mapping[str, tuple[int, int]]
+def _check_fit(
+    key: str, path: Path, layers: Mapping[str, Mapping[str, Shape]], modules: Mapping[str, tuple[int, int]]
 ) -> Iterator[Problem]:
-    """The tensors of a LoRA against the layers that they are for."""
-    owners = {name: module_of(name, list(modules)) for name in shapes}
-    foreign = sorted({owner for owner in owners.values() if modules and owner not in modules})
-    if foreign:
+    """The layers of a LoRA file against those of the model."""
+    if foreign := sorted(layers.keys() - modules.keys()):
         message = f"layers in {str(path)!r} are not in this model ({shorten(foreign, 3)})."
-        yield Problem(key, f"{len(foreign)} of {len(set(owners.values()))} {message}")
-    for name, owner in owners.items():
-        role = role_of(name)
-        if owner not in modules or role not in ("A", "B"):
-            continue
-        out, into = modules[owner]
-        features, side = (shapes[name][1], into) if role == "A" else (shapes[name][0], out)
-        if features != side:
-            yield Problem(key, f"{str(path)!r} is for other layers: {owner} has {out}x{into}, {name} {features}.")
+        yield Problem(key, f"{len(foreign)} of {len(layers)} {message}")
+    for layer, parts in layers.items():
+        features = (parts["B"][0], parts["A"][1]) if "A" in parts else None  # each A has its B
+        if layer in modules and features not in (None, modules[layer]):
+            ours, theirs = ("{}x{}".format(*each) for each in (modules[layer], features))
+            message = f"{layer} has {ours} features in the model and {theirs} in the file."
+            yield Problem(key, f"{str(path)!r} is for other layers: {message}")
             return
 
 

@@ -9,11 +9,12 @@ import json
 import pickle
 import re
 import zipfile
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from simpletuner.config.schema import RunConfig
 from simpletuner.config.values import home_path
 from simpletuner.errors import Problem, UserError, shorten
 from simpletuner.headers import METADATA, read_head
+from simpletuner.models.cost import Shape, Shapes
 from simpletuner.models.spec import FamilySpec, Flavour
 
 INDEX_SUFFIX = ".safetensors.index.json"
@@ -33,7 +35,7 @@ class WeightsError(ValueError):
     """A weight file that cannot be used; the message continues a sentence that starts with its name."""
 
 
-def tensor_shapes(path: Path) -> dict[str, tuple[int, ...]]:
+def tensor_shapes(path: Path) -> dict[str, Shape]:
     """Names and shapes in a safetensors file.
 
     Raises:
@@ -76,18 +78,27 @@ def weights_fault(folder: Path) -> str | None:
         return "config.json cannot be read"
     files = [path for path in sorted(folder.iterdir()) if path.suffix in WEIGHT_SUFFIXES]
     if not files:
-        return "there are no weights in it"
-    for index in sorted(folder.glob(f"*{INDEX_SUFFIX}")):
-        shards = (read_object(index) or {}).get("weight_map")
-        if not isinstance(shards, dict) or not all(isinstance(shard, str) for shard in shards.values()):
-            return f"{index.name} cannot be read"
-        if absent := sorted({shard for shard in shards.values() if not (folder / shard).is_file()}):
-            return f"it lacks {', '.join(absent)}"
-    for path in (path for path in files if path.suffix == ".safetensors"):
-        try:
+        return "it contains no weights"
+    faults = chain(map(_index_fault, sorted(folder.glob(f"*{INDEX_SUFFIX}"))), map(_file_fault, files))
+    return next(filter(None, faults), None)
+
+
+def _index_fault(index: Path) -> str | None:
+    """The fault of the list of a model's files."""
+    shards = (read_object(index) or {}).get("weight_map")
+    if not isinstance(shards, dict) or not all(isinstance(shard, str) for shard in shards.values()):
+        return f"{index.name} cannot be read"
+    absent = sorted({shard for shard in shards.values() if not index.with_name(shard).is_file()})
+    return f"it lacks {', '.join(absent)}" if absent else None
+
+
+def _file_fault(path: Path) -> str | None:
+    """The fault of a weight file, as far as its header shows."""
+    try:
+        if path.suffix == ".safetensors":
             tensor_shapes(path)
-        except WeightsError as error:
-            return f"{path.name} {error}"
+    except WeightsError as error:
+        return f"{path.name} {error}"
     return None
 
 
@@ -144,7 +155,7 @@ class Part:
         folder = home_path(self.location) / self.folder
         return _fault(folder) or _unreadable(folder) or self._fault_of_variant(folder)
 
-    def weight_shapes(self) -> dict[str, tuple[int, ...]]:
+    def weight_shapes(self) -> dict[str, Shape]:
         """Names and shapes of the weights that would be loaded; empty if unknown or not on this machine.
 
         Raises:
@@ -284,10 +295,8 @@ class ModelSource:
         """Problems of local folders and malformed hub ids; a missing repository shows at the download."""
         problems = []
         # One message per location, since most parts share theirs.
-        by_location: dict[str, list[Part]] = {}
-        for part in self.parts.values():
-            by_location.setdefault(part.location, []).append(part)
-        for location, parts in by_location.items():
+        for location in dict.fromkeys(part.location for part in self.parts.values()):
+            parts = [part for part in self.parts.values() if part.location == location]
             key = parts[0].key
             if not parts[0].is_local:
                 if not HUB_ID.fullmatch(location):
@@ -337,7 +346,7 @@ def check_channels(source: ModelSource, transformer_key: str, vae_key: str) -> I
         yield Problem(VAE_KEY, f"the VAE has {makes} channels, the transformer {takes}.")
 
 
-def encoder_fault(config: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]], tokens: int | None) -> str | None:
+def encoder_fault(config: Mapping[str, Any], shapes: Shapes, tokens: int | None) -> str | None:
     """The mismatch of a text encoder's weights with its config or tokenizer, or None.
 
     Args:
@@ -355,7 +364,7 @@ def encoder_fault(config: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...
         if not name.endswith(("embed_tokens.weight", "token_embedding.weight")):
             continue
         if any(said not in (None, actual) for said, actual in zip(size, shape, strict=False)):
-            return f"has {name} of {list(shape)}, where its config.json says {size}"
+            return f"has {name} of {list(shape)}, its config.json {size}"
         # A vocabulary below half of the rows is that of another model, not padding.
         if tokens is not None and not shape[0] / 2 < tokens <= shape[0]:
             return f"has an embedding of {shape[0]} tokens, its tokenizer has {tokens}"
@@ -382,9 +391,9 @@ def vae_fault(config: Mapping[str, Any]) -> str | None:
     return None
 
 
-def blocks_of(group: str, shapes: Mapping[str, tuple[int, ...]]) -> dict[int, dict[str, tuple[int, ...]]]:
+def blocks_of(group: str, shapes: Shapes) -> dict[int, dict[str, Shape]]:
     """Shapes of the weights of a group's blocks, by block number and by name within the block."""
-    blocks: dict[int, dict[str, tuple[int, ...]]] = {}
+    blocks: dict[int, dict[str, Shape]] = {}
     for name, shape in shapes.items():
         number, dot, rest = name.removeprefix(f"{group}.").partition(".")
         if name.startswith(f"{group}.") and dot and number.isdecimal():
@@ -392,7 +401,7 @@ def blocks_of(group: str, shapes: Mapping[str, tuple[int, ...]]) -> dict[int, di
     return blocks
 
 
-def differing_weights(group: str, blocks: Mapping[int, Mapping[str, tuple[int, ...]]]) -> list[str]:
+def differing_weights(group: str, blocks: Mapping[int, Shapes]) -> list[str]:
     """Weights that a block lacks but others have, or whose shape differs from the majority."""
     everything = {name for block in blocks.values() for name in block}
     usual = {name: Counter(block[name] for block in blocks.values() if name in block) for name in everything}
@@ -404,7 +413,7 @@ def differing_weights(group: str, blocks: Mapping[int, Mapping[str, tuple[int, .
     )
 
 
-def pickled_shapes(path: Path) -> dict[str, tuple[int, ...]]:
+def pickled_shapes(path: Path) -> dict[str, Shape]:
     """Names and shapes in a file of torch.save, of which no code is executed; empty if it is older than torch 1.6, or
     holds anything else."""
     status = path.stat()
@@ -412,7 +421,7 @@ def pickled_shapes(path: Path) -> dict[str, tuple[int, ...]]:
 
 
 @lru_cache(maxsize=256)
-def _pickled_shapes(path: Path, size: int, mtime_ns: int) -> dict[str, tuple[int, ...]]:
+def _pickled_shapes(path: Path, size: int, mtime_ns: int) -> dict[str, Shape]:
     """Cached by size and modification time: several parts of a plan ask for the same file."""
     try:
         with zipfile.ZipFile(path) as archive:
@@ -427,10 +436,6 @@ def _pickled_shapes(path: Path, size: int, mtime_ns: int) -> dict[str, tuple[int
     return dict(weights) if are_shapes else {}
 
 
-class _StateDict(dict[str, Any]):
-    """A dict that takes attributes, in which `state_dict()` of a module keeps its versions."""
-
-
 class _Shapes(pickle.Unpickler):
     """Reads shapes instead of tensors, and refuses everything that weights do not need."""
 
@@ -438,7 +443,7 @@ class _Shapes(pickle.Unpickler):
         if module == "torch" and name.endswith("Storage"):
             return None
         return {
-            ("collections", "OrderedDict"): _StateDict,
+            ("collections", "OrderedDict"): OrderedDict,
             # Of what a tensor is rebuilt from, the shape; a parameter is rebuilt from a tensor.
             ("torch._utils", "_rebuild_tensor_v2"): lambda storage, offset, shape, *rest: shape,
             ("torch._utils", "_rebuild_parameter"): lambda shape, *rest: shape,

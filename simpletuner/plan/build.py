@@ -124,7 +124,7 @@ class Plan:
         text_caches: the text_embeds entries of the dataset file.
         resume: the checkpoint to continue from, None for a fresh run.
         same_data: the checkpoint has the datasets and batch size of this plan, so the sample order continues too.
-        warnings: what the user should know but need not fix.
+        warnings: problems that do not prevent the run.
         pictures: what previews start from, if not from pictures of the datasets.
         lora_bytes: of the further LoRAs that previews are rendered with at a time.
     """
@@ -201,7 +201,7 @@ class Plan:
 
 @dataclass(frozen=True)
 class Rendering:
-    """What a plan for samples is about, beside the settings.
+    """What samples are rendered from, besides the settings.
 
     Attributes:
         folder: for what is rendered.

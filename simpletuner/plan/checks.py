@@ -14,13 +14,13 @@ from simpletuner.config.optimizers import check_optimizer, learning_rate
 from simpletuner.config.precision import check_packages, check_products, text_encoder_dtype, transformer_dtype
 from simpletuner.config.publishing import check_publishing, check_trackers, check_typed, check_webhooks
 from simpletuner.config.schema import DECAYING_SCHEDULERS, PLAIN_PRECISIONS, RunConfig, all_options, family_groups
-from simpletuner.config.sources import COMMAND_LINE
+from simpletuner.config.sources import ARGUMENTS, COMMAND_LINE
 from simpletuner.config.speed import BLOCK_KEYS, check_speed
 from simpletuner.config.values import check_unset
 from simpletuner.data.buckets import Geometry
 from simpletuner.data.captions import control_token
 from simpletuner.data.dataset import Dataset
-from simpletuner.errors import NoEffect, Problem, did_you_mean, shorten, warning, within
+from simpletuner.errors import NoEffect, Problem, counted, did_you_mean, shorten, warning, within
 from simpletuner.models.adapter_kinds import adapter_kind
 from simpletuner.models.registry import FAMILY_DATASET_KEYS
 from simpletuner.models.source import ModelSource, blocks_of, differing_weights, encoder_fault, vae_fault
@@ -49,7 +49,7 @@ def check_config(config: RunConfig, purpose: Purpose = "train") -> list[Problem]
 
 
 def unmet(config: RunConfig) -> Iterator[NoEffect]:
-    """The keys, set or not, that require what does not hold."""
+    """Keys, set or not, whose requirements do not hold."""
     for key, option in all_options().items():
         # A group's switch comes before the conditions of a key; one reason is enough.
         if lacking := next((each for each in option.requires if not each.holds(config.flat)), None):
@@ -57,14 +57,14 @@ def unmet(config: RunConfig) -> Iterator[NoEffect]:
 
 
 def conflicts(config: RunConfig) -> Iterator[Problem]:
-    """What the values of options exclude, refuse or have to say; see `Option.conflicts`."""
+    """Conflicts, refusals and remarks that options declare; see `Option.conflicts`."""
     for option in all_options().values():
         if option.excludes or option.refused or option.remarks:
             yield from option.conflicts(config.flat)
 
 
 def findings(plan: Plan, purpose: Purpose) -> list[Problem]:
-    """Everything that shows in the settings and their checkpoint, keys without effect included, set or not.
+    """All findings about the settings and their checkpoint, including keys without effect, set or not.
 
     A survey looks at datasets alone. Samples are made with the settings of a run that gave its warnings, so they need
     only what makes rendering fail. A draft is judged after each answer, so no file of the checkpoint is looked for.
@@ -95,7 +95,7 @@ def without_effect(problems: Iterable[Problem]) -> dict[str, str]:
 
 
 def worth_reporting(problems: Iterable[Problem], config: RunConfig) -> list[Problem]:
-    """The problems without keys without effect that nobody set, or set to their default, or that are errors anyway.
+    """The problems, but for keys without effect that are unset, have their default, or are errors anyway.
 
     Of several reasons why a key has no effect, the first one is enough.
     """
@@ -160,7 +160,7 @@ def check_lora(config: RunConfig) -> Iterator[Problem]:
 
 
 def check_rest(config: RunConfig) -> Iterator[Problem]:
-    """Rules of a line, and those that are kept next to the settings that they are about."""
+    """Short rules, and the rules declared beside their settings."""
     if config.is_explicit("flow_schedule_shift"):
         yield NoEffect("flow_schedule_auto_shift", "has no effect: flow_schedule_shift is set and wins.")
     if None not in (config.evaluation.eval_steps_interval, config.evaluation.eval_epoch_interval):
@@ -172,7 +172,7 @@ def check_rest(config: RunConfig) -> Iterator[Problem]:
     yield from check_trackers(config.tracking)
     yield from check_publishing(config.publish, config.tracking.tracker_project_name)
     # A file can be read again by `simpletuner publish`.
-    if config.origins.get("publishing_config") == COMMAND_LINE:
+    if config.origins.get("publishing_config") in (COMMAND_LINE, ARGUMENTS):
         yield from check_typed(config.publish)
     if config.webhooks.hooks:
         yield from check_webhooks(config.webhooks)
@@ -258,8 +258,9 @@ def check_sequence(plan: Plan) -> Iterator[Problem]:
     both = math.gcd(heads, launch.local_processes)
     if both % size:
         allowed = ", ".join(str(each) for each in range(1, both + 1) if both % each == 0)
-        processes = f"{launch.local_processes} process{'es' if launch.local_processes > 1 else ''} of each machine"
-        yield Problem(key, f"{size} must divide the {heads} heads of the model and the {processes}: use {allowed}.")
+        processes = counted(launch.local_processes, "process", "processes")
+        message = f"{size} must divide the {heads} heads of the model and the {processes} of each machine"
+        yield Problem(key, f"{message}: use {allowed}.")
 
 
 def check_parts(spec: FamilySpec, flavour: Flavour, source: ModelSource) -> list[Problem]:
@@ -374,7 +375,7 @@ def check_datasets(plan: Plan) -> Iterator[Problem]:
 
 
 def _check_evaluated(plan: Plan, dataset: Dataset) -> Iterator[Problem]:
-    """What is made of an eval dataset: its loss, or previews that start from it."""
+    """An eval dataset needs a use: its loss, or previews that start from it."""
     measures_loss = plan.config.evaluation.measures_loss
     if measures_loss and plan.flavour.task == "i2i" and not dataset.references:
         message = "is required: without source pictures this flavour has no loss on the dataset."
@@ -415,7 +416,7 @@ def _check_previewed(chosen: Sequence[str], datasets: Sequence[Dataset]) -> Iter
 
 
 def _check_slider(config: RunConfig, dataset: Dataset) -> Iterator[Problem]:
-    """What a strength can be multiplied with."""
+    """A strength multiplies a LoRA that scales with it."""
     lora, key = config.lora, f"{dataset.id}.slider_strength"
     if not dataset.config.is_trained:
         yield warning(key, "has no effect: the dataset is not trained.")
@@ -442,7 +443,7 @@ def _check_resolution(config: RunConfig, dataset: Dataset) -> Iterator[Problem]:
 
 
 def _check_cropping(dataset: Dataset) -> Iterator[Problem]:
-    """What is cropped only because of the multiple that sides are rounded to."""
+    """Samples that lose much of a side only because sides are rounded to the model's grid."""
     if dataset.config.crop or not dataset.config.is_trained or not dataset.samples:  # others follow a trained one
         return
     share, sample = max(((_cropped(each.geometry), each) for each in dataset.samples), key=itemgetter(0))

@@ -204,7 +204,7 @@ def prompt_entries(plan: Plan, catalogue: Catalogue) -> list[TextEntry]:
 
 
 def preview_sources(plan: Plan) -> list[Sample | None]:
-    """What previews start from: nothing (None), source pictures (i2i), or the first frame of clips (i2v).
+    """The sources of previews: none (None), source pictures (i2i), or the first frames of clips (i2v).
 
     They come from `eval_dataset_id`, else from the trained datasets.
     """

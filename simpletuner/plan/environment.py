@@ -121,7 +121,7 @@ def why_not_writable(key: str, folder: Path) -> Problem | None:
 
 
 def check_launch(config: RunConfig) -> Iterator[Problem]:
-    """All of them."""
+    """The number of processes on each machine, and what FSDP2 excludes."""
     launch = config.launch
     if launch.num_processes % launch.num_machines:
         fewer = launch.num_processes // launch.num_machines
@@ -142,7 +142,7 @@ def may_shard(config: RunConfig) -> bool:
 
 
 def _check_shards(config: RunConfig) -> Iterator[Problem]:
-    """Optimizers that take a share of a weight for all of it."""
+    """Optimizers whose update needs whole weights, of which FSDP2 gives each process a share."""
     optimizer = optimizer_name(config.optimizer, config.precision.mixed_precision)
     if config.model.model_type == "full" and not OPTIMIZERS[optimizer].element_wise:
         message = f"cannot be combined with optimizer {optimizer!r}: its update needs whole weights."

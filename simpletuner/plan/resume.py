@@ -18,9 +18,9 @@ from simpletuner.config.lora import LoraConfig
 from simpletuner.config.optimizers import optimizer_name, trained_precision
 from simpletuner.config.precision import compute_dtypes, quantisation
 from simpletuner.config.schema import RunConfig
-from simpletuner.config.values import read_json
+from simpletuner.config.values import read_json, typed
 from simpletuner.data.dataset import Dataset
-from simpletuner.errors import Problem, Reading, result_of, warning
+from simpletuner.errors import Problem, Reading, counted, result_of, warning
 from simpletuner.models.adapter_kinds import adapter_kind
 from simpletuner.models.source import ModelSource
 from simpletuner.plan.environment import allows_other_batch_size
@@ -84,17 +84,14 @@ def _check_batch(config: RunConfig, checkpoint: Checkpoint) -> Iterator[Problem]
     allowed = config.run.i_know_what_i_am_doing or bool(allows_other_batch_size())
     one, other = f"train_batch_size {identity.train_batch_size}", str(size)
     if identity.num_processes != processes:
-        one, other = f"{one} in {_processes(identity.num_processes)}", f"{size} in {_processes(processes)}"
+        one += f" in {counted(identity.num_processes, 'process', 'processes')}"
+        other += f" in {counted(processes, 'process', 'processes')}"
     message = f"{checkpoint.path} was trained with {one}, not {other}."
     # The global batch is what counts, so there may be a size that keeps it.
     if before % processes == 0:
         message += f" train_batch_size {before // processes} continues it."
     hint = "" if allowed else " i_know_what_i_am_doing allows the change; the data order then starts over."
     yield Problem("resume_from_checkpoint", message + hint, fatal=not allowed)
-
-
-def _processes(count: int) -> str:
-    return f"{count} process{'es' if count > 1 else ''}"
 
 
 @cache
@@ -109,7 +106,7 @@ def package_versions() -> dict[str, str]:
 
 
 def identify(plan: Plan) -> Identity:
-    """The identity that a run writes into its checkpoints: what tells it from others."""
+    """The identity that a run writes into its checkpoints, to recognise them."""
     config = plan.config
     return Identity(
         model_family=plan.spec.name,
@@ -186,7 +183,7 @@ def dataset_mathematics(trained: Sequence[Dataset]) -> dict[str, Any]:
 
 
 def sample_order(plan: Plan) -> dict[str, Any]:
-    """Besides the samples themselves, what decides which of them share a batch and how they are cropped."""
+    """What decides, besides the samples themselves, which of them share a batch and how they are cropped."""
     order: dict[str, Any] = {"seed": plan.seed}
     for dataset in plan.trained:
         config, samples = dataset.config, dataset.batch_size * plan.config.launch.data_processes
@@ -221,11 +218,7 @@ def _check_settings(new: Mapping[str, Any], checkpoint: Checkpoint) -> Iterator[
 def _changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     for key in old:
         if key in new and new[key] != old[key]:  # older versions wrote fewer keys
-            yield key, f"was trained with {_written(old[key])}, not {_written(new[key])}"
-
-
-def _written(value: object) -> str:
-    return str(value) if isinstance(value, str | int | float) else json.dumps(value)
+            yield key, f"was trained with {typed(old[key])}, not {typed(new[key])}"
 
 
 def _check_base(config: RunConfig, checkpoint: Checkpoint) -> Iterator[Problem]:

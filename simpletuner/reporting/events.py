@@ -27,8 +27,12 @@ SHOWN: frozenset[RunState] = frozenset({"starting", "stopping", "finished"})
 CACHING, EVALUATION, PREVIEWS, SAVING, UPLOADING = "caching", "evaluation", "previews", "saving", "uploading"
 
 
+class Event:
+    """Something that happened in a run."""
+
+
 @dataclass(frozen=True, eq=False)  # compared by identity: two phases may have the same title
-class PhaseStarted:
+class PhaseStarted(Event):
     """Work outside the training steps begins.
 
     Attributes:
@@ -46,7 +50,7 @@ class PhaseStarted:
 
 
 @dataclass(frozen=True)
-class PhaseAdvanced:
+class PhaseAdvanced(Event):
     """`done` units are done; the note names the current one (a file name)."""
 
     phase: PhaseStarted
@@ -55,7 +59,7 @@ class PhaseAdvanced:
 
 
 @dataclass(frozen=True)
-class PhaseEnded:
+class PhaseEnded(Event):
     """A phase has ended; `complete` is false if an error or a stop request cut it short."""
 
     phase: PhaseStarted
@@ -65,7 +69,7 @@ class PhaseEnded:
 
 
 @dataclass(frozen=True)
-class StepReport:
+class StepReport(Event):
     """One finished optimizer step, for callbacks and subscribers. `Recorder` adds what the step does not know.
 
     Attributes:
@@ -135,7 +139,7 @@ class StepReport:
 
 
 @dataclass(frozen=True)
-class Evaluated:
+class Evaluated(Event):
     """Losses on held-out data, by their logged names. Published before the `StepReport` of its step."""
 
     step: int
@@ -143,14 +147,14 @@ class Evaluated:
 
 
 @dataclass(frozen=True)
-class MediaRendered:
+class MediaRendered(Event):
     """A preview is on disk."""
 
     media: MediaRecord
 
 
 @dataclass(frozen=True)
-class PreviewGrew:
+class PreviewGrew(Event):
     """A picture of an unfinished preview is on disk; `media.path` names it.
 
     `done` of `total` sampling steps are done, and `timestep` is that of the last one.
@@ -163,7 +167,7 @@ class PreviewGrew:
 
 
 @dataclass(frozen=True)
-class CheckpointSaved:
+class CheckpointSaved(Event):
     """A checkpoint is complete, and the `removed` older ones are gone."""
 
     path: Path
@@ -173,7 +177,7 @@ class CheckpointSaved:
 
 
 @dataclass(frozen=True)
-class Uploaded:
+class Uploaded(Event):
     """An upload is complete.
 
     Attributes:
@@ -187,7 +191,7 @@ class Uploaded:
 
 
 @dataclass(frozen=True)
-class Notice:
+class Notice(Event):
     """A line for people; a `warning` deserves attention, an `urgent` one before anything else."""
 
     text: str
@@ -217,7 +221,7 @@ class Rounds:
 
 
 @dataclass(frozen=True)
-class StateChanged:
+class StateChanged(Event):
     """The run as a whole.
 
     Attributes:
@@ -233,10 +237,6 @@ class StateChanged:
     rounds: Mapping[str, Rounds] = field(default_factory=dict)
 
 
-Event = (
-    PhaseStarted | PhaseAdvanced | PhaseEnded | StepReport | Evaluated | MediaRendered | PreviewGrew | CheckpointSaved
-    | Uploaded | Notice | StateChanged
-)  # fmt: skip
 Subscriber = Callable[[Event], None]
 
 

@@ -1,4 +1,4 @@
-"""A notice when steps become slower, and durations and sizes worded for people."""
+"""Detects when steps become slower; formats durations and sizes for people."""
 
 from __future__ import annotations
 
@@ -48,13 +48,9 @@ class _ShapeHistory:
     def lately(self, part: str) -> float:
         return median(parts[part] for parts in self.recent)
 
-    def growth(self, part: str) -> float:
-        """By how many seconds a part of a step grew."""
-        return self.lately(part) - self.usual(part)
-
 
 class SlowSteps:
-    """Notices when steps become slower, and names the likely reason.
+    """Detects when steps become slower, and names the likely reason.
 
     Only steps of the same shape are compared, since a larger bucket is slower by design.
 
@@ -89,7 +85,7 @@ class SlowSteps:
         # One notice an episode, however many shapes slow down in it.
         begins = not self._slow
         self._slow.add(kind)
-        reason = REASONS[max(parts, key=history.growth)]
+        reason = REASONS[max(parts, key=lambda part: history.lately(part) - history.usual(part))]
         slower = f"{slowdown:.1f} times the usual {pace_text(usual)}, over the last {RECENT} steps of this size"
         return f"Steps became slower: {pace_text(recent)}, {slower}. Likely cause: {reason}." if begins else None
 

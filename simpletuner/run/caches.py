@@ -47,7 +47,7 @@ AnyEncoder = TypeVar("AnyEncoder", bound=Encoder)
 # Encodes a share; returns what is to be reported: captions that were cut, or files that could not be decoded and why.
 Work = Callable[[ProgressBar], Mapping[Any, str]]
 
-# Until a machine sees the files that another one has written to a network disk.
+# How long a network disk may take to show the files of another machine.
 SECONDS_TO_APPEAR = 120.0
 
 
@@ -67,7 +67,7 @@ class Encoding:
     _turn: threading.Lock = field(default_factory=threading.Lock, init=False)
 
     def texts(self, entries: list[TextEntry], world: World) -> None:
-        """Encode captions; those of `world` encode others meanwhile."""
+        """Encode captions; every process of `world` has a different share."""
         config = self.plan.config
         size = config.caching.captions_at_once(self.device.type, streamed=config.offload.group_offload_text_encoder)
 
@@ -122,7 +122,7 @@ class Encoding:
         Raises:
             UserError: they cannot be encoded.
         """
-        # Libraries replace functions of torch while they load a model, so no other thread may do so.
+        # While libraries load a model they patch torch, so it must happen in the loop's thread.
         encoder = self._vae or in_loop(self._kept_latent_encoder)
         with self._turn:  # the loop's reading thread and evaluation share the VAE
             return encode_now(entry, encoder, self.plan.config.caching)
@@ -141,7 +141,7 @@ class Encoding:
     def _restore_damaged(self, entry: AnyEntry) -> None:
         logger.warning("The cache entry of %s was damaged and is encoded again.", entry.key.digest())
         if isinstance(entry, TextEntry):
-            # `World()` is this process alone: the others have not met the damage and would not join.
+            # `World()` is this process alone: other processes have not seen the damage and would not join.
             self.texts([entry], World())
         elif isinstance(entry, FeatureEntry):
             self.features([entry], World())
@@ -221,7 +221,7 @@ class CacheFiller:
         listing, together = self.listing, self.world.size > 1
         holes: list[AnyEntry] = [*listing.texts.missing, *listing.ahead.missing, *listing.features.missing]
         end = time.monotonic() + (SECONDS_TO_APPEAR if together else 0)
-        # A share alone leaves holes, which the other shares fill at their own time.
+        # A share that is encoded alone leaves holes for other shares to fill.
         while holes := [entry for entry in missing(holes) if together or self.share.holds(entry)]:
             if time.monotonic() >= end:
                 advice = " All machines must use the same folders." if together else ""

@@ -63,9 +63,9 @@ def strike(output_dir: Path, *done: Task) -> None:
 
 
 class Companion:
-    """Accompanies a run without taking part in it: a callback, called last, with a beginning and an end of its own.
+    """A callback that is called last, and may also act before training and after the result is on disk.
 
-    The command line opens those that a configuration asks for; each overrides what it needs.
+    The command line opens the companions that a configuration asks for. A companion overrides what it needs.
 
     Attributes:
         in_use: checkpoints that may not be removed now.

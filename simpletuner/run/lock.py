@@ -1,8 +1,8 @@
 """A lock that allows one run at a time in an output folder.
 
-The lock is a file that names its owner. A run takes over a lock whose process has ended. For a process on another
-machine, which cannot be asked, the file shows it: its owner counts in it, and whoever wants the folder watches the
-count with a clock of its own. Times of files and clocks of machines are not compared.
+The lock is a file that names its owner. A run takes over a lock whose process has ended. A process on another machine
+cannot be asked, so every owner writes a heartbeat, a count, into its lock, and a run that wants the folder watches the
+count by its own clock. File times and the clocks of two machines are never compared.
 """
 
 from __future__ import annotations
@@ -43,9 +43,9 @@ class Owner:
     """The process that holds a lock.
 
     Attributes:
-        boot: identifies the boot of the machine; empty if the system does not tell.
-        started: when the process started, in ticks since boot; empty if the system does not tell. Together with `boot`
-            it distinguishes the process from a later one with the same pid.
+        boot: identifies the boot of the machine; empty if the system does not report it.
+        started: when the process started, in ticks since boot; empty if the system does not report it. With `boot` it
+            distinguishes the process from a later one with the same pid.
         since: when the lock was taken, in seconds since 1970.
         after: the last event of the folder's earlier sessions.
         beat: counts while the process lives, always with the same digits; zero if it cannot write to its lock.
@@ -66,7 +66,7 @@ class Owner:
         return json.dumps(asdict(self), indent=2).encode() + b"\n"
 
     def holds(self, path: Path) -> bool:
-        """Whether a lock is this one's, whatever the count."""
+        """Whether a lock belongs to this owner, at any heartbeat."""
         return replace(read_owner(path, path.read_bytes()), beat=self.beat) == self
 
     @property
@@ -78,7 +78,7 @@ class Owner:
 
     @property
     def counts_elsewhere(self) -> bool:
-        """Whether the process is one of another machine that shows in its lock that it lives."""
+        """Whether the process is on another machine and writes heartbeats."""
         return self.beat != Owner.beat and self.host != socket.gethostname()
 
     def __str__(self) -> str:
@@ -121,7 +121,7 @@ def lock_output(folder: Path, after: Callable[[], int] = lambda: 0) -> Iterator[
 
 
 def refresh(path: Path, owner: Owner, over: threading.Event) -> None:
-    """Count in a lock until `over`; ends the process if another one has taken the lock, since it writes there now."""
+    """Write heartbeats until `over`; ends this process if another one has taken the lock, since it writes there now."""
     for beat in itertools.count(1):
         with suppress(OSError, UserError), path.open("r+b") as file:  # the next time, perhaps
             hold(file)
@@ -225,7 +225,7 @@ def refuse_if_in_use(path: Path, owner: Owner) -> None:
 
 
 def in_use(path: Path, owner: Owner, advice: str) -> UserError:
-    """The error of whoever wants a folder that another run holds, or may hold."""
+    """The error for a folder that another run holds, or may hold."""
     return UserError(f"output_dir: {path.parent} is in use by {owner}. {advice}")
 
 
@@ -253,13 +253,13 @@ def owner_of(pid: int, command: str) -> Owner:
 
 
 def boot_id() -> str:
-    """Identifies the current boot of this machine; empty if the system does not tell."""
+    """Identifies the current boot of this machine; empty if the system does not report it."""
     path = Path("/proc/sys/kernel/random/boot_id")
     return path.read_text().strip() if path.is_file() else ""
 
 
 def start_of(pid: int) -> str:
-    """When a process started, in ticks since boot; empty if the system does not tell, and for zombies."""
+    """When a process started, in ticks since boot; empty for zombies, and if the system does not report it."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
     except OSError:

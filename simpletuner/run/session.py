@@ -26,6 +26,7 @@ from simpletuner.data.sample import Sample
 from simpletuner.diffusion.batch import TextEmbeds
 from simpletuner.distributed.world import World
 from simpletuner.memory.precision import DTYPES
+from simpletuner.models.lora_keys import STEP_NOTE
 from simpletuner.plan.build import Plan
 from simpletuner.plan.entries import evaluated, feature_kinds, preview_sources
 from simpletuner.plan.resume import identify
@@ -39,7 +40,6 @@ from simpletuner.training.checkpoints import CheckpointWriter, load_checkpoint
 from simpletuner.training.ema import Ema
 from simpletuner.training.guard import stop_if_result_not_finite
 from simpletuner.training.loop import Callback
-from simpletuner.training.manifest import STEP_NOTE
 from simpletuner.training.noise import add_noise, with_noise
 from simpletuner.training.recorder import EmaUpdater, Recorder, RequestHandler
 from simpletuner.training.state import Assembly, TrainingSpec, TrainState

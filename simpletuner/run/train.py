@@ -200,7 +200,7 @@ def prepare_machine(plan: Plan) -> None:
 
 
 def fix_order(wanted: bool) -> None:
-    """Let torch use only operations whose results do not depend on an order of execution, and refuse others.
+    """Let torch use deterministic operations only, and raise an error for others, if wanted.
 
     Before the first matrix product, for which cuBLAS reads its setting.
     """

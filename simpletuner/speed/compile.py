@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -19,7 +19,7 @@ from torch._dynamo.exc import TorchDynamoException
 
 from simpletuner.config.launch import LaunchConfig
 from simpletuner.memory.precision import QuantisedLinear, ScaledRows
-from simpletuner.models.adapter import BlockLayout
+from simpletuner.models.adapter import BlockLayout, Compiler, Forward
 from simpletuner.models.blocks import FastBlocks, FreeSizes, call_kernel
 from simpletuner.speed.recomputation import checkpointed, outside_checkpoints
 
@@ -45,29 +45,28 @@ class CompiledPiece:
         sizes: the dynamic sizes of its inputs so far.
     """
 
-    eager: Callable[..., Any]
-    compiled: Callable[..., Any]
+    eager: Forward
+    compiled: Forward
     sampling: bool = False
     strict: bool = False
     ones_are_sizes: bool = True
     sizes: FreeSizes = field(default_factory=FreeSizes)
 
     def __call__(self, block: nn.Module, hidden: Tensor, *others: Tensor | None) -> Any:
-        training = torch.is_grad_enabled()
         # A single token, as of an empty caption, is not worth another graph.
-        if (not training and not self.sampling) or hidden.shape[1] == 1:
+        if not (torch.is_grad_enabled() or self.sampling) or hidden.shape[1] == 1:
             return self.eager(block, hidden, *others)
         settle_compiler(ones_are_sizes=self.ones_are_sizes)
-        hidden = with_gradient(hidden) if training else hidden
-        self.sizes.mark((hidden, *others), sizes_of)
+        inputs = (with_gradient(hidden), *others)
+        self.sizes.mark(inputs, sizes_of)
         try:
-            return self.compiled(block, hidden, *others)
+            return self.compiled(block, *inputs)
         except TorchDynamoException as error:
             if self.strict:
                 raise
             logger.warning("%s is not compiled: %s", self.eager.__name__, _reason(error))
             self.compiled = self.eager
-        return self.eager(block, hidden, *others)
+        return self.eager(block, *inputs)
 
 
 Case = tuple[object, ...]  # class of a block, and shapes and strides of its inputs
@@ -80,36 +79,33 @@ class CheckedForward:
     are wrong by orders of magnitude, without any error. Without gradients, the outputs are compared.
     """
 
-    def __init__(
-        self, block: nn.Module, compiler: Callable[..., Any], verdicts: dict[Case, bool], sampling: bool
-    ) -> None:
+    def __init__(self, block: nn.Module, compiler: Compiler, verdicts: dict[Case, bool], sampling: bool) -> None:
         self.block, self.verdicts, self.sampling = block, verdicts, sampling
         self.eager, self.compiled = block.forward, compiler(block.forward)
 
     def __call__(self, hidden: Tensor, *others: Any, **named: Any) -> Any:
         # The first block's hidden states are a transposed view; with other strides they would need their own graph.
-        inputs = (hidden.contiguous(), *others)
+        inputs = (with_gradient(hidden.contiguous()), *others)
         training = torch.is_grad_enabled()
         if not training and not self.sampling:
             return self.eager(*inputs, **named)
         # Training and sampling are compiled apart.
         case = (training, type(self.block), *(_shape(value) for value in (*inputs, *named.values())))
-        inputs = (with_gradient(inputs[0]), *inputs[1:]) if training else inputs
         settle_compiler(ones_are_sizes=False)  # they would break the attention of Sana Video
         if case not in self.verdicts:
             self.verdicts[case] = self._is_right(inputs, named)
         return (self.compiled if self.verdicts[case] else self.eager)(*inputs, **named)
 
     def _is_right(self, inputs: tuple[Any, ...], named: dict[str, Any]) -> bool:
-        name, training = type(self.block).__name__, torch.is_grad_enabled()
+        name = type(self.block).__name__
         forwards = [partial(each, **named) for each in (self.eager, self.compiled)]
         try:
-            worst = gradient_error(self.block, forwards, inputs) if training else output_error(forwards, inputs)
+            worst = largest_error(self.block, forwards, inputs)
         except TorchDynamoException as error:
             logger.warning("%s is not compiled at this size: %s", name, _reason(error))
             return False
         if worst >= TOLERANCE:
-            of = "gradients" if training else "output"
+            of = "gradients" if torch.is_grad_enabled() else "output"
             logger.warning("%s is not compiled at this size: relative error of its %s %.2g.", name, of, worst)
         return worst < TOLERANCE
 
@@ -129,18 +125,8 @@ def compile_blocks(
         sampling: also compile previews, which run without gradients.
         recomputing: let the last functions of checkpointed blocks recompute themselves.
     """
-
-    def compiler(function: Callable[..., Any]) -> Callable[..., Any]:
-        any_sizes = fast is not None or layout.compiled is not None
-        # None: symbols only for sizes that are marked or change; False: a graph for every shape.
-        dynamic = True if launch.dynamo_dynamic else None if any_sizes else False
-        mode, options = launch.dynamo_mode, None
-        if launch.dynamo_cpp_wrapper:  # torch takes a mode or options
-            mode, options = None, {**torch._inductor.list_mode_options(mode or "default"), "cpp_wrapper": True}
-        return torch.compile(
-            function, backend=backend, mode=mode, options=options, fullgraph=launch.dynamo_fullgraph, dynamic=dynamic
-        )
-
+    any_sizes, strict = fast is not None or layout.compiled is not None, launch.dynamo_fullgraph
+    compiler = make_compiler(backend, launch, any_sizes=any_sizes)
     if fast is not None:
         if recomputing:
             fast.outside_checkpoint = outside_checkpoints()
@@ -148,15 +134,27 @@ def compile_blocks(
         for pieces in (fast.pieces, fast.recomputing):
             for name, piece in pieces.items():
                 # Not where even sizes that are always 1 are symbols: equal ones become one symbol.
-                pieces[name] = CompiledPiece(
-                    piece, compiler(piece), sampling, launch.dynamo_fullgraph, not launch.dynamo_dynamic
-                )
+                pieces[name] = CompiledPiece(piece, compiler(piece), sampling, strict, not launch.dynamo_dynamic)
         return
     # Of a class of stock blocks, the first one is verified for all.
     verdicts: dict[Case, bool] = {}
     compiled = compiler if layout.compiled is None else partial(layout.compiled, compiler)
     for block in layout.blocks:
         block.forward = CheckedForward(block, compiled, verdicts, sampling)
+
+
+def make_compiler(backend: str, launch: LaunchConfig, *, any_sizes: bool) -> Compiler:
+    """`torch.compile` as configured.
+
+    Args:
+        any_sizes: one graph serves all sizes; otherwise every shape is compiled.
+    """
+    mode, options = launch.dynamo_mode, None
+    if launch.dynamo_cpp_wrapper:  # torch takes a mode or options
+        mode, options = None, {**torch._inductor.list_mode_options(mode or "default"), "cpp_wrapper": True}
+    # None: symbols only for sizes that are marked or change.
+    dynamic, strict = True if launch.dynamo_dynamic else None if any_sizes else False, launch.dynamo_fullgraph
+    return partial(torch.compile, backend=backend, mode=mode, options=options, fullgraph=strict, dynamic=dynamic)
 
 
 def sizes_of(tensor: Tensor) -> list[int]:
@@ -189,20 +187,18 @@ def settle_compiler(*, ones_are_sizes: bool) -> None:
 
 
 def with_gradient(hidden: Tensor) -> Tensor:
-    """Hidden states that require a gradient, as the outputs of blocks do. The first block's input does not, and would
-    need its own compiled version."""
-    return hidden if hidden.requires_grad else hidden.detach().requires_grad_()
+    """Hidden states that require a gradient in training, as the outputs of blocks do. The first block's input does not,
+    and would need its own compiled version."""
+    return hidden if hidden.requires_grad or not torch.is_grad_enabled() else hidden.detach().requires_grad_()
 
 
-def gradient_error(block: nn.Module, forwards: Iterable[Callable[..., Any]], inputs: Sequence[Any]) -> float:
-    """The largest relative error, in norms, of a block's gradients of weights and inputs by the second forward."""
-    right, wrong = (_gradients(block, forward, inputs) for forward in forwards)
-    return max(map(_error, right, wrong), default=0.0)
-
-
-def output_error(forwards: Iterable[Callable[..., Any]], inputs: Sequence[Any]) -> float:
-    """The relative error, in norms, of a block's output by the second forward."""
-    return _error(*(forward(*inputs) for forward in forwards))
+def largest_error(block: nn.Module, forwards: Iterable[Forward], inputs: Sequence[Any]) -> float:
+    """The largest relative error, in norms, of the second forward compared with the first: in the gradients of a
+    block's weights and inputs, or, without gradients, in its output.
+    """
+    trains = torch.is_grad_enabled()
+    results = (_gradients(block, forward, inputs) if trains else [forward(*inputs)] for forward in forwards)
+    return max(map(_error, *results), default=0.0)
 
 
 def _error(right: Tensor, wrong: Tensor) -> float:
@@ -211,7 +207,7 @@ def _error(right: Tensor, wrong: Tensor) -> float:
     return error if error == error else float("inf")  # NaN must not lose against numbers in `max`
 
 
-def _gradients(block: nn.Module, forward: Callable[..., Any], inputs: Sequence[Any]) -> list[Tensor]:
+def _gradients(block: nn.Module, forward: Forward, inputs: Sequence[Any]) -> list[Tensor]:
     """Gradients of half the squared norm of the output."""
     copies = [
         value.detach().requires_grad_(value.requires_grad)
@@ -253,44 +249,38 @@ class FirstGradients:
         self, message: str, reference: Callable[[], AbstractContextManager[None]], block: nn.Module,
         fast: FastBlocks | None, is_ready: Callable[[], bool] = lambda: True,
     ) -> None:  # fmt: skip
-        self.message, self.reference, self.block, self.fast, self.is_ready = message, reference, block, fast, is_ready
-        self.eager = self.forward = block.forward
-        self.pieces = dict(fast.pieces) if fast is not None else {}
+        self.message, self.reference, self.block, self.is_ready = message, reference, block, is_ready
+        self.fast = fast or FastBlocks({})
+        self.eager, self.pieces = block.forward, dict(self.fast.pieces)
         self.is_pending = True
 
     def install(self) -> None:
         """Replace `forward`; the block may have been compiled since the construction."""
-        self.forward = self.block.forward
-        self.block.forward = self
+        forward = self.block.forward
 
-    def __call__(self, *inputs: Any, **named: Any) -> Any:
-        if self.is_pending and torch.is_grad_enabled() and self.is_ready():
-            self.is_pending = False
-            self._log(with_gradient(inputs[0]), *inputs[1:], **named)
-        return self.forward(*inputs, **named)
+        def logged(hidden: Tensor, *others: Any, **named: Any) -> Any:
+            if self.is_pending and torch.is_grad_enabled() and self.is_ready():
+                self.is_pending = False
+                self._log(with_gradient(hidden), *others, **named)
+            return forward(hidden, *others, **named)
+
+        self.block.forward = logged
 
     def _log(self, *inputs: Any, **named: Any) -> None:
+        def run(context: Callable[[], AbstractContextManager[None]], *inputs: Any) -> Any:
+            with context():
+                torch.manual_seed(0)
+                return self.eager(*inputs, **named)
+
         devices = [inputs[0].device] if inputs[0].is_cuda else []
         # The run's random streams must not notice this measurement.
         with torch.random.fork_rng(devices), self._uncompiled():
-            forwards = (partial(each, **named) for each in (self._referred, self._own))
-            error = gradient_error(self.block, forwards, inputs)
+            error = largest_error(self.block, [partial(run, self.reference), partial(run, nullcontext)], inputs)
         logger.info(self.message, error)
-
-    def _referred(self, *inputs: Any, **named: Any) -> Any:
-        with self.reference():
-            return self._own(*inputs, **named)
-
-    def _own(self, *inputs: Any, **named: Any) -> Any:
-        torch.manual_seed(0)
-        return self.eager(*inputs, **named)
 
     @contextmanager
     def _uncompiled(self) -> Iterator[None]:
         """Uncompiled pieces, and attention that checkpointing does not record."""
-        if self.fast is None:
-            yield
-            return
         compiled = dict(self.fast.pieces)
         self.fast.pieces.update(self.pieces)
         try:

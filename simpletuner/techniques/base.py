@@ -160,18 +160,11 @@ class HiddenStates:
         self._is_open = False
 
     def watch(self, block: int) -> None:
-        """Record the output of a visual block in every micro-step from now on.
-
-        Raises:
-            ValueError: the model has no such block.
-        """
-        blocks = self._layout.visual_blocks
-        if not 0 <= block < len(blocks):
-            raise ValueError(f"block {block} is not one of the model's {len(blocks)} blocks, 0 to {len(blocks) - 1}")
+        """Record the output of a visual block in every micro-step from now on."""
         if block not in self._watched:
             self._watched.add(block)
             # First of all hooks, to record the output before TREAD merges skipped tokens.
-            blocks[block].register_forward_hook(partial(self._keep, block), prepend=True)
+            self._layout.visual_blocks[block].register_forward_hook(partial(self._keep, block), prepend=True)
 
     @contextmanager
     def open(self) -> Iterator[None]:

@@ -19,7 +19,7 @@ from simpletuner.models.vision import KINDS, VisionEncoder
 # Statistics of ImageNet, by which DINOv2 normalises its pictures.
 MEAN, DEVIATION = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 CLASSES = dict(zip(KINDS, (Dinov2Model, Dinov2WithRegistersModel), strict=True))
-# Torch hub's names of weights, and those of transformers.
+# Names of weights in torch hub and in transformers.
 RENAMED = {
     r"^(\w+_tokens?)$": r"embeddings.\1",
     "^pos_embed": "embeddings.position_embeddings",

@@ -108,7 +108,7 @@ def assemble(
     faster = [weight for name, weight in parameters.items() if ratio is not None and ".lora_B." in name]
     optimizer = build_optimizer(
         parameters.values(), config.optimizer, precision.mixed_precision, spec.learning_rate, modules, faster, ratio
-    )  # fmt: skip
+    )
     # FSDP2 exchanges the gradients of what it shards. A LoRA is whole in every process, and needs DDP.
     prepared = transformer if sharded and not is_lora else _replicate(transformer, accelerator, sharded=sharded)
     streamer = None if sharded else _stream(transformer, layout, config, device, world, packed)
@@ -235,10 +235,10 @@ def blocks_to_stream(layout: BlockLayout, config: OffloadConfig) -> list[nn.Modu
 def _attach(
     techniques: Sequence[Technique], site: Site, seed: int, accelerator: Accelerator
 ) -> tuple[dict[str, nn.Module], list[nn.Module]]:
-    """Attach the techniques; returns their modules by name, on the device, and the same as the techniques call them:
-    wrapped for the exchange of gradients between processes.
+    """Attach the techniques; returns their modules by name, on the device, and the same modules as the techniques call
+    them, wrapped for the exchange of gradients between processes.
 
-    Each has its own seed, so that switching one on does not change how another one is initialised.
+    Each technique has its own seed: enabling one does not change how another is initialised.
     """
     modules, wrapped = dict[str, nn.Module](), list[nn.Module]()
     for technique in techniques:

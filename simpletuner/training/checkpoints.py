@@ -16,7 +16,7 @@ from __future__ import annotations
 import logging
 import struct
 import time
-from collections.abc import Callable, Collection, Generator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, closing, nullcontext
 from dataclasses import dataclass, field, replace
@@ -29,7 +29,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 
-from simpletuner.atomic import build_folder, open_atomically
+from simpletuner.atomic import build_folder, open_atomically, write_json
 from simpletuner.config.schema import CheckpointConfig
 from simpletuner.data.loader import BatchLoader
 from simpletuner.distributed.sharding import is_part, load_shards, shard_moments, without_shards
@@ -39,10 +39,10 @@ from simpletuner.reporting.events import CheckpointSaved, EventStream, StepRepor
 from simpletuner.training import manifest
 from simpletuner.training.guard import refuse_not_finite, stop_if_result_not_finite
 from simpletuner.training.loop import Callback
-from simpletuner.training.manifest import STATE_FOLDER, Checkpoint, Identity, Manifest
+from simpletuner.training.manifest import ROLLING, STATE_FOLDER, Checkpoint, Identity, Manifest
 from simpletuner.training.optimizers import load_state
 from simpletuner.training.state import Assembly, TrainState, random_states, restore_random_states
-from simpletuner.training.trained import EARLIER, Draft, copy_drafts
+from simpletuner.training.trained import Draft, copy_drafts
 
 logger = logging.getLogger(__name__)
 
@@ -103,7 +103,7 @@ def _restore(checkpoint: Checkpoint, assembly: Assembly, loader: BatchLoader, *,
             technique.load_state_dict(content["techniques"][technique.name])
     ema = assembly.trained.ema
     if ema is not None and content["ema"] is not None:
-        refuse_not_finite(content["ema"]["average"], f"The moving average in {checkpoint.path}", EARLIER)
+        refuse_not_finite(content["ema"]["average"], f"The moving average in {checkpoint.path}")
         ema.load_state_dict(content["ema"])
     loader.load_state_dict(content["loader"] if same_data else {**content["loader"], "position": 0})
     restore_random_states(content["random"])
@@ -119,7 +119,7 @@ def _load_modules(assembly: Assembly, folder: Path) -> None:
             continue
         try:
             weights = load_file(saved[name])
-            refuse_not_finite(weights, saved[name], EARLIER)
+            refuse_not_finite(weights, saved[name])
             module.load_state_dict(weights)
         except RuntimeError as error:
             raise UserError(f"{saved[name]} does not fit: {error}") from None
@@ -127,8 +127,8 @@ def _load_modules(assembly: Assembly, folder: Path) -> None:
         logger.warning("%s was on in %s and is off now; its weights are not used.", name, folder.parent)
 
 
-def _save_state(folder: Path, content: Any) -> None:
-    with open_atomically(folder / STATE_FOLDER / STATE_FILE) as file:
+def _save_state(path: Path, content: Any) -> None:
+    with open_atomically(path) as file:
         # Straight into the file: a full fine-tune's state may not fit into memory a second time.
         torch.save(content, file)
 
@@ -164,7 +164,6 @@ class CheckpointWriter(Callback):
     thread: ThreadPoolExecutor = field(default_factory=partial(ThreadPoolExecutor, 1))
     saved_step: int | None = field(default=None, init=False)
     _completing: Future[CheckpointSaved] | None = field(default=None, init=False)
-    _prune: Callable[..., Sequence[Path]] = field(default=manifest.prune, init=False)
 
     def on_train_start(self, assembly: Assembly, state: TrainState) -> None:
         # A resumed run need not save what it has just loaded.
@@ -174,11 +173,10 @@ class CheckpointWriter(Callback):
         # An error in the background, such as a full disk, surfaces here instead of at the next checkpoint.
         if self._completing is not None and self._completing.done():
             self._settle()
-        step, often = state.global_step, self.config.checkpointing_rolling_steps
-        by_epoch = state.passed(self.config.checkpoint_epoch_interval, report.epochs_done)
-        if step % self.config.checkpoint_step_interval == 0 or by_epoch:
+        config, done = self.config, report.epochs_done
+        if state.is_due(config.checkpoint_step_interval, config.checkpoint_epoch_interval, done):
             self.save(assembly, state)
-        elif often and step % often == 0:
+        elif state.is_due(config.checkpointing_rolling_steps, None, done):
             self.save(assembly, state, rolling=True)
 
     def on_train_end(self, assembly: Assembly, state: TrainState) -> None:
@@ -196,16 +194,15 @@ class CheckpointWriter(Callback):
             return
         self._settle()
         self.before()
-        path = self.output_dir / f"checkpoint-{state.global_step}{'-rolling' if rolling else ''}"
+        path = self.output_dir / f"checkpoint-{state.global_step}{ROLLING if rolling else ''}"
         started, step = time.monotonic(), state.global_step
         shared = assembly.trained.sharers.size > 1
-        # Not while others take part: if one fails, this one would wait for it forever.
+        # Not if processes write together: when one fails, the rest would wait for it forever.
         with nullcontext() if shared else assembly.world.undisturbed():
             complete = self.write(path, assembly, state)
         self.saved_step = step
         if complete is None:
             return
-        limit = self.config.checkpoints_rolling_total_limit if rolling else self.config.checkpoints_total_limit
 
         def finish() -> CheckpointSaved:
             with assembly.world.undisturbed():
@@ -213,7 +210,6 @@ class CheckpointWriter(Callback):
             return CheckpointSaved(path, step, time.monotonic() - started)
 
         self._completing = self.thread.submit(finish)
-        self._prune = partial(manifest.prune, self.output_dir, limit, rolling=rolling)
 
     def write(self, final: Path, assembly: Assembly, state: TrainState) -> Callable[[], None] | None:
         """Write the files of a checkpoint, or copy them; collective if processes share the trained weights.
@@ -269,17 +265,23 @@ class CheckpointWriter(Callback):
             "techniques": {technique.name: technique.state_dict() for technique in assembly.techniques},
         }
         shards = folder / STATE_FOLDER if self.in_shards else None
-        yield Draft(_save_state, without_shards(content, shards, assembly.trained.sharers))
+        yield Draft(
+            f"{STATE_FOLDER}/{STATE_FILE}", _save_state, without_shards(content, shards, assembly.trained.sharers)
+        )
         for name, module in assembly.modules.items():
             weights = {key: tensor.detach().contiguous() for key, tensor in module.state_dict().items()}
             yield Draft.of_tensors(f"{STATE_FOLDER}/{name}{MODULE_SUFFIX}", weights)
-        yield Draft.of_json("config.json", dict(self.settings))
+        yield Draft("config.json", write_json, dict(self.settings))
 
     def _settle(self) -> None:
         """Wait for the checkpoint that is being completed, and publish it."""
         completing, self._completing = self._completing, None
-        if completing is not None:
-            saved = completing.result()
-            # Only now: an old checkpoint must not go for a new one that may still fail. And in this thread, in which
-            # uploads choose theirs.
-            self.events.publish(replace(saved, removed=self._prune(in_use=self.in_use())))
+        if completing is None:
+            return
+        saved = completing.result()
+        rolling = saved.path.name.endswith(ROLLING)
+        limit = self.config.checkpoints_rolling_total_limit if rolling else self.config.checkpoints_total_limit
+        # Only now: an old checkpoint must not go for a new one that may still fail. And in this thread, in which
+        # uploads choose theirs.
+        removed = manifest.prune(self.output_dir, limit, rolling=rolling, in_use=self.in_use())
+        self.events.publish(replace(saved, removed=removed))

@@ -21,7 +21,6 @@ from torch import Tensor, nn
 
 from simpletuner.config.schema import SLOTS, EmaConfig
 from simpletuner.distributed.sharding import as_sharded, like, local
-from simpletuner.errors import UserError
 from simpletuner.memory.offload.beside import SideStream
 
 AnyTensor = TypeVar("AnyTensor", bound=Tensor)
@@ -50,13 +49,14 @@ class Ema:
         self._parameters = dict(parameters)
         self._bundles = in_bundles(parameters.values())
         self._updates = 0
-        weights = (
-            weight.clone() for bundle in self._bundles
-            for weight in apart(in_row(bundle).to(self.device), map(local, bundle))
-        )  # fmt: skip
-        self._average = {name: like(next(weights), parameter) for name, parameter in parameters.items()}
-        leaves = on_cpu and device.type == "cuda"
-        self._following = Following(device, max(map(len, map(in_row, self._bundles)), default=0)) if leaves else None
+        self._average = {
+            name: like(local(each.detach()).to(self.device, torch.float32, copy=True), each)
+            for name, each in parameters.items()
+        }
+        self._following = None
+        if on_cpu and device.type == "cuda":
+            sizes = (sum(local(each).numel() for each in bundle) for bundle in self._bundles)
+            self._following = Following(device, max(sizes, default=0))
 
     @property
     def average(self) -> dict[str, Tensor]:
@@ -107,18 +107,10 @@ class Ema:
         return {"average": self.average, "updates": self._updates, "decay_value": self.decay_value}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from a saved average.
-
-        Raises:
-            UserError: it belongs to other parameters.
-        """
-        saved: Mapping[str, Tensor] = state["average"]
-        shapes = {name: tensor.shape for name, tensor in self.average.items()}
-        if shapes != {name: tensor.shape for name, tensor in saved.items()}:
-            raise UserError("The saved EMA belongs to other trained layers; start without it or with the same LoRA.")
+        """Continue from a saved average of the same parameters."""
         for name, average in self.average.items():
             # In place: device and sharding are those of this run, whatever the checkpoint's were.
-            local(average).copy_(local(as_sharded(saved[name], average)))
+            local(average).copy_(local(as_sharded(state["average"][name], average)))
         self._updates, self.decay_value = state["updates"], state["decay_value"]
 
     def _decay(self, global_step: int) -> float:
@@ -135,8 +127,7 @@ class Ema:
         weights = apart(flat, averages)
         # Rounded, a + (w - a) is not always w; the first update must be an exact copy.
         if decay == 0:
-            for average, weight in zip(averages, weights, strict=True):
-                average.copy_(weight)
+            torch._foreach_copy_(averages, weights)
         elif self.config.ema_foreach_disable:
             for average, weight in zip(averages, weights, strict=True):
                 average.add_(weight.sub_(average).mul_(1 - decay))
@@ -198,14 +189,14 @@ def in_row(bundle: Iterable[nn.Parameter]) -> Tensor:
 
 
 def apart(flat: Tensor, shaped: Iterable[Tensor]) -> list[Tensor]:
-    """Views of what `in_row` gave, in the shapes of other tensors."""
+    """Views of a row of `in_row`, in the given tensors' shapes."""
     shapes = [each.shape for each in shaped]
     parts = flat.split([shape.numel() for shape in shapes])
     return [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
 
 
 def in_bundles(tensors: Iterable[AnyTensor]) -> list[list[AnyTensor]]:
-    """Tensors in groups of at most `BUNDLE` numbers, in order; a larger one is a group of its own."""
+    """Tensors in groups of at most `BUNDLE` numbers, in order; a larger tensor is a group alone."""
     bundles: list[list[AnyTensor]] = []
     room = 0
     for tensor in tensors:

@@ -60,7 +60,7 @@ class SharedInput:
     def __call__(self, x: Tensor) -> Sequence[Tensor]:
         """The layers' outputs, each (..., out), of an input (..., K)."""
         first = self.layers[0]
-        # Without adapters, as for a teacher, or with others, as in previews, peft knows what to do.
+        # peft handles disabled adapters (a teacher) and additional ones (previews).
         if not self.is_fused or first.disable_adapters or first.merged or first.active_adapters != [ADAPTER]:
             return [layer(x) for layer in self.layers]
         down, scale = torch.cat(self.downs).to(x.dtype), first.scaling[ADAPTER]

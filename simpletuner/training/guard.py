@@ -64,35 +64,28 @@ def stop_if_weights_not_finite(weights: Mapping[str, Tensor]) -> None:
         )
 
 
-def refuse_not_finite(weights: Mapping[str, Tensor], origin: Path | str, advice: str) -> None:
-    """Check weights that were read from a file.
+def refuse_not_finite(weights: Mapping[str, Tensor], origin: Path | str) -> None:
+    """Check weights that were read from a checkpoint.
 
     Args:
         origin: the file or checkpoint, for the message.
-        advice: what to do instead.
 
     Raises:
         UserError: naming the tensors.
     """
     if guilty := not_finite(weights):
-        raise UserError(f"{origin} holds NaN or infinite values in {shorten(guilty)}; {advice}.")
+        raise UserError(f"{origin} holds NaN or infinite values in {shorten(guilty)}; choose an earlier checkpoint.")
 
 
 def not_finite(tensors: Mapping[str, Tensor]) -> list[str]:
     """The names of tensors with a value that is NaN or infinite; collective if they are sharded."""
+    if not tensors:
+        return []
     # The maximum norm is infinite or NaN exactly where a value is. A sum of squares could overflow.
-    return names_not_finite([*tensors], from_all(norms(tensors.values(), math.inf), tensors.values()))
-
-
-def names_not_finite(names: Sequence[str], norms: Tensor) -> list[str]:
-    """The names of tensors whose norm is NaN or infinite in a process.
-
-    Args:
-        norms: of all processes, one after the other.
-    """
+    largest = from_all(norms(tensors.values(), math.inf), tensors.values())
     # A row per process; `amax` keeps NaN.
-    values = norms.view(-1, len(names)).amax(0).tolist() if names else []
-    return [name for name, value in zip(names, values, strict=True) if not math.isfinite(value)]
+    values = largest.view(-1, len(tensors)).amax(0).tolist()
+    return [name for name, value in zip(tensors, values, strict=True) if not math.isfinite(value)]
 
 
 @torch.no_grad()
@@ -142,9 +135,10 @@ def clip_gradients(parameters: Iterable[nn.Parameter], config: OptimizerConfig, 
         sizes: what `gradient_size` gave for these parameters, as numbers.
     """
     limit = config.max_grad_norm
-    if not any(0 < limit < size for size in sizes.values()):
+    exceeds = any(0 < limit < size for size in sizes.values())
+    parts = local_parts(each.grad for each in parameters if each.grad is not None) if exceeds else []
+    if not parts:  # released gradients are gone
         return
-    parts = local_parts([parameter.grad for parameter in parameters if parameter.grad is not None])
     if "grad_norm" in sizes:
         torch._foreach_mul_(parts, limit / sizes["grad_norm"])
     else:

@@ -48,13 +48,13 @@ def train(
     """
     assembly.transformer.train()
     _notify(callbacks, lambda callback: callback.on_train_start(assembly, state))
-    # All processes stop before the same step, or those that go on would wait for the rest in its exchange.
+    # All processes stop before the same step: one that went on would wait forever for the rest.
     while state.global_step < assembly.settings.total_steps and not assembly.world.any(stop.requested):
-        # A replay of a step that fails reads its batches from here.
+        # The replay of a failed step reads its batches from here.
         state.data_before = before = loader.state_dict()
         try:
             report = optimizer_step(assembly, loader, state.global_step)
-        except Interrupted:  # while the new crops of an epoch were being encoded, so the step has not happened
+        except Interrupted:  # while new crops of an epoch were encoded: the step has not happened
             loader.load_state_dict(before)  # its first micro-batches will be read again
             break
         state.data_before = None

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 from peft import LoraConfig as PeftLoraConfig
-from peft import PeftConfig, get_peft_model_state_dict, set_peft_model_state_dict
+from peft import PeftConfig
 from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils.integrations import dequantize_module_weight
 from torch import Tensor, nn
@@ -25,11 +25,18 @@ from simpletuner.config.lora import LoraConfig
 from simpletuner.diffusion.seeds import seeded
 from simpletuner.errors import UserError, shorten
 from simpletuner.models.cost import Adapters
-from simpletuner.models.lora_keys import COMFYUI_MAGNITUDE, MAGNITUDE, PREFIXES, LoraForm, Targets, file_settings
+from simpletuner.models.lora_keys import (
+    COMFYUI_MAGNITUDE,
+    LORA_FILE,
+    MAGNITUDE,
+    PREFIXES,
+    LoraForm,
+    Targets,
+    file_settings,
+)
 from simpletuner.reporting.pace import size_text
 from simpletuner.training import lora_files
-from simpletuner.training.guard import refuse_not_finite
-from simpletuner.training.manifest import LORA_FILE
+from simpletuner.training.ema import AnyTensor
 from simpletuner.training.trained import AdapterWeights, Draft, Publication
 
 ADAPTER = "default"
@@ -67,7 +74,7 @@ class LoraAdapter(AdapterWeights):
         averages = {} if self.ema is None else {f"ema/{LORA_FILE}": plain_names(self.ema.average)}
         header = self.header(note)
         for name, weights in {LORA_FILE: self.state_dict(), **averages}.items():
-            yield Draft(partial(lora_files.write_weights, name, header), self.file_weights(weights))
+            yield Draft(name, partial(lora_files.write_weights, header=header), self.file_weights(weights))
         yield self.exact()
 
     @contextmanager
@@ -103,9 +110,9 @@ class LoraAdapter(AdapterWeights):
 
     def state_dict(self) -> dict[str, Tensor]:
         """`<module>.lora_A.weight` and `lora_B.weight` as they are trained, on the CPU."""
-        raw = get_peft_model_state_dict(self.transformer, adapter_name=ADAPTER)
         # Cloned: on a CPU, `cpu` returns the parameter itself, which training goes on to change.
-        return {name: tensor.detach().cpu().clone().contiguous() for name, tensor in raw.items()}
+        weights = plain_names(self.parameters()).items()
+        return {name: weight.detach().cpu().clone().contiguous() for name, weight in weights}
 
     def load_state_dict(self, weights: Mapping[str, Tensor]) -> None:
         """Restore weights from `state_dict`.
@@ -113,11 +120,13 @@ class LoraAdapter(AdapterWeights):
         Raises:
             UserError: a key is missing, unknown or of another shape.
         """
-        trained, given = ({name: each.shape for name, each in some.items()} for some in (self.state_dict(), weights))
-        if wrong := sorted({name for name, _ in trained.items() ^ given.items()}):
+        trained = plain_names(self.parameters())
+        shapes, given = ({name: each.shape for name, each in some.items()} for some in (trained, weights))
+        if wrong := sorted({name for name, _ in shapes.items() ^ given.items()}):
             raise UserError(f"The LoRA weights do not fit this model: {shorten(wrong)}.")
         with torch.no_grad():
-            set_peft_model_state_dict(self.transformer, dict(weights), adapter_name=ADAPTER)
+            for name, parameter in trained.items():
+                parameter.copy_(weights[name])
 
     def file_weights(self, weights: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:
         """The weights as they are written to a file: scale folded into B, prefixed, contiguous.
@@ -211,19 +220,12 @@ def without_adapters(transformer: nn.Module) -> Iterator[None]:
 
 
 def start_from(adapter: LoraAdapter, path: Path) -> None:
-    """Start from the weights of a LoRA file (`init_lora`).
+    """Start from the weights of a LoRA file (`init_lora`), which the plan has checked.
 
     Raises:
-        UserError: no key of the file fits, it holds NaN or infinity, its rank differs, or it is a DoRA and the adapter
-            is not.
+        UserError: no key of the file fits.
     """
     weights = lora_files.read_lora_file(path, lora_files.layer_names(adapter.transformer))
-    refuse_not_finite(weights, f"init_lora: {str(path)!r}", "choose another file")
-    rank = next(tensor.shape[0] for name, tensor in weights.items() if ".lora_A." in name)
-    if rank != adapter.settings.r:
-        raise UserError(f"init_lora: the file has rank {rank}, lora_rank is {adapter.settings.r}.")
-    if not adapter.settings.use_dora and any(name.endswith((MAGNITUDE, COMFYUI_MAGNITUDE)) for name in weights):
-        raise UserError("init_lora: the file is a DoRA; set use_dora.")
     start, initial = _as_trained(adapter, weights), adapter.state_dict()
     # A file for fewer layers is fine: the rest start as in a new LoRA.
     adapter.load_state_dict({name: start[name].to(each) if name in start else each for name, each in initial.items()})
@@ -258,7 +260,7 @@ def rounding_error(adapter: LoraAdapter, dtype: torch.dtype) -> float:
     return worst
 
 
-def plain_names(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def plain_names(weights: Mapping[str, AnyTensor]) -> dict[str, AnyTensor]:
     """Parameters of a LoRA by the names in `LoraAdapter.state_dict`, that is, without the adapter's name."""
     return {
         name.replace(f".{ADAPTER}.", ".").replace(f"{MAGNITUDE}.weight", MAGNITUDE): tensor

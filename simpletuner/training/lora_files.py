@@ -32,7 +32,6 @@ from simpletuner.errors import UserError, shorten
 from simpletuner.headers import with_metadata
 from simpletuner.models import lora_keys
 from simpletuner.models.lora_keys import LORA_FILE, PREFIXES, LoraForm
-from simpletuner.training.guard import refuse_not_finite
 
 MAGNITUDES = {"magnitude": lora_keys.MAGNITUDE, "comfyui magnitude": lora_keys.COMFYUI_MAGNITUDE}
 COMFYUI_PARTS = (".lora_A.weight", ".lora_B.weight", lora_keys.COMFYUI_MAGNITUDE)
@@ -41,27 +40,26 @@ COMFYUI_PARTS = (".lora_A.weight", ".lora_B.weight", lora_keys.COMFYUI_MAGNITUDE
 def fold_scale(weight: Tensor, scale: float) -> Tensor:
     """The weight times the scale, in its own dtype if that is exact, else in float32."""
     exact = math.frexp(scale)[0] == 0.5  # a power of two changes the exponent alone
-    return weight if scale == 1 else weight * scale if exact else weight.float() * scale
+    return weight * scale if exact else weight.float() * scale
 
 
-def write_weights(name: str, header: Mapping[str, str], folder: Path, weights: Mapping[str, Tensor]) -> Path:
-    """Write a safetensors file with header entries into a folder, atomically; returns its path."""
-    folder.mkdir(parents=True, exist_ok=True)
+def write_weights(path: Path, weights: Mapping[str, Tensor], header: Mapping[str, str]) -> None:
+    """Write a safetensors file with header entries, atomically; its folder is created if missing."""
+    path.parent.mkdir(parents=True, exist_ok=True)
     content = {name: each.cpu().contiguous() for name, each in weights.items()}
-    write_atomically(folder / name, with_metadata(to_safetensors(content), {"format": "pt", **header}))
-    return folder / name
+    write_atomically(path, with_metadata(to_safetensors(content), {"format": "pt", **header}))
 
 
 def write_verified(
     folder: Path, weights: Mapping[str, Tensor], header: Mapping[str, str], form: LoraForm, pipeline: Any
 ) -> Path:
     """Write a LoRA file, verify it (see `verify_file`), then move it into place; returns its path."""
-    trial = folder / f"unverified{UNFINISHED_FOLDER_SUFFIX}"
-    candidate = write_weights(LORA_FILE, header, trial, weights)
+    candidate = folder / f"unverified{UNFINISHED_FOLDER_SUFFIX}" / LORA_FILE
+    write_weights(candidate, weights, header)
     verify_file(candidate, weights, form, pipeline)
     # In one step, so that no file under this name is ever unverified.
     final = candidate.replace(folder / LORA_FILE)
-    trial.rmdir()
+    candidate.parent.rmdir()
     return final
 
 
@@ -223,20 +221,19 @@ Loras = Sequence[tuple[Path, float]]  # files and their strengths
 
 @contextmanager
 def applied_loras(transformer: nn.Module, loras: Loras, dtype: torch.dtype, device: torch.device) -> Iterator[None]:
-    """A context in which LoRA files are applied, each at its strength.
+    """A context in which LoRA files, which the plan has checked, are applied, each at its strength.
 
     Args:
         dtype: of the products with A and B.
         device: on which the transformer computes.
 
     Raises:
-        UserError: a file does not fit the transformer, or holds NaN or infinity.
+        UserError: a file does not fit the transformer.
     """
     names = layer_names(transformer)
     with ExitStack() as hooks:
         for path, strength in loras:
             weights = read_lora_file(path, names, "LoRA")
-            refuse_not_finite(weights, repr(str(path)), "choose another file")
             placed = {name: tensor.to(device, dtype) for name, tensor in weights.items()}
             for layer in [name.removesuffix(".lora_A.weight") for name in placed if name.endswith(".lora_A.weight")]:
                 down, up = (placed[f"{layer}.lora_{side}.weight"] for side in "AB")

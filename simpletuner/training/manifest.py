@@ -17,8 +17,7 @@ from simpletuner.caching.keys import hash_file
 from simpletuner.config.values import read_json, read_stored
 from simpletuner.errors import Problem, Reading, result_of
 from simpletuner.headers import METADATA, read_header
-from simpletuner.models.lora_keys import LORA_FILE as LORA_FILE
-from simpletuner.models.lora_keys import STEP_NOTE as STEP_NOTE
+from simpletuner.models.lora_keys import LORA_FILE, STEP_NOTE
 
 PIPELINE_FOLDER = "pipeline"  # result of a full fine-tune, for `from_pretrained`
 NOTE_FILE = "simpletuner.json"  # in that folder: the run and step it belongs to
@@ -31,7 +30,8 @@ ERRORS = {
 }
 
 FILE_NAME = "manifest.json"
-FOLDER_NAME = re.compile(r"checkpoint-(\d+)(-rolling)?")
+ROLLING = "-rolling"
+FOLDER_NAME = re.compile(rf"checkpoint-(\d+)({ROLLING})?")
 
 
 @dataclass(frozen=True)

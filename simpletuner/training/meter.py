@@ -6,6 +6,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
+from itertools import chain
 from typing import Any
 
 from torch import nn
@@ -16,18 +17,22 @@ from simpletuner.memory.offload.streamer import HostClock
 from simpletuner.models.cost import NO_ADAPTERS, Adapters, BatchShape, FamilyCost, Kernels, Shape, Work
 from simpletuner.reporting.events import StepReport
 from simpletuner.techniques.base import Technique
+from simpletuner.training.losses import Losses
 from simpletuner.training.state import Assembly, SampleFlops
 
 
 class StepMeter:
     """Measures a step from its creation on.
 
+    Args:
+        step: its number, counted from 1.
+
     Attributes:
         waiting_for_data: runs while the step does so.
     """
 
-    def __init__(self, assembly: Assembly) -> None:
-        self._assembly = assembly
+    def __init__(self, assembly: Assembly, step: int) -> None:
+        self._assembly, self._step = assembly, step
         self._started = time.perf_counter()
         self._work = Work()
         self._shapes: list[tuple[int, ...]] = []
@@ -42,24 +47,24 @@ class StepMeter:
         self._work += batch_work(self._assembly, batch).times(1 / self._assembly.settings.sequence)
 
     def report(
-        self, step: int, loader: BatchLoader, metrics: Mapping[str, float], timesteps: Sequence[float],
-        tiles: Mapping[int, tuple[float, int]],
-    ) -> StepReport:  # fmt: skip
+        self, loader: BatchLoader, losses: Losses, metrics: Mapping[str, float], tiles: Mapping[int, tuple[float, int]]
+    ) -> StepReport:
         """The report of the step, which ends now.
 
         Args:
+            losses: of all processes.
             tiles: pairs of tiles that block-sparse attention visited, and all pairs, by tokens of a sample.
         """
         assembly, work = self._assembly, self._work
         visited, pairs = (sum(counts) for counts in zip(*tiles.values(), strict=True)) if tiles else (1, 1)
         return StepReport(
-            step=step,
+            step=self._step,
             epoch=loader.epoch,
             metrics=metrics,
             seconds=time.perf_counter() - self._started,
             data_seconds=self.waiting_for_data.read(),
             weights_seconds=None if assembly.streamer is None else assembly.streamer.waited(),
-            timesteps=timesteps,
+            timesteps=[*chain.from_iterable(micro.timesteps for micro in losses)],
             epochs_done=loader.epochs_done,
             flops=replace(work, sparse=work.sparse * visited / pairs).total or None,
             shapes=tuple(sorted(self._shapes)),

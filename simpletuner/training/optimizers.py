@@ -41,7 +41,7 @@ OWNER = "owner"
 RATE_RATIO = "rate_ratio"
 # Key of a parameter group with the seed of its next update, where an optimizer rounds at random.
 SEED = "seed"
-# Keys of a parameter group that say how its library updates it. With none of them it loops over the weights.
+# Keys of a parameter group that choose the library's kernel. If none is set, it loops over the weights.
 KERNEL_KEYS = ("fused", "foreach", "triton")
 
 logger = logging.getLogger(__name__)
@@ -92,12 +92,11 @@ def build_optimizer(
 
 
 def _choose_kernel(optimizer: torch.optim.Optimizer, name: OptimizerName, trained: Sequence[nn.Parameter]) -> None:
-    """Have the library use the kernel of `update_kernel`. It reads parameter groups, which checkpoints hold, too."""
-    kernel = update_kernel(
-        name, trained[0].device.type, len(trained), sum(each.numel() for each in trained),
-        sharded=any(map(is_part, trained)), triton=runs_triton(trained),
-        widened=_is_widened(optimizer, optimizer.param_groups[0]),
-    )  # fmt: skip
+    """Choose the kernel of `update_kernel` in the parameter groups, which checkpoints store."""
+    device, numbers = trained[0].device.type, sum(each.numel() for each in trained)
+    sharded, widened = any(map(is_part, trained)), _is_widened(optimizer, optimizer.param_groups[0])
+    triton = runs_triton(trained)
+    kernel = update_kernel(name, device, len(trained), numbers, sharded=sharded, triton=triton, widened=widened)
     for group in optimizer.param_groups if kernel is not None else ():
         # A technique may leave its module without gradients for a step, in which optimi's foreach fails.
         suited = "loop" if OWNER in group and kernel == "foreach" else kernel
@@ -110,9 +109,9 @@ def _is_widened(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> b
 
 
 def runs_triton(params: Sequence[nn.Parameter]) -> bool:
-    """Whether optimi's Triton kernels can run. Left to itself it uses them even without a compiler, and fails.
+    """Whether optimi's Triton kernels can run; by default optimi uses them even without a compiler, and fails.
 
-    It passes them the parameters themselves, so these must not be sharded.
+    They take whole parameters, so these must not be sharded.
     """
     plain = all(each.is_cuda and not is_part(each) for each in params)
     on_gpu = plain and torch.cuda.is_bf16_supported()
@@ -172,14 +171,12 @@ def _kernel_of(group: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _replace_missing_kernels(optimizer: torch.optim.Optimizer, chosen: Sequence[Mapping[str, object]]) -> None:
-    """Take this machine's choice where the saved kernels cannot run, and say so."""
-    groups = optimizer.param_groups
-    missing = [
-        number for number, group in enumerate(groups)
-        if group.get("triton") and (_is_widened(optimizer, group) or not runs_triton(group["params"]))
-    ]  # fmt: skip
-    for number in missing:
-        groups[number].update(chosen[number])
+    """Take this machine's choice where the saved kernels cannot run, with a warning."""
+    missing = False
+    for group, mine in zip(optimizer.param_groups, chosen, strict=True):
+        if group.get("triton") and (_is_widened(optimizer, group) or not runs_triton(group["params"])):
+            group.update(mine)
+            missing = True
     if missing:
         logger.warning(
             "The checkpoint's weights were updated by Triton kernels, which need a GPU with bf16, triton, a C "

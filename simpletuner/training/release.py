@@ -8,8 +8,7 @@ of the step, bit for bit. What needs all gradients first is refused by the plan:
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -19,11 +18,10 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from simpletuner.config.schema import SLOTS, OptimizerConfig
-from simpletuner.distributed.sharding import from_all
+from simpletuner.config.schema import OptimizerConfig
 from simpletuner.memory.offload.beside import SideStream
 from simpletuner.memory.offload.image import Span, leaves, rebuild, wraps
-from simpletuner.training.guard import names_not_finite, norm_order, norms, total_size
+from simpletuner.training.guard import norm_order, norms, not_finite, total_size
 
 State = Mapping[str, Any]  # of one weight, as an optimizer keeps it
 
@@ -52,7 +50,7 @@ class GradientRelease:
         groups = optimizer.param_groups
         mine = {*parameters.values()}
         self._group = {weight: n for n, group in enumerate(groups) for weight in group["params"] if weight in mine}
-        self._norms: dict[str, Tensor] = {}  # of gradients in this process, in the order of the backward pass
+        self._norms: dict[str, Tensor] = {}  # of gradients, in the order of the backward pass
         self._after: dict[int, dict[str, Any]] = {}  # what this step has changed in parameter groups
         self._updates = False
         # Weak: the garbage collector does not see what a weight's hooks refer to, and would never free the model.
@@ -73,7 +71,7 @@ class GradientRelease:
             self._updates = False
 
     def finish(self) -> None:
-        """End a step: update what else the optimizer has a gradient for, and let the groups' own state advance once."""
+        """End a step: update the remaining parameters, and advance the state of the groups once."""
         groups = self._optimizer.param_groups
         for number, group in self._after.items():
             groups[number].update(group)
@@ -86,16 +84,12 @@ class GradientRelease:
     def gradient_size(self) -> dict[str, Tensor]:
         """The size before clipping of the gradient of the last backward pass, as by `guard.gradient_size`."""
         # In the order of the parameters, not of the backward pass: sums round differently.
-        return total_size(self._norms_of([name for name in self._parameters if name in self._norms]), self._config)
+        ordered = [self._norms[name] for name in self._parameters if name in self._norms]
+        return total_size(torch.cat(ordered), self._config) if ordered else {}
 
     def not_finite(self) -> list[str]:
         """The weights whose gradient was NaN or infinite, in the order of the backward pass."""
-        return names_not_finite([*self._norms], self._norms_of(self._norms))
-
-    def _norms_of(self, names: Iterable[str]) -> Tensor:
-        """The norms of some gradients in all processes."""
-        mine = [self._norms[name] for name in names]
-        return from_all(torch.cat(mine), self._parameters.values()) if mine else torch.zeros(0)
+        return not_finite(self._norms)
 
     def _release(self, name: str, parameter: nn.Parameter) -> None:
         assert parameter.grad is not None
@@ -152,7 +146,6 @@ class HostState:
     def __init__(self, optimizer: Optimizer, device: torch.device) -> None:
         self._optimizer, self._side = optimizer, SideStream(device)
         self._host: dict[nn.Parameter, State] = {}
-        self._leaving: deque[tuple[State, torch.cuda.Event | None]] = deque()
         self._arriving: dict[nn.Parameter, tuple[State, torch.cuda.Event | None]] = {}
         self._next: dict[nn.Parameter | None, nn.Parameter] = {}  # after each weight, in the order of the last step
         self._last: nn.Parameter | None = None
@@ -173,19 +166,14 @@ class HostState:
         """Copy a weight's state to the host after its update, and the next one's to the device."""
         state = self._optimizer.state[parameter]
         self._keep(parameter, state)
-        self._leaving.append((state, self._side.complete()))
-        if len(self._leaving) > SLOTS:  # the memory is only given back after the wait for its copy
-            self._side.hold_compute(self._leaving[0][1])
-            self._leaving.popleft()
+        self._side.keep(state)
         following = self._next.get(parameter)
         if following is not None and following in self._host:
             self._arriving[following] = self._fetch(following)
 
     def finish(self) -> None:
         """Wait for all copies at the end of a step."""
-        if self._side.stream is not None:
-            self._side.stream.synchronize()
-        self._leaving.clear()
+        self._side.finish()
         self._arriving.clear()
         self._last = None
 

@@ -47,10 +47,15 @@ class TrainState:
     epochs_done: int = 0
     data_before: dict[str, Any] | None = None
 
-    def passed(self, interval: int | None, report_epochs_done: int) -> bool:
-        """Whether the last step completed an epoch that is a multiple of `interval`."""
+    def is_due(self, steps: int | None, epochs: int | None, epochs_done: int) -> bool:
+        """Whether the last step ends an interval of steps, or completes an epoch that ends an interval of epochs.
+
+        Args:
+            epochs_done: after the last step; `self.epochs_done` is the number before it.
+        """
         # Not `%`: with much accumulation, a step may complete several short epochs.
-        return interval is not None and self.epochs_done // interval < report_epochs_done // interval
+        by_epoch = epochs is not None and self.epochs_done // epochs < epochs_done // epochs
+        return by_epoch or bool(steps and self.global_step % steps == 0)
 
 
 @dataclass(frozen=True)
@@ -197,7 +202,7 @@ def random_states() -> dict[str, Any]:
         "python": random.getstate(),
         "numpy": [numpy_state[0], torch.from_numpy(numpy_state[1].astype(np.int64)), *numpy_state[2:]],
         "torch": torch.get_rng_state(),
-        "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
+        "cuda": torch.cuda.get_rng_state_all(),  # empty without one
     }
 
 
@@ -208,6 +213,5 @@ def restore_random_states(states: dict[str, Any]) -> None:
     name, keys, *rest = states["numpy"]
     np.random.set_state((name, keys.numpy().astype(np.uint32), *rest))
     torch.set_rng_state(states["torch"])
-    if states["cuda"] and torch.cuda.is_available():
-        # The checkpoint may come from a machine with more devices.
-        torch.cuda.set_rng_state_all(states["cuda"][: torch.cuda.device_count()])
+    # The checkpoint may come from a machine with more devices.
+    torch.cuda.set_rng_state_all(states["cuda"][: torch.cuda.device_count()])

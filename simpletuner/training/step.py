@@ -8,7 +8,6 @@ Nothing that happens between steps (previews, a restart, another technique) can 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from contextlib import ExitStack
 from functools import partial
 from itertools import chain
@@ -41,7 +40,7 @@ def optimizer_step(assembly: Assembly, loader: BatchLoader, global_step: int) ->
             released.
     """
     settings, accelerator = assembly.settings, assembly.accelerator
-    meter, losses = StepMeter(assembly), Losses()
+    meter, losses = StepMeter(assembly, global_step + 1), Losses()
     rate = _prepare_groups(assembly, global_step)
     for micro_step in range(settings.accumulation):
         with meter.waiting_for_data.running():
@@ -51,21 +50,26 @@ def optimizer_step(assembly: Assembly, loader: BatchLoader, global_step: int) ->
         with assembly.world.exchanging(f"Step {global_step + 1}"), assembly.updating():
             run_micro_step(assembly, batch, global_step, micro_step, losses)
 
-    # First: the clipping limit and the logged norm are those of unscaled gradients.
+    # First: clipping and the logged norm need unscaled gradients.
     assembly.scaler.unscale_(assembly.optimizer)
-    model, modules = assembly.parameters, assembly.module_parameters
-    guard.equalise_samples((model | modules).values(), losses.counts)
     # Clipped apart: the gradient of a technique's module must not shrink that of the model.
-    measured = [guard.gradient_size(parameters.values(), settings.optimizer) for parameters in (model, modules)]
+    parts = [assembly.parameters.values(), assembly.module_parameters.values()]
+    guard.equalise_samples(chain(*parts), losses.counts)
+    measured = [guard.gradient_size(parameters, settings.optimizer) for parameters in parts]
     if assembly.release is not None:
         measured[0] = assembly.release.gradient_size()
     # The step's only wait for the device, unless gradients are released.
     mine, (size, module_size, tiles) = losses.on_host(*measured, assembly.take_tiles())
     sizes = (*size.values(), *module_size.values())
-    # All processes have the same sizes, which a loss that is not finite makes NaN (`_backward`): they decide alike, and
-    # the device updates the weights while the host exchanges records.
+    # All processes have the same sizes and decide alike: a loss that is not finite makes them NaN (`_backward`).
+    # The device updates the weights while the host exchanges records.
     if all(map(math.isfinite, sizes)):
-        _update(assembly, size, module_size)
+        for parameters, limited in zip(parts, (size, module_size), strict=True):
+            guard.clip_gradients(parameters, settings.optimizer, limited)
+        if assembly.release is None:
+            assembly.scaler.step(assembly.optimizer)
+        else:  # the model is updated already
+            assembly.release.finish()
     with assembly.world.exchanging(f"Step {global_step + 1}"):
         gathered = assembly.world.gather(mine)
     everyone = Losses.merged(gathered[:: settings.sequence])  # one of each group
@@ -75,20 +79,7 @@ def optimizer_step(assembly: Assembly, loader: BatchLoader, global_step: int) ->
     # None, not zeros: previews get the memory, and optimizers skip a module that no loss has reached.
     assembly.optimizer.zero_grad(set_to_none=True)
     metrics = everyone.means(assembly.techniques) | size | {"learning_rate": rate, "epoch": loader.epoch}
-    timesteps = [*chain.from_iterable(micro.timesteps for micro in everyone)]
-    return meter.report(global_step + 1, loader, metrics, timesteps, tiles)
-
-
-def _update(assembly: Assembly, size: Mapping[str, float], module_size: Mapping[str, float]) -> None:
-    """Clip the gradients of the model and of techniques' modules, given their sizes, and update the weights."""
-    config = assembly.settings.optimizer
-    # Before `finish`, which updates the modules with released gradients, too.
-    guard.clip_gradients(assembly.module_parameters.values(), config, module_size)
-    if assembly.release is not None:
-        assembly.release.finish()
-        return
-    guard.clip_gradients(assembly.parameters.values(), config, size)
-    assembly.scaler.step(assembly.optimizer)
+    return meter.report(loader, everyone, metrics, tiles)
 
 
 def _prepare_groups(assembly: Assembly, global_step: int) -> float:

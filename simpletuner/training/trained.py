@@ -30,7 +30,6 @@ from simpletuner.training.ema import Ema
 from simpletuner.training.guard import not_finite, refuse_not_finite
 from simpletuner.training.manifest import NOTE_FILE, PIPELINE_FOLDER, STATE_FOLDER
 
-EARLIER = "choose an earlier checkpoint"
 WEIGHTS_FILE = "trainable.safetensors"
 
 
@@ -60,42 +59,41 @@ class Draft:
     """A file of a checkpoint before it is written.
 
     Attributes:
-        write: writes it into the checkpoint's folder, from its content.
+        name: its path in the checkpoint's folder.
+        write: writes a content to a path.
         content: tensors on any device, in dictionaries and lists.
     """
 
+    name: str
     write: Callable[[Path, Any], object]
     content: Any = None
 
     def write_into(self, folder: Path) -> None:
-        self.write(folder, self.content)
+        path = folder / self.name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self.write(path, self.content)
 
     @classmethod
     def of_tensors(cls, name: str, tensors: Mapping[str, Tensor], header: Mapping[str, str] | None = None) -> Draft:
-        """A safetensors file of that name."""
-        return cls(lambda folder, content: save_file(content, folder / name, header), tensors)
-
-    @classmethod
-    def of_json(cls, name: str, content: Mapping[str, Any]) -> Draft:
-        """A JSON file of that name."""
-        return cls(lambda folder, content: write_json(folder / name, content), content)
-
-    def copied(self) -> Draft:
-        """With a copy of its content in host memory, which training does not change."""
-        return replace(self, content=replaced(self.content, _to_host))
+        """A safetensors file."""
+        return cls(name, lambda path, content: save_file(content, path, header), tensors)
 
 
 def copy_drafts(drafts: Iterable[Draft], device: torch.device) -> Callable[[], list[Draft]]:
-    """Copy drafts to host memory; what is returned waits for the copies, in any thread."""
-    copies = [draft.copied() for draft in drafts]
+    """Copy the content of drafts to host memory, where training does not change it.
+
+    Returns:
+        a function that waits for the copies, in any thread.
+    """
+    copies = [replace(draft, content=replaced(draft.content, _to_host)) for draft in drafts]
     copied = torch.cuda.current_stream(device).record_event() if device.type == "cuda" else None
-    return partial(_arrived, copies, copied)
 
+    def arrived() -> list[Draft]:
+        if copied is not None:
+            copied.synchronize()
+        return copies
 
-def _arrived(copies: list[Draft], copied: torch.cuda.Event | None) -> list[Draft]:
-    if copied is not None:
-        copied.synchronize()
-    return copies
+    return arrived
 
 
 def _to_host(path: str, tensor: Tensor) -> Tensor:
@@ -105,7 +103,7 @@ def _to_host(path: str, tensor: Tensor) -> Tensor:
 
 
 def page_locked_copy(tensor: Tensor) -> Tensor:
-    """A copy of a GPU's tensor, complete when its stream gets there."""
+    """A copy of a GPU's tensor in page-locked memory, complete when the current stream has executed it."""
     return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True)
 
 
@@ -199,7 +197,7 @@ def load_parameters(parameters: Mapping[str, nn.Parameter], files: Iterable[Path
                 raise UserError(f"{origin}: {name} has another shape; check {keys}.")
         # One at a time: all of them may not fit into memory.
         spoilt = [name for name, file in weights.items() if not_finite({name: file.get_tensor(name)})]
-        refuse_not_finite({name: weights[name].get_tensor(name) for name in spoilt}, origin, EARLIER)
+        refuse_not_finite({name: weights[name].get_tensor(name) for name in spoilt}, origin)
         with torch.no_grad():
             for name, parameter in parameters.items():
                 local(parameter).copy_(local(as_sharded(weights[name].get_tensor(name), parameter)))
@@ -287,7 +285,7 @@ class FullModel:
         }
         # Half of diffusers' 10 GB: a file is in memory whole before it is written.
         files = split_torch_state_dict_into_shards(shapes, filename_pattern=WEIGHTS_PATTERN, max_shard_size="5GB")
-        yield Draft(lambda folder, content: model.save_config(folder / name))
+        yield Draft(f"{name}/config.json", lambda path, _: model.save_config(path.parent))
         for file, keys in files.filename_to_tensors.items():
             tensors: dict[str, Any] = {}
             for key in keys:
@@ -297,7 +295,7 @@ class FullModel:
             yield Draft.of_tensors(f"{name}/{file}", tensors, {"format": "pt"})
         if files.is_sharded:
             index = {"metadata": files.metadata, "weight_map": files.tensor_to_filename}
-            yield Draft.of_json(f"{name}/{SAFE_WEIGHTS_INDEX_NAME}", index)
+            yield Draft(f"{name}/{SAFE_WEIGHTS_INDEX_NAME}", write_json, index)
 
 
 def copy_parts(publication: Publication, folder: Path) -> None:

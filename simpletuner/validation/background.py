@@ -23,7 +23,7 @@ Write = Callable[[list[Image]], MediaRecord]
 
 @dataclass
 class DecodingThread:
-    """Decodes previews one after the other; on a GPU in a stream of its own.
+    """Decodes previews one at a time; on a GPU in a separate stream.
 
     Attributes:
         thread: of one worker, since some VAEs keep state from frame to frame.
@@ -42,7 +42,7 @@ class DecodingThread:
         return not self._pending
 
     def submit(self, name: str, decode: Callable[[], list[Image]], write: Write) -> None:
-        """Decode and write a preview of that name when its latents are there."""
+        """Decode and write a preview of that name once its latents are computed."""
         ready = None if self._stream is None else torch.cuda.current_stream(self.device).record_event()
         self._pending.append((name, self.thread.submit(partial(self._decode, ready, decode, write))))
 

@@ -37,7 +37,7 @@ class EvaluationLoss:
     """Callback that publishes `loss/val/<dataset id>` at the configured intervals.
 
     Attributes:
-        datasets: the samples to evaluate, by dataset id.
+        datasets: the samples to evaluate, at least one, by dataset id.
         read: returns a sample as a batch of one, with its first caption.
         steps_per_epoch: optimizer steps, may be a fraction.
         ema_validation: which weights to evaluate; see `EmaConfig`.
@@ -65,8 +65,6 @@ class EvaluationLoss:
 
     def is_due(self, step: int) -> bool:
         """Whether the interval in steps or the one in epochs ends with this step."""
-        if not any(self.datasets.values()):
-            return False
         epochs = self.config.eval_epoch_interval
         intervals = self.config.eval_steps_interval, epochs and epochs * self.steps_per_epoch
         return any(Rounds(each).after(step - 1, step) for each in intervals if each)

@@ -108,8 +108,8 @@ def fit_sizes(sizes: Sequence[Size], spec: FamilySpec, *, lenient: bool) -> Read
     A side under 128 px is an error, since usually megapixels are meant; `lenient` (`i_know_what_i_am_doing`) allows it.
     """
     key, multiple = "validation_resolution", spec.size_multiple
-    rounded = [(max(multiple, round(w / multiple) * multiple), max(multiple, round(h / multiple) * multiple))
-               for w, h in sizes]  # fmt: skip
+    sides = [[max(multiple, round(side / multiple) * multiple) for side in size] for size in sizes]
+    rounded = [(width, height) for width, height in sides]
     remedy = {key: ",".join(f"{width}x{height}" for width, height in rounded)}
     fitting = []
     for (width, height), snapped in zip(sizes, rounded, strict=True):

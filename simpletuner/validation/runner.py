@@ -278,11 +278,9 @@ class ValidationRunner:
 
     def is_due(self, state: TrainState, epochs_done: int) -> bool:
         """Whether an interval ends with this step; `state.epochs_done` does not include it yet."""
-        validation = self.config.validation
-        steps = validation.validation_step_interval
-        by_step = steps is not None and state.global_step % steps == 0
-        by_epoch = state.passed(validation.validation_epoch_interval, epochs_done)
-        return (by_step or by_epoch) and state.global_step >= validation.validate_after_step
+        config = self.config.validation
+        is_due = state.is_due(config.validation_step_interval, config.validation_epoch_interval, epochs_done)
+        return is_due and state.global_step >= config.validate_after_step
 
     def render(self, assembly: Assembly, state: TrainState, *, benchmark: bool = False) -> None:
         """Render every prompt at every size now, except for recorded previews; at most once a step.
@@ -407,7 +405,7 @@ def weights_to_use(assembly: Assembly, ema_validation: str) -> list[bool]:
     return {"none": [False], "ema_only": [True], "comparison": [False, True]}[ema_validation]
 
 
-# Pieces of work with their indices among those of all processes.
+# Items with their indices in the work of all processes.
 Placed = Sequence[tuple[int, Item]]
 
 

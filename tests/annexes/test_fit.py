@@ -382,6 +382,19 @@ def test_previews_take_weights_and_vae_unless_they_take_turns() -> None:
     assert peaks[0] > 20e9, "the VAE of HunyuanVideo decodes 17 frames at a time"
 
 
+def test_held_out_samples_are_measured_without_gradients_beside_what_is_there() -> None:
+    training = budget(gpu(80))
+    measuring = replace(training, workload=replace(training.workload, evaluated=[LITE]))
+    phases = {phase.name: phase.device for phase in measuring.phases}
+    assert phases["measuring the evaluation loss"] < max(each.device for each in training.phases)
+    # A sweep trains nothing, and loads a LoRA for all of its phases.
+    sweep = replace(training, parts=replace(training.parts, trains=False, lora_bytes=10**9))
+    alone = replace(sweep, workload=Workload([], [], False, [], 0.0, evaluated=[LITE]))
+    peak = next(phase.device for phase in alone.phases if phase.name == "measuring the evaluation loss")
+    assert peak == alone.model.frozen_bytes + alone.model.sampling_bytes(alone.parts.load(LITE)) + 1e9
+    assert replace(alone, device=gpu(30)).fits != replace(alone, device=gpu(2)).fits
+
+
 def test_auto_keeps_what_is_fast_where_there_is_room() -> None:
     """With checkpointing set by the user there is nothing left to choose: attention is not computed twice."""
     chosen = choose(budget(gpu(80), speed="auto", gradient_checkpointing=True))

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import math
+import resource
 from datetime import datetime
 from pathlib import Path
 
 import pytest
 
+from simpletuner import atomic
 from simpletuner.annexes.payloads import EVENTS_FILE, EventLog, Payload, Payloads, read_events
+from simpletuner.annexes.runs import Story, Tail
+from simpletuner.errors import DiskFullError
 from simpletuner.redaction import HIDDEN
 from simpletuner.reporting.events import (
     UPLOADING,
@@ -156,3 +161,32 @@ def test_new_events_are_found_from_the_end_of_a_long_log(tmp_path: Path) -> None
     assert ids == list(range(1, 301))
     for after in (0, 1, 150, 299, 300, 999):
         assert [event["id"] for event in read_events(log.path, after)] == ids[after:]
+
+
+@pytest.mark.parametrize("steps", [1, 40])
+def test_on_a_full_disk_the_end_replaces_the_last_progress(
+    steps: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A file must not grow here, as on a full disk, which leaves the beginning of the line that did not fit."""
+    monkeypatch.setattr(atomic, "DISK_FULL_CODES", atomic.DISK_FULL_CODES | {errno.EFBIG})
+    heard, path = list[Event](), tmp_path / EVENTS_FILE
+    stream = EventStream(EventLog(tmp_path, Payloads(every=0)), heard.append)
+    story = Story()
+    tail = Tail(path, "id", renew=story.begin)
+    stream.publish(RUNNING)
+    for number in range(1, steps + 1):
+        stream.publish(step(number))
+        story.follow(tail)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (path.stat().st_size + 9, limits[1]))
+    try:
+        with pytest.raises(DiskFullError):
+            stream.publish(step(steps + 1))
+        stream.publish(StateChanged("failed", steps, 99, "no space left on the disk"))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert [type(event) for event in heard[-1:]] == [StateChanged], "webhooks hear of it as well"
+    [*_, last] = read_events(path)
+    assert (last["id"], last["message"]) == (steps + 3, "no space left on the disk")
+    story.follow(tail)
+    assert (story.status, tail.damage) == ("failed", "")

@@ -140,6 +140,33 @@ def test_small_pictures_are_trained_at_a_size_of_their_own(commands: list[list[s
     assert "enlarged" not in told
 
 
+def test_a_stray_animation_among_pictures_is_named_and_they_are_trained(
+    commands: list[list[str]], capsys: Capture
+) -> None:
+    put_pictures(Path("cat"), 3)
+    frames = [Image.new("RGB", (64, 64), (each, 0, 0)) for each in (0, 255)]
+    frames[0].save("cat/loop.gif", save_all=True, append_images=frames[1:])
+    assert main(["start", "cat", "--yes"]) == 0
+    told = capsys.readouterr().out
+    assert "cat: pictures: 3, 1024x1024; with a caption: 3" in told
+    assert "Not trained, clips: loop.gif. A run learns from pictures or from clips: to train clips, start with" in told
+    assert written("cat")["model_family"] == "kandinsky5-image"
+    assert main(["plan", "env=cat", "plan_device_memory_gb=80"]) == 0
+    assert "loop.gif: not used, does not have the extension of a picture" in capsys.readouterr().out
+
+
+def test_a_few_pictures_among_clips_are_named_and_the_clips_are_trained(
+    commands: list[list[str]], capsys: Capture
+) -> None:
+    put_pictures(Path("clips"), 1, captions=0)
+    for name in ("a", "b"):
+        write_clip(Path(f"clips/{name}.mp4"), seconds=2.0, size=(64, 48))
+    assert main(["start", "clips", "--yes"]) == 0
+    told = capsys.readouterr().out
+    assert "clips: clips: 2, 64x48, 2.0 s; with a caption: 0" in told
+    assert "Not trained, pictures: 0.png." in told
+
+
 @pytest.mark.parametrize(
     ("sizes", "square", "trained"),
     [
@@ -156,6 +183,18 @@ def test_few_files_are_enlarged(sizes: list[tuple[int, int]], square: bool, trai
     material = Material(Path(), Scan())
     material.__dict__["sizes"] = sizes
     assert material.resolution(1024, square=square) == trained
+
+
+def test_unusable_files_are_neither_held_out_nor_counted(commands: list[list[str]], capsys: Capture) -> None:
+    put_pictures(Path("cat"), 15)
+    Path("cat/broken.png").write_bytes(b"broken")
+    Path("cat/broken.txt").write_text("it stands there")
+    assert main(["start", "cat", "--yes"]) == 0
+    assert "Held out" not in capsys.readouterr().out
+    config, (trained, _) = written("cat"), written("cat", "multidatabackend.json")
+    # Sixteen files would be enough to hold out two.
+    assert "hold_out" not in trained
+    assert config["max_train_steps"] == 1100  # 75 steps for each of the 15
 
 
 def test_settings_reach_the_datasets_too_however_they_are_spelled(commands: list[list[str]], capsys: Capture) -> None:
@@ -218,7 +257,7 @@ def test_captions_that_name_the_subject_stay_as_they_are(commands: list[list[str
         (["nowhere"], "nowhere is not a folder."),
         (["empty"], "empty holds no pictures and no clips."),
         (["run"], "It has a config: simpletuner train --config run/config.json."),
-        (["mixed"], "mixed holds pictures (1) and clips (1); give each a folder of its own"),
+        (["mixed", "--purpose", "motion"], "--purpose 'motion' is not one of: subject, style."),
         (["half"], "1 of 2 files have no caption (1.png is the first). --caption writes them"),
         (["cat", "--purpose", "styel"], "--purpose 'styel' is not one of: subject, style. Did you mean 'style'?"),
         (["cat", "--model", "flux"], "--model 'flux' is not one of: kandinsky5-image, demo."),
@@ -384,7 +423,7 @@ def test_without_a_gpu_all_can_be_tried_with_a_tiny_model(
     Path("clips").mkdir()
     write_clip(Path("clips/a.mp4"), seconds=2.0, size=(96, 80))
     model = {"pictures": "demo", "clips": "demo-video"}[kind]
-    assert Material.of(Path(kind)).models[-1] == model
+    assert [*Material.of(Path(kind)).models][-1] == model
     assert main(["start", kind, "--yes", "--model", model, "--purpose", "subject", "--trigger", "zkt, a cat"]) == 0
     config, entries = written(kind), written(kind, "multidatabackend.json")
     assert (config["max_train_steps"], config["preservation_prompt"]) == (300, "a cat")

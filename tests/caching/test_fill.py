@@ -36,7 +36,7 @@ def test_encoders_are_never_loaded_together(workspace: Workspace, monkeypatch: p
     load_text, load_latent = Kandinsky5ImageAdapter.load_text_encoder, Kandinsky5ImageAdapter.load_latent_encoder
 
     def text(self: Any, *arguments: Any) -> Any:
-        encoder = load_text(self, *arguments)
+        encoder: Any = load_text(self, *arguments)
         loaded.append(weakref.ref(encoder.qwen))
         return encoder
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import re
+import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -58,6 +59,7 @@ class Person:
             ("Start from it", "start"),
             ("Continue with the answers", "kept"),
             ("Leave it out", "mend"),
+            ("  Leave out ", "others"),
             ("Keep it?", "doubt"),
             ("  Apply ", "remedy"),
             (LAST, "file"),
@@ -261,6 +263,7 @@ def test_steps_replace_the_rounds_of_the_file(configure: Configure) -> None:
         ("validation_guidance", "0.5", "4", "must be ≥ 1"),
         ("output_dir", "config.env/x", "out", "is a file"),
         ("data_backend_config", "config/config.json", "config/data.json", "choose another"),
+        ("data_backend_config", "folder", "config/data.json", "such as folder/multidatabackend.json"),
         ("validation_resolution", "1000x1000", "1008x1008", "992x992 is rendered"),
         ("validation_resolution", "big", "512x512", "is not a size"),
         ("validation_resolution", "64", "512x512", "smaller than 128"),
@@ -272,12 +275,27 @@ def test_a_bad_answer_is_asked_again_with_the_reason(
     configure: Configure, capsys: pytest.CaptureFixture, key: str, bad: str, good: str, reason: str
 ) -> None:
     Path("config.env").touch()
+    Path("folder").mkdir()
     code, person = configure(**{key: [bad, good]})
     assert code == 0
     assert person.asked.count(key) == 2
     assert reason in capsys.readouterr().out
     expected = None if good == "-" else good
     assert str(written().get(key)).lower() in (str(expected).lower(), "true", "1e-05", "4.0")
+
+
+def test_what_follows_from_a_value_in_place_of_a_bad_one_is_not_reported(
+    configure: Configure, capsys: pytest.CaptureFixture
+) -> None:
+    configure(max_train_steps=["1,000", "1000"])
+    told = capsys.readouterr().out
+    assert "'1,000' is not a whole number." in told
+    assert "are both 0" not in told
+
+
+def test_no_prompt_is_longer_than_a_line(configure: Configure) -> None:
+    _, person = configure(model_family="kandinsky5-video")
+    assert max(map(len, person.prompts)) < 120
 
 
 def test_after_a_bad_size_enter_takes_a_good_one(configure: Configure) -> None:
@@ -392,6 +410,18 @@ def test_what_is_not_asked_survives_and_a_copy_stays(configure: Configure) -> No
     assert (values["train_batch_size"], values["output_dir"]) == (2, "out")
     assert "checkpointing_steps" not in values
     assert Path("config/config.json.bak").read_bytes() == content
+
+
+def test_another_family_than_that_of_the_file(configure: Configure, capsys: pytest.CaptureFixture) -> None:
+    routes = {"routes": [{"selection_ratio": 0.5, "start_layer_idx": 2, "end_layer_idx": -2}]}
+    old = {"model_type": "lora", "model_family": "kandinsky5-image", "model_flavour": "t2i-lite-pretrain"}
+    put({**old, "tread_config": routes, "lora_rank": 8})
+    _, person = configure(model_family=["sanavideo", "sanavideo"], others=["n", "y"])
+    assert person.asked.count("others") == 2
+    assert "model_flavour: 't2i-lite-pretrain' belongs to kandinsky5-image" in capsys.readouterr().out
+    assert (written()["model_family"], written()["model_flavour"]) == ("sanavideo", "2b-480p")
+    assert "tread_config" not in written()
+    assert written()["lora_rank"] == 8
 
 
 def test_starting_afresh_beside_a_file(configure: Configure) -> None:
@@ -571,6 +601,16 @@ def test_leaving_in_the_middle_keeps_the_answers(
     assert [path.name for path in (tmp_path / "config").iterdir()] == ["config.json.draft"]
 
 
+def test_a_terminal_that_closes_keeps_the_answers(terminal: pexpect.spawn, tmp_path: Path) -> None:
+    terminal.expect(r"Model \[kandinsky5-image\]")
+    terminal.sendline("sanavideo")
+    terminal.expect(r"Version of the model \[[^]]*\]: ")
+    terminal.kill(signal.SIGHUP)
+    terminal.expect(pexpect.EOF)
+    kept = json.loads((tmp_path / "config/config.json.draft").read_text(encoding="utf-8"))
+    assert (kept["question"], kept["values"]["model_family"]) == ("model_flavour", "sanavideo")
+
+
 def test_kept_answers_are_gone_on_with(configure: Configure, monkeypatch: pytest.MonkeyPatch) -> None:
     def leave(prompt: str) -> str:
         if prompt.strip().startswith("Seed of the run"):
@@ -677,7 +717,7 @@ def test_the_plan_judges_by_the_memory_that_was_named(configure: Configure, caps
     assert not {"plan_device_memory_gb"} & set(written())
     assert written()["enable_group_offload"] is True
     FILE.unlink()
-    configure(plan_device_memory_gb="80")
+    configure(plan_device_memory_gb="80 GB")
     assert "this fits" in capsys.readouterr().out
 
 

@@ -16,7 +16,7 @@ from PIL import Image, ImageFile
 from simpletuner.config.datasets import DatasetConfig
 from simpletuner.config.schema import DatasetDefaults
 from simpletuner.data.build import build_datasets
-from simpletuner.data.dataset import Dataset, ledger_rows
+from simpletuner.data.dataset import Dataset, ledger_rows, without_damaged
 from simpletuner.data.discovery import INDEX_NAME
 from simpletuner.data.entries import DataContext
 from simpletuner.errors import Problem, Problems
@@ -422,6 +422,18 @@ def test_damage_found_later_is_remembered(context: DataContext, photos: Path) ->
     (again,), _ = build(context, folder(photos))
     assert again.samples == less.samples
     assert {file.detail for file in again.rejected} == {"is damaged: broken data"}
+
+
+def test_a_held_out_file_that_turns_out_damaged_is_replaced(context: DataContext, photos: Path) -> None:
+    datasets, _ = build(context, folder(photos, hold_out=2))
+    damaged = datasets[1].samples[0].name
+    reduced = without_damaged(datasets, {(datasets[1].id, damaged): "is damaged: broken data"})
+    assert [(len(each.samples), each.counts()["damaged"]) for each in reduced] == [(4, 0), (1, 1)]
+    for each in reduced:
+        each.save_index()
+    (dataset, held), _ = build(context, folder(photos, hold_out=2))
+    assert (len(dataset.samples), dataset.counts()["damaged"], len(held.samples)) == (3, 1, 2)
+    assert damaged not in {sample.name for sample in (*dataset.samples, *held.samples)}
 
 
 def test_unreadable_files_are_reported_and_tried_again(context: DataContext, photos: Path) -> None:

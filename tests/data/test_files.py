@@ -15,7 +15,7 @@ from simpletuner.config.values import read_json
 from simpletuner.data import files
 from simpletuner.data.captions import read_caption_file
 from simpletuner.data.discovery import inspect_files
-from simpletuner.data.files import LARGEST_CAPTION, LARGEST_PICTURE, DeviceError, LeftOutError, read
+from simpletuner.data.files import LARGEST_CAPTION, LARGEST_PICTURE, DeviceError, LeftOutError, read_file
 from simpletuner.data.media import MediaError, decode, probe
 from simpletuner.errors import Problems
 from tests import pictures
@@ -102,7 +102,7 @@ def test_exhaustion_is_not_retried(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setattr(Path, "read_bytes", exhausted)
     with pytest.raises(OSError, match="Too many open files"):
-        read(tmp_path / "a.png", LARGEST_PICTURE)
+        read_file(tmp_path / "a.png", LARGEST_PICTURE)
 
 
 def test_every_flipped_bit_that_shows_in_a_png_is_found(tmp_path: Path) -> None:

@@ -9,9 +9,11 @@ import pytest
 import torch
 
 from simpletuner.models.adapter import PreviewRequest, TextRequest
-from simpletuner.models.sanavideo.spec import NEGATIVE_PROMPT
+from simpletuner.models.sanavideo.spec import SANA_VIDEO
 from tests.fidelity.family import CPU, picture
 from tests.fidelity.sana import FRAMES, PROMPT, SEED, SIZE, first_frame, make_sana_adapter, stock_pipeline
+
+NEGATIVE_PROMPT = SANA_VIDEO.defaults["validation_negative_prompt"]
 
 
 @pytest.mark.parametrize("task", ["t2v", "i2v"])

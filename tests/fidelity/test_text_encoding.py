@@ -45,7 +45,9 @@ def checkpoints(
 
 def encoder_of(checkpoint: Path, task: str, dtype: torch.dtype = torch.float32) -> Kandinsky5TextEncoder:
     adapter = make_video_adapter(checkpoint, task) if task == "t2v" else make_adapter(checkpoint, task)
-    return adapter.load_text_encoder(CPU, dtype)
+    encoder = adapter.load_text_encoder(CPU, dtype)
+    assert isinstance(encoder, Kandinsky5TextEncoder)
+    return encoder
 
 
 def source_for(task: str, index: int) -> Image | None:
@@ -225,7 +227,7 @@ def test_an_instruction_longer_than_the_window_of_attention() -> None:
 
 
 def test_sana_reads_its_instruction_once(sana_checkpoint: Path) -> None:
-    encoder = make_sana_adapter(sana_checkpoint).load_text_encoder(CPU, torch.float32)
+    encoder: Any = make_sana_adapter(sana_checkpoint).load_text_encoder(CPU, torch.float32)
     with tokens_read(encoder.gemma) as seen:
         for caption in CAPTIONS[:1] * 2:
             encoder.start.read(encoder.gemma, *_tokens(encoder, caption))

@@ -127,7 +127,9 @@ class Trained:
         config = OffloadConfig(enable_group_offload=True, **settings)
         blocks = attach.streamed_blocks(self.layout.blocks, config.group_offload_resident_blocks)
         attach.place_model(self.model, blocks, device)
-        streamer = attach.Offload(config, device).attach(self.model, blocks, keeps_saved=self.keeps_saved, slots=slots)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(attach, "SLOTS", slots)
+            streamer = attach.Offload(config, device).attach(self.model, blocks, keeps_saved=self.keeps_saved)
         assert streamer is not None
         if self.fast is not None:
             self.fast.outside_checkpoint = RememberedPlaces(streamer)

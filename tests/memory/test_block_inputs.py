@@ -124,13 +124,13 @@ def test_the_device_holds_two_tensors_that_left(monkeypatch: pytest.MonkeyPatch)
         storages.append(weakref.ref(hidden.untyped_storage()))
         with inputs.around(hidden):
             products.append(weight * hidden)
-        copies.append(inputs._copied[-1][1])
+        copies.append(inputs.side._kept[-1][1])
         del hidden
         assert [each() is not None for each in storages[-3:]] == [False, True, True][-len(storages[-3:]) :]
     assert compute.waited == copies[:4]
     assert locked == [20] * 6
     sum(each.sum() for each in products).backward()
-    assert not inputs._copied
+    assert not inputs.side._kept
 
 
 @pytest.mark.gpu

@@ -166,7 +166,7 @@ def saved(gpu: LyingGpu) -> None:
     """A checkpoint is copied to page-locked memory, which a thread reads while the next step changes the weights."""
     weights = {str(number): torch.randn(4).to(GPU) for number in range(3)}
     written: list[Tensor] = []
-    draft = Draft(lambda folder, content: written.extend(each.clone() for each in content.values()), weights)
+    draft = Draft("", lambda path, content: written.extend(each.clone() for each in content.values()), weights)
     with pytest.MonkeyPatch.context() as patch:
         # Here a GPU's tensors say that they are on the CPU.
         patch.setattr("simpletuner.training.trained._to_host", lambda path, tensor: page_locked_copy(tensor))

@@ -19,7 +19,7 @@ from benchmarks.models import cost_of
 from simpletuner.budget.estimate import StepModel
 from simpletuner.config.schema import OptimizerConfig, PrecisionConfig
 from simpletuner.distributed.sequence import SequenceGroup
-from simpletuner.memory.precision import QuantisedLinear, QuantisedProducts, linear_layers
+from simpletuner.memory.precision import QuantisedLinear, ScaledRows, linear_layers
 from simpletuner.models.cost import Adapters, BatchShape, Kernels, TransformerCost
 from simpletuner.models.kandinsky5 import blocks, nabla
 from simpletuner.models.kandinsky5.cost import IMAGE_COST, VIDEO_COST
@@ -187,7 +187,9 @@ def use_levels(model: nn.Module, levels: torch.dtype) -> None:
         rows, columns = layer.weight.shape
         scale = torch.empty((rows, 1), dtype=BF16, device="meta")
         packed = {"data": torch.empty((rows, columns), dtype=levels, device="meta"), "scale": scale}
-        model.set_submodule(path, QuantisedLinear(layer, (QuantisedProducts(), packed)))
+        model.set_submodule(
+            path, QuantisedLinear(layer, (ScaledRows(rounds_inputs=True, rounds_gradients=True), packed))
+        )
 
 
 @pytest.mark.parametrize(

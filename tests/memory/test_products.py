@@ -19,7 +19,7 @@ from simpletuner.memory.offload import attach
 from simpletuner.memory.precision import (
     FEW,
     QuantisedLinear,
-    QuantisedProducts,
+    ScaledRows,
     check_device,
     pack,
     use_quantised_products,
@@ -216,7 +216,7 @@ def test_sampling_multiplies_as_training_does(t2i_checkpoint: Path) -> None:
     model = load_for_sampling(config, make_adapter(t2i_checkpoint), CPU)
     layers = [each for each in model.modules() if isinstance(each, QuantisedLinear)]
     assert layers
-    assert all(isinstance(each.form, QuantisedProducts) for each in layers)
+    assert all(each.form == ScaledRows(rounds_inputs=True, rounds_gradients=True) for each in layers)
 
 
 FP8 = {"base_model_precision": "fp8-quanto", "quantized_matmul": True}

@@ -90,7 +90,7 @@ def test_layers_that_stay_float32_compute_in_it(products: list[list[bool]]) -> N
     stored.data = torch.randn_like(stored).bfloat16().float()
     inputs = torch.randn(1, modulation.out_layer.in_features)
     expected = modulation(inputs), model.time_embeddings(times)
-    assert store_in_bf16(model) > 0
+    store_in_bf16(model)
     assert stored.dtype == torch.bfloat16
     keep_full_float32(model)
     products.clear()

@@ -14,7 +14,7 @@ from simpletuner.config.schema import RunConfig
 from simpletuner.errors import Problem, Problems
 from simpletuner.models.kandinsky5.spec import KANDINSKY5_VIDEO
 from simpletuner.models.registry import FAMILIES
-from simpletuner.models.sanavideo.spec import SANA_VIDEO, SIZES_480, TRAINING_SIGMAS
+from simpletuner.models.sanavideo.spec import SANA_VIDEO, SIZES
 from simpletuner.models.source import ModelSource
 from simpletuner.plan.build import settle_task
 from simpletuner.plan.checks import check_weights
@@ -86,7 +86,7 @@ def test_shift_options_are_ignored_with_a_warning() -> None:
     config, told = settle(**mine)
     assert set(told) == set(mine)
     assert all("is ignored" in problem.message and not problem.fatal for problem in told.values())
-    assert {key: config.flat[key] for key in TRAINING_SIGMAS} == TRAINING_SIGMAS
+    assert {key: config.flat[key] for key in SANA_VIDEO.fixed} == SANA_VIDEO.fixed
     assert not any(config.is_explicit(key) for key in mine)
 
 
@@ -114,9 +114,9 @@ def test_what_is_told(settings: dict[str, Any], key: str, words: str, fatal: boo
 
 
 def test_sizes_are_on_the_grid() -> None:
-    assert len(set(SIZES_480)) == 11
-    assert not any(side % SANA_VIDEO.size_multiple for size in SIZES_480 for side in size)
-    assert (832, 480) in SIZES_480
+    assert len(set(SIZES[480])) == 11
+    assert not any(side % SANA_VIDEO.size_multiple for size in SIZES[480] for side in size)
+    assert (832, 480) in SIZES[480]
 
 
 class TestTask:

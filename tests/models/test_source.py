@@ -133,7 +133,7 @@ def test_weights_are_looked_at(copy: Path) -> None:
     (problem,) = problems(pretrained_model_name_or_path=str(copy))
     size = transformer.stat().st_size
     assert f"transformer ({transformer.name} is truncated: {size} of {size + 1} bytes are there)" in problem
-    assert "vae (there are no weights in it)" in problem
+    assert "vae (it contains no weights)" in problem
     assert "a pointer that git lfs has not replaced" in problem
     assert "text_encoder_2 (config.json cannot be read)" in problem
 

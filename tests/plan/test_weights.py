@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 
 from simpletuner.config.load import Layer, resolve
 from simpletuner.errors import Problems, UserError
-from simpletuner.models.loading import told_plainly
+from simpletuner.models.loading import user_errors
 from simpletuner.models.lora_keys import LORA_FILE
 from simpletuner.models.registry import FAMILIES
 from simpletuner.models.source import ModelSource, Part
@@ -105,7 +105,7 @@ def test_a_file_that_is_cut_off_after_the_check_is_named(model: Path) -> None:
     part = Part("vae", "pretrained_vae_model_name_or_path", str(model), "vae", None, None)
     (file,) = (model / "vae").glob("*.safetensors")
     file.write_bytes(file.read_bytes()[:-100])
-    with pytest.raises(UserError, match=r"the vae in .* cannot be loaded: .*"), told_plainly(part):
+    with pytest.raises(UserError, match=r"the vae in .* cannot be loaded: .*"), user_errors(part):
         load_file(file)
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,8 +14,8 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from simpletuner.annexes import replay
 from simpletuner.annexes.fitting.ready import weigh_plan
+from simpletuner.annexes.replay import autopsy
 from simpletuner.caching.fill import write_entry
 from simpletuner.caching.read import CacheStore
 from simpletuner.config.sources import parse_arguments
@@ -175,8 +177,8 @@ def test_a_gpu_that_does_not_answer_hides_no_error_of_a_phase(monkeypatch: pytes
     def refuse() -> int:
         raise torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
 
-    monkeypatch.setattr(replay, "peak_memory", refuse)
-    with pytest.raises(ValueError, match="the cause"), EventStream(replay.Autopsy()).phase("Rendering"):
+    monkeypatch.setattr(autopsy, "peak_memory", refuse)
+    with pytest.raises(ValueError, match="the cause"), EventStream(autopsy.Autopsy()).phase("Rendering"):
         raise ValueError("the cause")
 
 
@@ -283,7 +285,7 @@ def test_no_folder_without_a_failure_and_its_own_failure_hides_nothing(
     failing(act)
     assert workspace.train("learning_rte=1") == 2
     assert workspace.train() == 130
-    monkeypatch.setattr(replay, "describe_environment", lambda: 1 / 0)
+    monkeypatch.setattr(autopsy, "describe_environment", lambda: 1 / 0)
     assert workspace.train() == 1
     assert "ValueError: the first" in capsys.readouterr().err
     assert not workspace.path("output/failures").exists()
@@ -305,3 +307,9 @@ def test_a_folder_that_cannot_be_replayed(
     assert workspace.train("--replay", str(folder)) == 2
     (line,) = capsys.readouterr().err.strip().splitlines()
     assert expected in line
+
+
+def test_a_wrong_folder_is_reported_before_torch_is_loaded() -> None:
+    code = "import sys; from simpletuner.cli.app import main; print(main(), 'torch' in sys.modules)"
+    ran = subprocess.run([sys.executable, "-c", code, "train", "--replay", "no"], capture_output=True, text=True)
+    assert (ran.stdout, ran.stderr.count("no/failure.json")) == ("2 False\n", 1)

@@ -67,7 +67,7 @@ def test_continuing_on_another_base_is_said(workspace: Workspace, capsys: pytest
     assert workspace.run("plan", "base_model_precision=no_change") == 0
     assert "'no_change': checkpoint-4 was trained with 'int8-quanto'" in capsys.readouterr().out
     assert workspace.run("plan", "quantized_matmul=true") == 0
-    assert "was trained with False, not True; the new value applies from here on" in capsys.readouterr().out
+    assert "was trained with false, not true; the new value applies from here on" in capsys.readouterr().out
 
 
 def test_clips(tmp_path: Path) -> None:

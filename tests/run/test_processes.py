@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import shutil
 import signal
 import socket
@@ -21,12 +22,14 @@ from safetensors.torch import load_file
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from simpletuner.annexes.processes import launching
-from simpletuner.annexes.processes.launching import describe, differences, joined
+from simpletuner.annexes.processes.agreement import agreed_values, differences
+from simpletuner.annexes.processes.launching import joined
 from simpletuner.config.sources import parse_arguments
 from simpletuner.distributed.world import World
 from simpletuner.errors import Interrupted
 from simpletuner.plan.build import make_plan
 from tests.closeness import ROTATION, distance
+from tests.commands import forked_commands
 from tests.processes import PATIENCE, finish, free_port, printed, run_into, run_together, start, train
 from tests.run.test_resume import assert_equal, training_state
 from tests.workspace import DATASETS, Workspace
@@ -65,13 +68,30 @@ KANDINSKY: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-def runs(folder: Path, checkpoint: Path, sizes: tuple[int, ...], **settings: Any) -> list[Workspace]:
+Filled = dict[int, Workspace]  # by the number of processes that have filled its caches
+
+
+@pytest.fixture(scope="module")
+def sana(tmp_path_factory: pytest.TempPathFactory, sana_checkpoint: Path) -> Filled:
+    """Folders with the caches of a run of Sana Video. Encoding takes a third of a tiny run."""
+    folder, settings = tmp_path_factory.mktemp("sana-runs"), {**PLAIN, **SANA, "max_train_steps": 1}
+    filled = {size: Workspace.create(folder / str(size), sana_checkpoint, **settings) for size in (1, 2)}
+    for size, workspace in filled.items():
+        assert train(workspace, size, "output_dir=first", "cache_dir=output/cache") == [0] * size, printed(workspace)
+    return filled
+
+
+@pytest.fixture
+def t2i(filled: Workspace) -> Filled:
+    return {1: filled, 2: filled}
+
+
+def runs(folder: Path, filled: Filled, sizes: tuple[int, ...], **settings: Any) -> list[Workspace]:
     """The same run in different numbers of processes, with four samples in each micro-step."""
     found = []
     for size in sizes:
-        workspace = Workspace.create(
-            folder / str(size), checkpoint, **{**PLAIN, **settings, "train_batch_size": 4 // size}
-        )
+        settings = {**PLAIN, **settings, "train_batch_size": 4 // size}
+        workspace = filled[min(size, 2)].copy(folder / str(size), **settings)
         assert (train(workspace, size) if size > 1 else [workspace.train()]) == [0] * size, printed(workspace)
         found.append(workspace)
     return found
@@ -88,8 +108,8 @@ def assert_same_losses(one: Workspace, other: Workspace, tolerance: float) -> No
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_equal_global_batches_train_the_same(tmp_path: Path, sana_checkpoint: Path, kind: str) -> None:
-    one, *others = runs(tmp_path, sana_checkpoint, SIZES.get(kind, (1, 2)), **SANA, **KINDS[kind])
+def test_equal_global_batches_train_the_same(tmp_path: Path, sana: Filled, kind: str) -> None:
+    one, *others = runs(tmp_path, sana, SIZES.get(kind, (1, 2)), **KINDS[kind])
     for other in others:
         assert_same_losses(one, other, LOSS)
         for path in (each.relative_to(one.folder) for each in one.folder.glob("output/checkpoint-3/**/*.safetensors")):
@@ -97,31 +117,29 @@ def test_equal_global_batches_train_the_same(tmp_path: Path, sana_checkpoint: Pa
 
 
 @pytest.mark.parametrize("technique", KANDINSKY)
-def test_techniques_do_in_two_processes_what_they_do_in_one(
-    tmp_path: Path, t2i_checkpoint: Path, technique: str
-) -> None:
-    one, two = runs(tmp_path, t2i_checkpoint, (1, 2), **KANDINSKY[technique])
+def test_techniques_do_in_two_processes_what_they_do_in_one(tmp_path: Path, t2i: Filled, technique: str) -> None:
+    one, two = runs(tmp_path, t2i, (1, 2), **KANDINSKY[technique])
     assert_same_losses(one, two, ROTATION / 16)
     assert distance(load_file(two.path(RESULT)), load_file(one.path(RESULT))) < ROTATION
     for path in one.folder.glob("output/checkpoint-3/training_state/*.module.safetensors"):
         assert distance(load_file(two.path(str(path.relative_to(one.folder)))), load_file(path)) < ROTATION
 
 
-def test_processes_that_share_tokens_train_the_same(tmp_path: Path, t2i_checkpoint: Path) -> None:
-    (one,) = runs(tmp_path, t2i_checkpoint, (1,), **KANDINSKY["projector"])
+def test_processes_that_share_tokens_train_the_same(tmp_path: Path, t2i: Filled) -> None:
+    (one,) = runs(tmp_path, t2i, (1,), **KANDINSKY["projector"])
     settings = {**PLAIN, **KANDINSKY["projector"], "train_batch_size": 4, "sequence_parallel_size": 2}
-    shared = Workspace.create(tmp_path / "shared", t2i_checkpoint, **settings)
+    shared = t2i[2].copy(tmp_path / "shared", **settings)
     assert train(shared, 2) == [0, 0], printed(shared)
     assert_same_losses(one, shared, ROTATION / 16)
     assert distance(load_file(shared.path(RESULT)), load_file(one.path(RESULT))) < ROTATION
 
 
 def test_a_run_continues_on_another_number_of_processes(
-    tmp_path: Path, sana_checkpoint: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, sana: Filled, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    settings = {**SANA, "max_train_steps": 6, "checkpoint_step_interval": 2, "use_ema": True}
-    (straight,) = runs(tmp_path / "straight", sana_checkpoint, (2,), **settings)
-    (stopped,) = runs(tmp_path / "stopped", sana_checkpoint, (2,), **{**settings, "max_train_steps": 2})
+    settings = {"max_train_steps": 6, "checkpoint_step_interval": 2, "use_ema": True}
+    (straight,) = runs(tmp_path / "straight", sana, (2,), **settings)
+    (stopped,) = runs(tmp_path / "stopped", sana, (2,), **{**settings, "max_train_steps": 2})
     moved = Workspace(shutil.copytree(stopped.folder, tmp_path / "moved"))
     assert stopped.path("output/checkpoint-2").is_dir()
     assert train(stopped, 2, "max_train_steps=6") == [0, 0]
@@ -138,8 +156,9 @@ def test_a_run_continues_on_another_number_of_processes(
 
 
 @pytest.fixture
-def workspace(tmp_path: Path, t2i_checkpoint: Path) -> Workspace:
-    return Workspace.create(tmp_path / "run", t2i_checkpoint, **{**PLAIN, "train_batch_size": 1})
+def workspace(filled: Workspace) -> Workspace:
+    filled.write_config(**{**PLAIN, "train_batch_size": 1})
+    return filled
 
 
 def test_streamed_weights_are_one_copy_for_all_processes(tmp_path: Path, workspace: Workspace) -> None:
@@ -169,10 +188,10 @@ def test_other_captions_and_settings_of_datasets_are_other_data(
     workspace: Workspace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(workspace.folder)
-    first = describe(make_plan(parse_arguments([])))
+    first = agreed_values(make_plan(parse_arguments([])))
     workspace.path("datasets/pictures/p0.txt").write_text("another text")
     workspace.write_datasets([{**DATASETS[0], "timestep_sampling_offset": 0.5}, DATASETS[1]])
-    told = differences([("one", first), ("two", describe(make_plan(parse_arguments([]))))])
+    told = differences([("one", first), ("two", agreed_values(make_plan(parse_arguments([]))))])
     assert [each.where for each in told] == ["pictures.captions", "pictures.timestep_sampling_offset"]
     assert "is 0.0 in the first process, but 0.5 in process 1 on two." in told[1].message
 
@@ -296,13 +315,24 @@ def test_the_first_process_has_time_after_a_stop(tmp_path: Path, monkeypatch: py
     assert Path("finished").exists()
 
 
-def test_one_command_starts_all_processes(workspace: Workspace) -> None:
+def launch_with(python: str, file: str, arguments: list[str]) -> None:
+    os.environ["PYTHON_EXEC"] = python
+    run_into(file, arguments)
+
+
+def test_one_command_starts_all_processes(tmp_path_factory: pytest.TempPathFactory, workspace: Workspace) -> None:
     """`simpletuner train` with num_processes: one terminal, one record, one exit code, one Ctrl-C."""
-    log = workspace.path("log.txt")
-    launcher = workspace.fork(run_into, log.name, ["train", "num_processes=2", "max_train_steps=5000"])
-    wait_for_step(workspace, 2, log, [launcher])
-    os.kill(launcher.pid or 0, signal.SIGINT)
-    assert finish([launcher]) == [130]
+    log, folder = workspace.path("log.txt"), tmp_path_factory.mktemp("commands")
+    python = folder / "python"  # torchrun's, of which it asks this one thing; importing takes longer than training
+    with forked_commands(folder) as program:
+        skip = '[ "$1 $2 $3" = "-u -m simpletuner" ] && shift 3'
+        python.write_text(f'#!/bin/sh\n{skip}\nexec {shlex.join(program)} "$@"\n')
+        python.chmod(0o700)
+        arguments = ["train", "num_processes=2", "max_train_steps=5000"]
+        launcher = workspace.fork(launch_with, str(python), log.name, arguments)
+        wait_for_step(workspace, 2, log, [launcher])
+        os.kill(launcher.pid or 0, signal.SIGINT)
+        assert finish([launcher]) == [130]
     told = log.read_text()
     step = len(workspace.metrics())
     assert told.count("Loading the transformer") == 1, told

@@ -19,12 +19,13 @@ from simpletuner.config.schema import EmaConfig
 from simpletuner.config.sources import parse_arguments
 from simpletuner.errors import NonFiniteError
 from simpletuner.headers import METADATA, read_header
+from simpletuner.models.lora_keys import LORA_FILE, STEP_NOTE
 from simpletuner.models.registry import FAMILIES
 from simpletuner.models.source import ModelSource
 from simpletuner.run.session import publish_result
 from simpletuner.training import lora_files
 from simpletuner.training.ema import Ema
-from simpletuner.training.manifest import LORA_FILE, PIPELINE_FOLDER, STEP_NOTE
+from simpletuner.training.manifest import PIPELINE_FOLDER
 from simpletuner.training.state import TrainState
 from simpletuner.training.trained import FullModel, Publication
 from tests.fidelity.family import make_config
@@ -58,10 +59,9 @@ def test_a_file_that_was_not_written_as_trained_never_replaces_a_good_one(
     assert f"all {len(lora.state_dict())} tensors load" in lora.publish(tmp_path, publication)
     before, write = good.read_bytes(), lora_files.write_weights
 
-    def flawed(*given: Any) -> Path:
-        path = write(*given)
+    def flawed(path: Path, *given: Any) -> None:
+        write(path, *given)
         spoil(path)
-        return path
 
     monkeypatch.setattr(lora_files, "write_weights", flawed)
     with pytest.raises(RuntimeError, match="does not load as it was saved"):

@@ -108,7 +108,7 @@ def test_a_dora_at_strength_0_is_the_base_model(trained: Workspace, t2i_checkpoi
     assert "magnitudes" not in capsys.readouterr().out
     assert sampled(trained, "dora-0", *source, "--strength", "0") == base != whole
     said = " ".join(capsys.readouterr().out.split())
-    assert "--strength: scales the update of a DoRA and not its magnitudes, as in the stock pipeline" in said
+    assert "strength: scales the update of a DoRA and not its magnitudes, as in the stock pipeline" in said
 
 
 def test_a_checkpoint_that_does_not_say_what_was_set(trained: Workspace) -> None:
@@ -155,10 +155,21 @@ def test_a_sweep_marks_the_best_and_goes_on_where_it_was(trained: Workspace, cap
     trained.path("datasets/away").rename(trained.path("datasets/held"))
 
 
+def test_losses_that_would_not_fit_are_not_measured(trained: Workspace, capsys: Capture) -> None:
+    """The device that is planned for has room to render, but not for a held-out picture of this size."""
+    trained.write_datasets([DATASETS[0], {**HELD, "resolution": 1024}, DATASETS[1]])
+    command = ("sweep", "output", "--strengths", "0.5,1", "validation_disable_unconditional=true", "--output", "large")
+    assert trained.run(*command, "plan_device_memory_gb=0.59") == 0
+    told = " ".join(capsys.readouterr().out.split())
+    assert "strength is not measured: memory: " in told
+    assert told.index("strength is not measured") < told.index("Sweeping")
+    trained.write_datasets([DATASETS[0], HELD, DATASETS[1]])
+
+
 @pytest.mark.parametrize(
     ("arguments", "messages"),
     [
-        (["output", "--image", "nowhere.png"], ["--prompt: is required", "nowhere.png"]),
+        (["output", "--image", "nowhere.png"], ["prompt: is required", "nowhere.png"]),
         (["nowhere", *PROMPT], ["'nowhere' does not exist."]),
         (["outptu", *PROMPT], ["'outptu' does not exist. Did you mean 'output'?"]),
         (["~nouser/x", *PROMPT, "--image", "~nouser/y.png"], ["'~nouser/x' does not exist", "'~nouser/y.png' cannot"]),
@@ -174,7 +185,8 @@ def test_a_sweep_marks_the_best_and_goes_on_where_it_was(trained: Workspace, cap
         (["config/config.json", *PROMPT], ["source: 'config/config.json' is not a safetensors file"]),
         (["empty.safetensors", *PROMPT], ["source: 'empty.safetensors' holds no weights"]),
         (["output", *PROMPT, "--strength", "nan", "--checkpoint", "3"], ["--strength: 'nan'", "'3' is not a complete"]),
-        ([LORA, *PROMPT, "--checkpoint", "2", "--ema"], ["--checkpoint: has no effect", "--ema: has no effect"]),
+        (["output", *PROMPT, "--strength", "0,x, y"], ["--strength: 'x' is not a number", "--strength: 'y' is not"]),
+        ([LORA, *PROMPT, "--checkpoint", "2", "--ema"], ["checkpoint: has no effect", "ema: has no effect"]),
     ],
 )
 def test_mistakes_are_told_at_once(

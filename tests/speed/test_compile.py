@@ -355,7 +355,8 @@ def test_inductor_on_one_block() -> None:
     block.requires_grad_(False).feed_forward.requires_grad_(True)
     modulation = block.text_modulation.out_layer
     modulation.weight.data = modulation.weight.data.to(torch.bfloat16).float()
-    assert store_in_bf16(model) == 2 * modulation.weight.numel()
+    store_in_bf16(model)
+    assert modulation.weight.dtype == torch.bfloat16
     mask = torch.arange(6) < torch.tensor([[6], [4]])
     inputs = torch.randn(2, 6, WIDTH), torch.randn(2, WIDTH), torch.randn(2, 6, 1, 8), torch.randn(2, 6, 1, 8), mask
     found = []

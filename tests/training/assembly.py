@@ -13,11 +13,11 @@ from torch import Tensor, nn
 from simpletuner.diffusion.batch import Batch, NoisyBatch
 from simpletuner.diffusion.flow import make_noisy
 from simpletuner.models.adapter import FamilyAdapter, TextRequest
+from simpletuner.models.lora_keys import LORA_FILE
 from simpletuner.techniques.base import HiddenStates, Site, Technique
 from simpletuner.training.assemble import assemble, make_accelerator
 from simpletuner.training.lora import LoraAdapter
 from simpletuner.training.lora_files import write_weights
-from simpletuner.training.manifest import LORA_FILE
 from simpletuner.training.state import Assembly, TrainingSpec
 from tests.fidelity.family import CPU, make_adapter, make_config
 
@@ -41,7 +41,8 @@ def lora_of(assembly: Assembly) -> LoraAdapter:
 
 def write_lora(lora: LoraAdapter, folder: Path, **note: str) -> Path:
     """The file of a LoRA."""
-    return write_weights(LORA_FILE, lora.header(note), folder, lora.file_weights())
+    write_weights(folder / LORA_FILE, lora.file_weights(), lora.header(note))
+    return folder / LORA_FILE
 
 
 def make_site(adapter: FamilyAdapter, transformer: nn.Module, *others: Technique) -> Site:

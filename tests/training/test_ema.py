@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from simpletuner.config.schema import EmaConfig
-from simpletuner.errors import UserError
 from simpletuner.training import ema as ema_module
 from simpletuner.training.ema import Ema, Following
 from tests.closeness import ELEMENTWISE, assert_close
@@ -225,10 +224,3 @@ def test_the_average_is_saved_without_a_second_copy_of_it() -> None:
     ema = Ema(parameters(), EmaConfig(), CPU)
     addresses = {tensor.data_ptr() for tensor in ema.average.values()}
     assert {tensor.data_ptr() for tensor in ema.state_dict()["average"].values()} == addresses
-
-
-def test_the_average_of_other_layers_is_refused() -> None:
-    ema = Ema(parameters(), EmaConfig(), CPU)
-    state = Ema({"a": nn.Parameter(torch.zeros(40, 7))}, EmaConfig(), CPU).state_dict()
-    with pytest.raises(UserError, match="other trained layers"):
-        ema.load_state_dict(state)

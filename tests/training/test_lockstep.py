@@ -60,7 +60,8 @@ def test_two_processes_do_what_one_does(results: list[dict[str, Any]], name: str
     if kind == "fsdp2":
         assert two[0]["passes"] == two[1]["passes"] == one["passes"] > STEPS
     for step, expected in zip(two[0]["metrics"], one["metrics"], strict=True):
-        assert step == pytest.approx(expected, rel=ROTATION)
+        # Before the first update the preservation loss is rounding alone.
+        assert step == pytest.approx(expected, rel=ROTATION, abs=1e-10)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -1,15 +1,14 @@
-"""Adapters of other kinds than LoRA: trained and resumed as they are, published in their own form and as a LoRA.
+"""Adapters other than LoRA: trained and resumed in their own form, published in it and as a LoRA.
 
-The LoRA is the best approximation of each layer's update by a product of two thin matrices (Eckart and Young, 1936).
-What it loses is measured, on the weights and on one forward pass, and written into its header.
+The LoRA is the best low-rank approximation of each layer's update (Eckart and Young, 1936). Its error, on the weights
+and on one forward pass, is measured and written into its header.
 
 LoKr (Yeh et al., arXiv:2309.14859) updates a weight by alpha / rank · W1 ⊗ W2, where W2 may itself be a product of two
 matrices of the rank. LoHa (Hyeon-Woo et al., arXiv:2108.06098) updates it by alpha / rank · (A1 B1) ∘ (A2 B2).
 
-LyCORIS puts modules around the linear layers that a settings file chooses. They live inside the layers, so that they
-move, stream, train and are saved with the transformer. Where it computes the same, they run in bypass mode: the update
-is applied to the layer's input, while rebuilding rounds weight plus update to the weight's dtype, in which small
-updates vanish.
+LyCORIS wraps the linear layers that a settings file chooses. Its modules are children of these layers, so they move,
+stream, train and are saved with the transformer. Where the result is the same, they run in bypass mode, which applies
+the update to the layer's input. Otherwise weight plus update is rounded to the weight's dtype: small updates vanish.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -35,18 +34,18 @@ from simpletuner.config.lora import LoraConfig
 from simpletuner.diffusion.seeds import seeded
 from simpletuner.errors import ConfigError, Problems
 from simpletuner.models.cost import Adapters
-from simpletuner.models.lora_keys import PREFIXES, Targets, file_settings, weights_of
+from simpletuner.models.lora_keys import LORA_FILE, PREFIXES, Targets, file_settings, weights_of
 from simpletuner.models.spec import FamilySpec
 from simpletuner.reporting.pace import size_text
 from simpletuner.training.lora import ADAPTER, inject, without_adapters
 from simpletuner.training.lora_files import LoraHook, write_verified, write_weights
-from simpletuner.training.manifest import ERRORS, LORA_FILE, describe_errors
+from simpletuner.training.manifest import ERRORS, describe_errors
 from simpletuner.training.meter import weight_shapes
 from simpletuner.training.trained import AdapterWeights, Draft, Publication
 
-# Singular vectors computed beyond the largest rank: the randomised method finds the last ones least exactly.
+# Oversampling of the randomised SVD, whose last singular vectors are the least exact.
 SPARE = 16
-LOST = 0.05  # share of an adapter's effect that a conversion may lose without a warning
+LOST = 0.05  # share of an adapter's effect; a conversion that loses more is warned about
 logger = logging.getLogger(__name__)
 
 
@@ -71,7 +70,7 @@ class ConvertedLora:
 
     @contextmanager
     def added(self, transformer: nn.Module) -> Iterator[None]:
-        """A context in which the layers of a transformer add this LoRA to their output."""
+        """A context in which this LoRA is added to the layers of a transformer."""
         with ExitStack() as hooks:
             for name, (down, up) in self.factors.items():
                 hooks.callback(transformer.get_submodule(name).register_forward_hook(LoraHook(down, up, 1.0)).remove)
@@ -80,7 +79,7 @@ class ConvertedLora:
 
 @dataclass
 class ConvertedAdapter(AdapterWeights, ABC):
-    """An adapter that is published as a LoRA too."""
+    """An adapter that is also published as a LoRA."""
 
     transformer: nn.Module
     config: LoraConfig
@@ -92,7 +91,7 @@ class ConvertedAdapter(AdapterWeights, ABC):
 
     @property
     def native_use(self) -> str:
-        """What has to be known to use that file."""
+        """A remark on how to use that file."""
         return ""
 
     @property
@@ -105,11 +104,11 @@ class ConvertedAdapter(AdapterWeights, ABC):
 
     @abstractmethod
     def layers(self) -> Iterable[tuple[str, Any]]:
-        """The modules with the trained numbers of each layer."""
+        """The modules with the trained parameters, by layer."""
 
     @abstractmethod
     def updates(self) -> Iterator[tuple[str, Tensor]]:
-        """What is added to the weight of each layer, in float32 and the weight's shape."""
+        """The update of each layer's weight, in float32 and the weight's shape."""
 
     @abstractmethod
     def native(self, note: Mapping[str, str]) -> Draft:
@@ -124,7 +123,7 @@ class ConvertedAdapter(AdapterWeights, ABC):
         if self.ema is not None:
             with self.ema.applied():
                 averaged = self.native(note)
-                yield Draft(lambda folder, weights: averaged.write(folder / "ema", weights), averaged.content)
+                yield replace(averaged, name=f"ema/{averaged.name}")
         yield self.exact()
 
     def publish(self, output_dir: Path, publication: Publication) -> str:
@@ -141,7 +140,7 @@ class ConvertedAdapter(AdapterWeights, ABC):
         )
 
     def _publish(self, folder: Path, publication: Publication) -> tuple[ConvertedLora, dict[str, str]]:
-        """Write both files, the LoRA verified; returns it with the notes of its errors."""
+        """Write the native file and the verified LoRA; returns the LoRA and its errors for the header."""
         lora = self.convert(publication.dtype)
         # Measured before anything is written, for the LoRA's header.
         forward, effect = self.prediction_errors(lora, publication.predict)
@@ -162,7 +161,7 @@ class ConvertedAdapter(AdapterWeights, ABC):
 
     @torch.no_grad()
     def convert(self, dtype: torch.dtype) -> ConvertedLora:
-        """This adapter as a LoRA in a dtype, whose rounding counts as an error, too."""
+        """This adapter as a LoRA in a dtype; rounding to it is part of the error."""
         factors, lost, whole, limited = {}, 0.0, 0.0, False
         for name, update in self.updates():
             down, up = (each.to(dtype) for each in low_rank(update, self.config.export_energy, self.config.export_rank))
@@ -174,8 +173,8 @@ class ConvertedAdapter(AdapterWeights, ABC):
         return ConvertedLora(factors, (lost / whole) ** 0.5 if whole else 0.0, limited)
 
     def prediction_errors(self, lora: ConvertedLora, predict: Callable[[], Tensor]) -> tuple[float, float]:
-        """The error of a prediction with the LoRA in place of the adapter: its share of the prediction, and of what the
-        adapter changes in it."""
+        """The error of a prediction with the LoRA in place of the adapter, relative to the prediction and to the
+        adapter's effect on it."""
         with torch.compiler.set_stance("force_eager"):  # compiled code would not see the hooks
             own = predict()
             with self.disabled():
@@ -204,7 +203,8 @@ class ProductAdapter(ConvertedAdapter):
         weights = {f"{prefix}{name.removesuffix(end)}": each.detach() for name, each in self.parameters().items()}
         settings = {key: sorted(each) if isinstance(each, set) else each for key, each in vars(self.settings).items()}
         kept = {key: settings[key] for key in ("r", "alpha", "target_modules", "decompose_factor") if key in settings}
-        return Draft(partial(write_weights, self.native_file, {**file_settings(kept, "diffusers"), **note}), weights)
+        header = {**file_settings(kept, "diffusers"), **note}
+        return Draft(self.native_file, partial(write_weights, header=header), weights)
 
     def disabled(self) -> AbstractContextManager[None]:
         return without_adapters(self.transformer)
@@ -226,10 +226,10 @@ def add_product(
 
 
 def stay_in_evaluation(layer: Any) -> None:
-    """Keep an adapter's layer in evaluation mode, whatever the model's mode is.
+    """Keep an adapter's layer in evaluation mode while the model trains.
 
-    In training mode peft draws a random number on the CPU for each call, even for a dropout of 0. That breaks compiled
-    graphs, and with a chance of 2^-24 skips the layer.
+    In training mode peft draws a random number on the CPU in every call, even with a dropout of 0. This breaks compiled
+    graphs, and skips the layer with probability 2^-24.
     """
     layer.eval()
     layer.train = lambda mode=True: layer
@@ -240,8 +240,8 @@ def low_rank(update: Tensor, energy: float, most: int) -> tuple[Tensor, Tensor]:
 
     Args:
         update: (out, in) of a linear layer, (out, in, 1, 1) of a pointwise convolution.
-        energy: share of the sum of squares that B A has at least.
-        most: largest rank, even if it has less.
+        energy: least share of the sum of squares to keep.
+        most: largest rank; it has precedence over `energy`.
     """
     matrix = update.flatten(1)
     with seeded(0, [matrix.device]):  # the method is randomised
@@ -258,7 +258,7 @@ def low_rank(update: Tensor, energy: float, most: int) -> tuple[Tensor, Tensor]:
 def _lora_settings(ranks: Mapping[str, int]) -> dict[str, Any]:
     """peft's settings of a LoRA whose layers have different ranks."""
     usual = Counter(ranks.values()).most_common(1)[0][0]
-    # Anchored, because peft also matches a pattern with the end of a longer path.
+    # Anchored: peft would also match the end of a longer path.
     others = {f"^{name}": rank for name, rank in ranks.items() if rank != usual}
     return {
         "r": usual, "lora_alpha": usual, "rank_pattern": others, "alpha_pattern": others,
@@ -267,13 +267,13 @@ def _lora_settings(ranks: Mapping[str, int]) -> dict[str, Any]:
 
 
 PASSED = ("bypass_mode", "factor", "full_matrix", "decompose_both", "unbalanced_factorization", "use_scalar")
-MULTIPLIER = "simpletuner.multiplier"  # header entry: the file is of no use without it
+MULTIPLIER = "simpletuner.multiplier"  # header entry; the file cannot be used without it
 CHILD = "lycoris"  # name of the module inside its layer
 
 
 @dataclass
 class LycorisAdapter(ConvertedAdapter):
-    """The modules of LyCORIS inside a transformer, by layer."""
+    """LyCORIS modules inside a transformer, by layer."""
 
     file: LycorisFile
     modules: Mapping[str, Any]
@@ -295,15 +295,17 @@ class LycorisAdapter(ConvertedAdapter):
             for module in self.modules.values()
             for key, each in module.state_dict().items()
         }
-        return Draft(partial(self._write, {**note, MULTIPLIER: str(self.file.content["multiplier"])}), weights)
+        header = {**note, MULTIPLIER: str(self.file.content["multiplier"])}
 
-    def _write(self, header: Mapping[str, str], folder: Path, weights: Mapping[str, Tensor]) -> None:
-        write_weights(self.native_file, header, folder, weights)
-        write_json(folder / CONFIG_FILE, dict(self.file.content))
+        def write(path: Path, weights: Mapping[str, Tensor]) -> None:
+            write_weights(path, weights, header)
+            write_json(path.with_name(CONFIG_FILE), dict(self.file.content))
+
+        return Draft(self.native_file, write, weights)
 
     @contextmanager
     def disabled(self) -> Iterator[None]:
-        # A multiplier of 0 would not do: with dora_wd the weight is still decomposed.
+        # A multiplier of 0 would not suffice: dora_wd would still decompose the weight.
         for module in self.modules.values():
             module.org_module[0].forward = module.org_forward
         try:
@@ -327,7 +329,7 @@ def add_lycoris(
         raise ConfigError(problems)
     logging.getLogger("LyCORIS").setLevel(logging.ERROR)
     transformer.requires_grad_(False)
-    # modules draw their initial weights from the global generator
+    # Modules draw their initial weights from the global generator.
     with seeded(seed, (parameter.device for parameter in transformer.parameters())):
         layers = file.layers(weights_of(weight_shapes(transformer)))
         modules = {name: _wrap(transformer, name, file, settings) for name, settings in layers.items()}
@@ -338,7 +340,7 @@ def add_lycoris(
 
 
 def _wrap(transformer: nn.Module, name: str, file: LycorisFile, settings: Mapping[str, Any]) -> Any:
-    """Put a module around a layer's forward pass."""
+    """Wrap the forward pass of a layer in a module."""
     from lycoris.wrapper import network_module_dict  # an extra
 
     layer = transformer.get_submodule(name)
@@ -355,9 +357,9 @@ def _wrap(transformer: nn.Module, name: str, file: LycorisFile, settings: Mappin
 
 
 def update_of(module: Any) -> Tensor:
-    """What a module adds to the weight of its layer: its response to unit vectors, without the layer's own.
+    """The update of a layer's weight by a module: its response to unit vectors, without that of the layer itself.
 
-    The library's `get_diff_weight` is not used, since in version 4.1.3 that of LoKr applies the scale twice.
+    Not by the library's `get_diff_weight`: in version 4.1.3, LoKr's applies the scale twice.
     """
     own, width, kernel = module.org_forward, module.shape[1], module.shape[2:]
     parameter = next(module.parameters())

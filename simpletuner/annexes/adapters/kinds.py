@@ -1,9 +1,7 @@
-"""LoKr, LoHa and LyCORIS as the plan and the budget know them: their layers, and the numbers that they train per layer.
-Free of torch.
+"""LoKr, LoHa and LyCORIS for the plan and the budget: the adapted layers, and the size of each adapter. Free of torch.
 
-The settings file of LyCORIS is read, checked, and resolved to the layers it adapts. Layers are chosen among the
-family's linear layers (`all-linear`) by the rules of the library's presets. A class name stands for every layer inside
-modules of that class.
+The settings file of LyCORIS chooses among the family's linear layers (`all-linear`) by the rules of the library's
+presets. A class name stands for all layers inside modules of that class.
 """
 
 from __future__ import annotations
@@ -41,7 +39,7 @@ REFUSED_KEYS = {
     "train_norm": "a LoRA cannot hold norms",
     **dict.fromkeys(("rank_dropout", "module_dropout"), "its random numbers would not be repeated after a resume"),
 }
-# Settings of convolutions with a kernel and of refused algorithms, which linear layers ignore.
+# Settings of convolutions and of refused algorithms, which linear layers ignore.
 UNUSED = ("conv_dim", "conv_alpha", "use_tucker", "block_size", "constraint", "rescaled")
 # Settings of a layer, with the library's defaults.
 DEFAULTS = {"linear_dim": 4, "linear_alpha": 1, "factor": -1, "dropout": 0.0, "full_matrix": False,
@@ -59,7 +57,7 @@ OF_PRESETS = ("enable_conv", "target_module", "target_name", "exclude_name", *MA
 
 @dataclass(frozen=True)
 class LycorisFile:
-    """The content of a settings file, for the layers of a family."""
+    """A settings file, for the layers of a family."""
 
     content: Mapping[str, Any]
     spec: FamilySpec
@@ -69,10 +67,10 @@ class LycorisFile:
         return dict(self.content.get("apply_preset") or {})
 
     def layers(self, shapes: Mapping[str, Shape]) -> dict[str, dict[str, Any]]:
-        """The adapted layers, each with its settings.
+        """The adapted layers with their settings.
 
         Args:
-            shapes: of the weights of a transformer's layers, by layer.
+            shapes: of the weights of a transformer, by layer.
         """
         names = matching_modules(shapes, self.spec.lora_presets["all-linear"])
         found = {name: self._settings(name) for name in names}
@@ -91,7 +89,7 @@ class LycorisFile:
 
     @property
     def classes(self) -> Mapping[str, str]:
-        """Class names that the file may use, as regular expressions of module paths."""
+        """The class names that the file may use, with regular expressions of their modules' paths."""
         return {**self.spec.adapter_classes, "Linear": ".+"}
 
     def _settings(self, layer: str) -> dict[str, Any] | None:
@@ -115,7 +113,7 @@ class LycorisFile:
 
 
 def read_lycoris(path: str | None, spec: FamilySpec) -> Reading[LycorisFile | None]:
-    """The settings file, or None after a problem."""
+    """The settings file; None after a problem."""
     if path is None:
         yield Problem(KEY, "is required by lora_type lycoris.")
         return None
@@ -127,7 +125,7 @@ def read_lycoris(path: str | None, spec: FamilySpec) -> Reading[LycorisFile | No
 
 
 def _malformed(content: Any) -> str:
-    """The fault that makes the content of a file unreadable; empty if there is none."""
+    """Why the content of a file cannot be interpreted; empty if it can."""
     preset = (content.get("apply_preset") or {}) if isinstance(content, dict) else None
     if not isinstance(preset, dict):
         return "it holds no JSON object with the settings, or apply_preset is none"
@@ -224,26 +222,26 @@ Pair = tuple[int, int]
 
 
 def lokr(config: LoraConfig, spec: FamilySpec, targets: Targets, shapes: Shapes) -> dict[str, int]:
-    """Trained numbers of each layer."""
+    """Trained parameters by layer."""
     pairs = {name: [factorise(width, config.lokr_factor) for width in shapes[name][:2]]
              for name in matching_modules(shapes, targets)}  # fmt: skip
     return {name: lokr_numbers(rows, columns, config.lora_rank) for name, (rows, columns) in pairs.items()}
 
 
 def loha(config: LoraConfig, spec: FamilySpec, targets: Targets, shapes: Shapes) -> dict[str, int]:
-    """Trained numbers of each layer."""
+    """Trained parameters by layer."""
     return {name: loha_numbers(config.lora_rank, shapes[name]) for name in matching_modules(shapes, targets)}
 
 
 def lycoris(config: LoraConfig, spec: FamilySpec, targets: Targets, shapes: Shapes) -> dict[str, int]:
-    """Trained numbers of each layer that the settings file chooses."""
+    """Trained parameters by layer, for the layers that the settings file chooses."""
     file = result_of(read_lycoris(config.lycoris_config, spec))
     layers = file.layers(shapes) if file else {}
     return {name: _lycoris_numbers(shapes[name], settings) for name, settings in layers.items()}
 
 
 def _lycoris_numbers(shape: Shape, settings: Mapping[str, Any]) -> int:
-    """Numbers of a layer of LyCORIS, in which the smaller factor comes first."""
+    """Trained parameters of a LyCORIS layer, whose smaller factor comes first."""
     rank, out, into = int(settings["dim"]), shape[0], shape[1]
     rows, columns = (sorted(factorise(width, int(settings["factor"]))) for width in (out, into))
     if settings["unbalanced_factorization"]:
@@ -257,13 +255,13 @@ def _lycoris_numbers(shape: Shape, settings: Mapping[str, Any]) -> int:
 
 
 def lokr_numbers(rows: Pair, columns: Pair, rank: int, *, full: bool = False, both: bool = False) -> int:
-    """Numbers of a LoKr: W1 (a, m) and W2 (k, n), each full or as two matrices of the rank.
+    """Trained parameters of a LoKr: W1 (a, m) and W2 (k, n), each full or a product of two matrices of the rank.
 
     Args:
         rows: (a, k), whose product is the layer's output width.
         columns: (m, n), whose product is its input width.
-        full: never use matrices of the rank.
-        both: low-rank factors may also replace W1.
+        full: W1 and W2 are full.
+        both: W1 may be a product, too.
     """
     (a, k), (m, n) = rows, columns
     # The rule of LyCORIS and of peft: thin matrices only below half of the longer side.
@@ -272,7 +270,7 @@ def lokr_numbers(rows: Pair, columns: Pair, rank: int, *, full: bool = False, bo
 
 
 def loha_numbers(rank: int, shape: Shape) -> int:
-    """Numbers of a LoHa: two pairs of matrices."""
+    """Trained parameters of a LoHa: two pairs of matrices."""
     return 2 * rank * (shape[0] + shape[1])
 
 
@@ -292,7 +290,7 @@ def factorise(width: int, factor: int) -> Pair:
 
 
 def lycoris_layers(config: LoraConfig, spec: FamilySpec, shapes: Shapes, quantised: bool) -> Reading[list[str]]:
-    """The layers that the settings file selects; empty, with a problem, if it is invalid.
+    """The layers that the settings file chooses; none, with a problem, if it is invalid.
 
     Args:
         shapes: empty if the transformer is not on this machine.

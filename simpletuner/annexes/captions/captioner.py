@@ -1,10 +1,10 @@
-"""Describes pictures and clips with the Qwen2.5-VL that Kandinsky 5 encodes its prompts with (`simpletuner caption`).
+"""Captions pictures and clips with Qwen2.5-VL, the prompt encoder of Kandinsky 5 (`simpletuner caption`).
 
 files without caption ─► batch by batch: decode ─► describe ─► write beside each file
 
-The checkpoint holds the whole model, language head included. Clips go in as Qwen's own video input: pairs of frames
-with the seconds between them (Qwen2.5-VL technical report, arXiv:2502.13923), put together from patches of pictures,
-because transformers' video processor needs torchvision.
+The checkpoint holds the whole model, language head included. Clips are Qwen's video input: pairs of frames with the
+seconds between them (Qwen2.5-VL technical report, arXiv:2502.13923), assembled from patches of pictures, because
+transformers' video processor needs torchvision.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from simpletuner.memory.precision import DTYPES
 from simpletuner.models.adapter import EncoderQuantiser
 from simpletuner.models.kandinsky5.loading import load_processor
 from simpletuner.models.kandinsky5.text import QWEN_LAYERS
-from simpletuner.models.loading import load_whole, told_plainly
+from simpletuner.models.loading import load_whole, user_errors
 from simpletuner.models.source import ModelSource, Part
 from simpletuner.plan.build import Plan
 from simpletuner.reporting.events import EventStream
@@ -75,7 +75,7 @@ class QwenCaptioner:
 
     Args:
         source: the checkpoint's components.
-        device, dtype: where and in which precision it runs.
+        device, dtype: of the model.
         quantise: quantises its language layers.
     """
 
@@ -83,7 +83,7 @@ class QwenCaptioner:
         self, source: ModelSource, device: torch.device, dtype: torch.dtype, quantise: EncoderQuantiser | None = None
     ) -> None:
         self.device = device
-        with told_plainly(source["tokenizer"]):
+        with user_errors(source["tokenizer"]):
             self.processor: ProcessorMixin = load_processor(source["tokenizer"].fetch().parent)
         self.qwen: Any = load_whole(Qwen2_5_VLForConditionalGeneration, source["text_encoder"], dtype=dtype)
         self.qwen.requires_grad_(False).eval()
@@ -96,13 +96,16 @@ class QwenCaptioner:
         return [self.qwen]
 
     def count(self, text: str) -> int:
-        """Length of a text in tokens."""
+        """The number of tokens of a text."""
         return len(self.processor.tokenizer(text)["input_ids"])
 
     @torch.no_grad()
     def describe(self, requests: Sequence[DescriptionRequest], most: int) -> list[tuple[str, bool]]:
-        """Describe each request by greedy decoding, in at most `most` tokens: a text on one line, and whether the model
-        finished it."""
+        """Describe requests by greedy decoding of at most `most` tokens.
+
+        Returns:
+            A text on one line for each, and whether the model finished it.
+        """
         tokenizer = self.processor.tokenizer
         ends = [tokenizer.convert_tokens_to_ids(END), tokenizer.eos_token_id]
         rows = [self._prepare(request) for request in requests]
@@ -137,7 +140,7 @@ class QwenCaptioner:
         if is_clip:
             patches, grid = self._paired(patches, len(frames)), torch.tensor([[len(frames) // 2, *grid[0, 1:]]])
         token = self.processor.video_token if is_clip else self.processor.image_token
-        # The vision tower merges squares of patches into one token.
+        # The vision tower merges a square of patches into one token.
         places = int(grid.prod()) // self.processor.image_processor.merge_size**2
         prompt = CHAT.format(token * places, request.instruction)
         ids = self.processor.tokenizer(prompt, return_tensors="pt")["input_ids"][0]
@@ -154,7 +157,7 @@ class QwenCaptioner:
         return {**inputs, "pixel_values_videos": patches, "video_grid_thw": grid, "second_per_grid_ts": between}
 
     def _paired(self, patches: Tensor, frames: int) -> Tensor:
-        """Patches of two successive frames, from patches in which the processor has doubled every frame."""
+        """Patches of pairs of successive frames, from patches in which the processor repeated every frame."""
         depth = self.processor.image_processor.temporal_patch_size
         side = self.processor.image_processor.patch_size
         # pairs, frames of a pair, patches, 3, side, side
@@ -163,7 +166,7 @@ class QwenCaptioner:
 
 
 def _shrunk(picture: Image, most: int) -> Image:
-    """The picture, reduced to at most that many pixels."""
+    """The picture, downscaled to at most this many pixels."""
     scale = math.sqrt(most / (picture.width * picture.height))
     if scale >= 1:
         return picture
@@ -173,9 +176,9 @@ def _shrunk(picture: Image, most: int) -> Image:
 logger = logging.getLogger(__name__)
 
 FRAMES = 8  # of a clip, evenly spaced over what is trained of it
-WIDEST = 100  # ratio of the sides of a picture, beyond which nothing is left of it
+WIDEST = 100  # largest ratio of the sides of a picture
 FEWEST = 16  # tokens of a caption besides its trigger
-TOGETHER = 8  # files described at a time, unless configured
+TOGETHER = 8  # default batch size
 SHARE = 0.8  # of the free device memory that weights may take
 ADVICE = "These need less memory: group_offload_text_encoder, text_encoder_1_precision int8-quanto."
 
@@ -183,11 +186,11 @@ Shown = tuple[DatasetFile, DescriptionRequest]
 
 
 def write_captions(survey: Plan, files: Sequence[DatasetFile], wording: Wording, events: EventStream) -> int:
-    """Write a caption file beside each file and return their number; no caption is overwritten."""
+    """Write a caption file beside each file; returns how many. Existing captions are kept."""
     written = 0
     for file, caption in described(survey, files, wording, events):
         target = file.path.with_suffix(CAPTION_SUFFIX)
-        # It may have been written meanwhile.
+        # Someone may have written it meanwhile.
         if not target.exists() or not target.read_bytes().strip():
             write_atomically(target, f"{caption}\n")
             written += 1
@@ -197,7 +200,7 @@ def write_captions(survey: Plan, files: Sequence[DatasetFile], wording: Wording,
 def described(
     survey: Plan, files: Sequence[DatasetFile], wording: Wording, events: EventStream
 ) -> Iterator[tuple[DatasetFile, str]]:
-    """Each file with its caption; the log names those that cannot be decoded.
+    """Files with their captions; those that cannot be decoded are logged.
 
     Raises:
         UserError: the model cannot be used, or does not fit into memory.
@@ -223,10 +226,10 @@ def described(
 
 
 def open_captioner(survey: Plan, events: EventStream) -> QwenCaptioner:
-    """Download what is missing, and load the captioner onto the device, or streamed to it.
+    """Download missing components and load the captioner, onto the device or streamed to it.
 
     Raises:
-        UserError: the checkpoint has none.
+        UserError: the checkpoint has no captioner.
     """
     spec, source, config = survey.spec, survey.source, survey.config
     torch.set_num_threads(compute_threads(config.caching.torch_num_threads))
@@ -241,7 +244,7 @@ def open_captioner(survey: Plan, events: EventStream) -> QwenCaptioner:
 
 
 def _streamed_if_large(config: RunConfig, part: Part, device: torch.device) -> RunConfig:
-    """With `offload: auto`, the settings with streaming if the weights would take most of the free device memory."""
+    """The settings; with `offload: auto`, the encoder is streamed if it would fill most of the free device memory."""
     stored = quantisation(config.precision.text_encoder_1_precision)
     if config.offload.offload != "auto" or device.type != "cuda" or stored is not None:
         return config
@@ -251,10 +254,10 @@ def _streamed_if_large(config: RunConfig, part: Part, device: torch.device) -> R
 
 
 def longest(survey: Plan, captioner: QwenCaptioner, wording: Wording) -> int:
-    """How many tokens may follow the trigger, so that the family's prompt truncates nothing.
+    """The tokens that may follow the trigger before the family's prompt is truncated.
 
     Raises:
-        UserError: too few are left.
+        UserError: too few.
     """
     room = survey.spec.words.room(survey.config.text)
     left = room - (captioner.count(wording.lead) if wording.lead else 0)

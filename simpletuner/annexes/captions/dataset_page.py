@@ -1,4 +1,4 @@
-"""`simpletuner dataset`: every file of the datasets on one page, as it will be trained. Free of torch."""
+"""`simpletuner dataset`: a page of all files of the datasets, as they will be trained. Free of torch."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ BLURRED = 0.25  # of the median sharpness of a dataset
 STILL = 0.004  # mean change between frames; less is the noise of the camera
 SIDE = 8  # of the grid that is compared; two directions give 128 bits
 BITS = 2 * SIDE**2
-# How much two versions of a picture (another size or format, small corrections) may differ: bits, and the mean of the
-# channels in any field of the grid. Bits alone do not tell apart two shapes on an even ground.
+# How much versions of a picture (another size or format, small corrections) may differ: in bits, and in the mean colour
+# of any field of the grid. Bits alone do not distinguish two shapes on an even ground.
 NEAR, LIKE = 8, 40
 NOISE = 2  # of 255; a smaller difference would decide the bits of even areas by chance
 ROWS = 1024  # compared with all others at a time, so that memory stays small
-# What deserves a look, in the order of the page's buttons.
+# Remarks on files, in the order of the page's buttons.
 KINDS = {
     "unused": "not used", "twin": "near-duplicates", "blurred": "blurred", "small": "small", "still": "hardly moving",
     "cut": "caption cut off",
@@ -47,7 +47,7 @@ KINDS = {
 
 @dataclass(frozen=True)
 class Words:
-    """A caption as it is encoded: what is kept and what is cut off; its tokens, if they can be counted here."""
+    """A caption as it is encoded: the part that is kept, the part that is cut off, and its tokens, if known."""
 
     kept: str
     cut: str = ""
@@ -59,11 +59,11 @@ class FileCard:
     """One file on the page.
 
     Attributes:
-        kinds: what deserves a look: a key of `KINDS` and a text.
+        kinds: remarks: a key of `KINDS` and a text.
         source: the picture, or the first frame of a clip, as a data URI; empty if it cannot be shown.
-        ratio: its width / height.
+        ratio: width / height.
         size, trained: of the file, and as it is trained.
-        box: left, top, width and height of what is trained, in percent of the picture.
+        box: left, top, width and height of the trained crop, in percent of the picture.
         sharpness, motion: see the functions below; None if not measured.
         print: its `colour_grid`.
     """
@@ -85,7 +85,7 @@ CaptionReader = Callable[[Dataset, str], Words]
 
 
 def write_page(survey: Plan, path: Path, events: EventStream) -> None:
-    """Look at every file and write the page; nothing else is written.
+    """Inspect all files and write the page; nothing else is written.
 
     Raises:
         WriteError: it cannot be written.
@@ -93,7 +93,7 @@ def write_page(survey: Plan, path: Path, events: EventStream) -> None:
     cards = look_at_all(survey, events)
     for shown in cards.values():
         mark_blurred(shown)
-    # Near-duplicates are sought across datasets; partners and masks are not compared.
+    # Near-duplicates are searched across datasets, except partners and masks.
     mark_twins([card for each in survey.datasets if not each.config.is_conditioning for card in cards[each.id]])
     page = render(
         "captions/dataset.html.jinja",
@@ -110,7 +110,7 @@ def write_page(survey: Plan, path: Path, events: EventStream) -> None:
 
 
 def look_at_all(survey: Plan, events: EventStream) -> dict[str, list[FileCard]]:
-    """The cards of all files by dataset, decoded in threads."""
+    """The cards of all files by dataset; threads decode them."""
     read, cards = caption_reader(survey), {dataset.id: list[FileCard]() for dataset in survey.datasets}
     files = [(dataset, entry) for dataset in survey.datasets for entry in placed(dataset)]
     captions = {(each.id, sample.name): sample.captions for each in survey.datasets for sample in each.samples}
@@ -132,7 +132,7 @@ def look_at_all(survey: Plan, events: EventStream) -> dict[str, list[FileCard]]:
 
 
 def placed(dataset: Dataset) -> Iterator[LedgerEntry]:
-    """The ledger, with the crops that files without a caption would have."""
+    """The ledger, also with crops of files that lack only a caption."""
     silent = {file.name for file in dataset.rejected if file.reason == "no caption"}
     for entry in dataset.ledger():
         if entry.name in silent:
@@ -148,7 +148,7 @@ def tokenizer_file(survey: Plan) -> Path | None:
 
 
 def caption_reader(survey: Plan) -> CaptionReader:
-    """Splits captions where the prompt ends, if the checkpoint's tokenizer is on this machine."""
+    """A function that splits captions where the prompt ends, if the checkpoint's tokenizer is on this machine."""
     spec, file = survey.spec, tokenizer_file(survey)
     if file is None:
         return lambda dataset, caption: Words(caption)
@@ -164,7 +164,7 @@ def caption_reader(survey: Plan) -> CaptionReader:
 
 
 def look_at(dataset: Dataset, entry: LedgerEntry, words: Sequence[Words], side: int) -> FileCard:
-    """Decode a file once, and measure it."""
+    """Decode and measure a file."""
     facts = dataset.facts.get(entry.name)
     card = card_of(facts, entry, words)
     if facts is None or facts.problem is not None:
@@ -186,7 +186,7 @@ def look_at(dataset: Dataset, entry: LedgerEntry, words: Sequence[Words], side: 
 
 
 def card_of(facts: FileFacts | None, entry: LedgerEntry, words: Sequence[Words]) -> FileCard:
-    """What is known of a file without decoding it."""
+    """The card of a file without what only decoding shows."""
     card = FileCard(entry.name, {"unused": entry.use} if entry.use else {}, words)
     if facts is None or facts.problem is not None:
         return card
@@ -200,7 +200,7 @@ def card_of(facts: FileFacts | None, entry: LedgerEntry, words: Sequence[Words])
 
 
 def mark_blurred(cards: Sequence[FileCard]) -> None:
-    """Mark what is much less sharp than most of its dataset; a soft style is not blurred."""
+    """Mark files that are much less sharp than the median of their dataset, so that a soft style is not marked."""
     known = [(card, card.sharpness) for card in cards if card.sharpness is not None]
     least = BLURRED * median(value for _, value in known) if known else 0
     for card, value in known:
@@ -223,14 +223,14 @@ def colour_grid(picture: Image.Image) -> NDArray[np.int16]:
 
 
 def difference_hash(prints: NDArray[np.int16]) -> NDArray[np.bool_]:
-    """`N 128`: whether each of 8 x 8 fields is darker than the one to its right, and than the one below it."""
+    """Whether each of 8 x 8 fields is darker than its right neighbour, and than the one below (N 128)."""
     grey = prints.mean(axis=3)
     here, right, below = grey[:, :-1, :-1], grey[:, :-1, 1:], grey[:, 1:, :-1]
     return np.concatenate([(each - here > NOISE).reshape(-1, SIDE**2) for each in (right, below)], axis=1)
 
 
 def near_duplicates(prints: Sequence[NDArray[np.int16]]) -> list[list[int]]:
-    """Groups of indices of pictures that are nearly the same as another one of the group, by their colour grids."""
+    """Groups of indices of near-duplicates by their colour grids; each resembles another of its group."""
     grids = np.array(prints, dtype=np.int16).reshape(-1, SIDE + 1, SIDE + 1, 3)
     signs = difference_hash(grids).astype(np.float32) * 2 - 1
     group = np.arange(len(grids))

@@ -1,8 +1,8 @@
-"""The files of one dataset as they are trained, and what the page of the server changes of them. Free of torch.
+"""The files of one dataset as they are trained, for the page, and edits of their captions. Free of torch.
 
-They are looked at some at a time: a folder of a million files is listed, but not read. No file of the user is deleted
-or moved. A caption is replaced only by somebody who has seen what it says now. Before many are replaced at once, a
-hidden file beside them keeps the old ones; of such backups the newest stay.
+Files are inspected a few at a time: a folder of a million files is listed, but not read. No file of the user is deleted
+or moved. A caption is replaced only if it still says what the editor saw. Before many are replaced at once, their old
+texts are saved in a hidden file beside them; the newest of these backups stay.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from simpletuner.data.files import LARGEST_CAPTION, LeftOutError
 from simpletuner.data.sample import LedgerEntry, Rejected
 from simpletuner.errors import Problems, Reading, UserError, required, result_of, visible
 
-PATIENCE = 4.0  # seconds that a search may read captions
+PATIENCE = 4.0  # seconds that a search may spend on reading captions
 AGE = 10  # a listing is used for this many times as long as it took
 MOST_LISTINGS = 3
 Place = tuple[Path, frozenset[str]]  # a folder, and the extensions of its files
@@ -44,11 +44,11 @@ _facts: dict[Path, dict[str, FileFacts]] = defaultdict(dict)
 
 @dataclass(frozen=True)
 class Mask:
-    """Which part of a file is learned.
+    """The part of a file that is learned.
 
     Attributes:
         stamp: changes with the content of the mask.
-        share: of the file, as far as it is trained; None if it is not.
+        share: of the trained crop; None if the mask is not used.
     """
 
     path: Path
@@ -70,11 +70,11 @@ class Shown:
     Attributes:
         card: its sizes, its crop, its captions as they are trained, and why it is not used.
         stamp: changes with the content of the file.
-        text, tag: of its caption file; None if there is none.
+        text, tag: of its caption file; the text is None without one.
         locked: why its caption cannot be edited; empty if it can.
-        is_excluded: it was left out by hand, and can be taken back.
-        shares: its caption file belongs to another file, too.
-        mask: which part of it is learned; None for all.
+        is_excluded: it was excluded by hand, and can be included again.
+        shares: another file has the same caption file.
+        mask: the part that is learned; None for all of it.
     """
 
     card: FileCard
@@ -93,7 +93,7 @@ class Shown:
         return visible(self.card.name)
 
 
-Planned = tuple[LedgerEntry, Sequence[str], Mask | None]  # a file as it is trained, its captions and its mask
+Planned = tuple[LedgerEntry, Sequence[str], Mask | None]  # a file as it is trained, with its captions and mask
 
 
 @dataclass(frozen=True)
@@ -130,12 +130,12 @@ class Library:
 
     @cached_property
     def excluded(self) -> frozenset[str]:
-        """The files that were left out by hand."""
+        """The files that were excluded by hand."""
         return result_of(discovery.read_excluded(self.entry))
 
     @property
     def fixed(self) -> str:
-        """Why nothing of it can be changed; empty if something can."""
+        """Why it is read-only; empty if it is not."""
         if self.is_packaged:
             return "This belongs to a packaged example: copy it to change it."
         if self.entry.type != "local":
@@ -146,7 +146,7 @@ class Library:
 
     @property
     def locked(self) -> str:
-        """Why its captions cannot be edited; empty if they can."""
+        """Why its captions are read-only; empty if they are not."""
         entry, strategy = self.entry, self.entry.caption_strategy
         if self.fixed:
             return self.fixed
@@ -159,7 +159,7 @@ class Library:
 
     @property
     def unpaintable(self) -> str:
-        """Why no masks can be painted for its files; empty if they can."""
+        """Why masks for its files cannot be painted; empty if they can."""
         if self.masks and self.masks.type != "local":
             return f"The masks come from {self.masks.type}: change them there."
         return self.fixed
@@ -170,7 +170,7 @@ class Library:
         return self.root / self.listing.captions.get(pair_key(name), beside)
 
     def find(self, words: str, only: str = "") -> tuple[Sequence[str], int]:
-        """The files that have some words in their name or caption, and how many could not be looked at in time.
+        """The files with these words in their name or caption, and how many were not searched in time.
 
         Args:
             only: `excluded` or `uncaptioned` files, else all.
@@ -199,7 +199,7 @@ class Library:
             return "?"  # there is something that cannot be read
 
     def show(self, names: Sequence[str]) -> Iterator[Shown]:
-        """Some files, with what training makes of them."""
+        """These files as training uses them."""
         known, shared = inspected(self.root, names), Counter(map(pair_key, names))
         planned = self._bare(names) if self.fixed and not self.is_packaged else self._planned(names)
         for entry, captions, mask in planned:
@@ -215,7 +215,7 @@ class Library:
             )  # fmt: skip
 
     def _planned(self, names: Sequence[str]) -> Iterator[Planned]:
-        """What training makes of some files, as if there were no others and none had been left out."""
+        """These files as training would use them if the dataset had no others and none were excluded."""
         entries = [
             # Which files are held out or chosen depends on all of them.
             each.model_copy(update={"hold_out": 0, "max_num_samples": None})
@@ -231,7 +231,7 @@ class Library:
         return ((each, captions.get(each.name, ()), Mask.of(dataset, each.name)) for each in known)
 
     def _folders(self, names: Sequence[str]) -> dict[str, Folder]:
-        """The folders of the dataset and of its partners, as if they had only some files."""
+        """The folders of the dataset and of its partners, reduced to these files."""
         folders, keys = {self.entry.id: part_of(self.entry, names, self.listing)}, set(map(pair_key, names))
         for each in (self.context.fill(each) for each in self.entries if each.is_conditioning):
             listing = list_files(each, self.context)
@@ -239,12 +239,12 @@ class Library:
         return folders
 
     def _bare(self, names: Sequence[str]) -> Iterator[Planned]:
-        """Some files without what training makes of them."""
+        """These files without their use in training."""
         return ((LedgerEntry(self.entry.id, name), (), None) for name in names)
 
 
 def list_files(entry: DatasetConfig, context: DataContext) -> Scan:
-    """The files of an entry, listed again whenever that takes a small part of the time."""
+    """The files of an entry; a listing is kept for `AGE` times as long as it took."""
     place = Path(entry.instance_data_dir or ""), discovery.wanted_suffixes(entry, context)
     until, listing = _listings.get(place, (0.0, Scan()))
     if (start := time.monotonic()) >= until:
@@ -256,12 +256,12 @@ def list_files(entry: DatasetConfig, context: DataContext) -> Scan:
 
 
 def forget_listings() -> None:
-    """After files were added."""
+    """List folders again, after files were added."""
     _listings.clear()
 
 
 def inspected(root: Path, names: Sequence[str]) -> dict[str, FileFacts]:
-    """Facts of some files, each read once unless it changes."""
+    """Facts of files; a file is read again only if it has changed."""
     facts = discovery.inspect_files(root, names, _facts[root])
     _facts[root] |= facts
     return facts
@@ -273,7 +273,7 @@ def stamp_of(facts: FileFacts) -> str:
 
 
 def part_of(entry: DatasetConfig, names: Sequence[str], listing: Scan) -> Folder:
-    """The folder of an entry as if it had only these files."""
+    """The folder of an entry, reduced to these files."""
     root = Path(entry.instance_data_dir or "")
     facts = inspected(root, sorted(names))
     captions = {key: listing.captions[key] for key in map(pair_key, names) if key in listing.captions}
@@ -283,20 +283,20 @@ def part_of(entry: DatasetConfig, names: Sequence[str], listing: Scan) -> Folder
 
 BACKUP = re.compile(r"\.captions-[\d-]+\.json")
 MOST_BACKUPS = 3  # of a folder: each is listed among the files that are not used
-UNWRITABLE = re.compile("[\0\ud800-\udfff]")  # a NUL is refused by whoever reads it, half a character cannot be stored
-# Between the comparison of a file with what was seen and its replacement, no other request may replace it.
+UNWRITABLE = re.compile("[\0\ud800-\udfff]")  # readers refuse NUL; UTF-8 cannot encode surrogates
+# Held from the check that a file is unchanged until it is replaced.
 _writing = threading.Lock()
 
 Edit = Callable[[str, str], str]  # name and text of a caption file in, new text out
 
 
 class ChangedMeanwhileError(UserError):
-    """A file does not say what was seen of it."""
+    """A file has changed since it was opened."""
 
 
 @dataclass(frozen=True)
 class CaptionChange:
-    """What becomes of a caption file; `name` is its path below the dataset's folder."""
+    """The change of a caption file; `name` is its path below the dataset's folder."""
 
     name: str
     path: Path
@@ -314,7 +314,7 @@ def read_caption(path: Path) -> str | None:
 
 
 def tag_of(text: str | None) -> str:
-    """Identifies what a caption file says; empty if there is none."""
+    """Identifies the text of a caption file; empty if there is none."""
     return "" if text is None else hashlib.sha256(text.encode()).hexdigest()[:32]
 
 
@@ -322,10 +322,10 @@ def write_caption(path: Path, text: str, seen: str) -> None:
     """Replace the text of a caption file.
 
     Args:
-        seen: the tag of what it said when it was opened.
+        seen: the tag of its text when it was opened.
 
     Raises:
-        ChangedMeanwhileError: it says something else by now.
+        ChangedMeanwhileError: it has changed since.
         UserError: the text cannot be a caption.
     """
     content = content_of(text)
@@ -344,7 +344,7 @@ def _check_unchanged(path: Path, seen: str) -> None:
 
 
 def content_of(text: str) -> str:
-    """A text as a caption file holds it.
+    """A text as it is written to a caption file: without spaces at the ends of lines, and ending in a newline.
 
     Raises:
         UserError: it cannot be a caption.
@@ -360,23 +360,23 @@ def content_of(text: str) -> str:
 
 
 def _tidied(edit: Edit) -> Edit:
-    """An edit whose results are what a caption file holds, where it changes anything."""
+    """An edit whose changed results are tidied by `content_of`."""
     return lambda name, text: text if (after := edit(name, text)) == text else content_of(after)
 
 
 def replacing(find: str, new: str) -> Edit:
-    """Replaces a text wherever it occurs."""
+    """Replace every occurrence of a text."""
     return _tidied(lambda name, text: text.replace(find, new))
 
 
 def prefixing(trigger: str, *, whole: bool) -> Edit:
-    """Makes every caption begin with a trigger, unless it does.
+    """Put a trigger before captions that do not begin with it.
 
     Args:
-        whole: a file is one caption; else each line is.
+        whole: a file is one caption; otherwise every line is.
 
     Raises:
-        ConfigError: it is not a word or a few words on one line.
+        ConfigError: the trigger is not a word or a few words on one line.
     """
     wording = Wording("short", trigger)
     Problems(wording.problems()).raise_if_fatal()
@@ -390,16 +390,16 @@ def prefixing(trigger: str, *, whole: bool) -> Edit:
 
 
 def restoring(backup: Path) -> Reading[Edit]:
-    """Undoes changes that were made at once, by what was kept of them: also what training would refuse comes back."""
+    """Undo a batch of changes from its backup; texts that training would refuse are restored, too."""
     texts: Mapping[str, str] = (yield from read_json(backup, dict, "the captions of a dataset")) or {}
     return lambda name, text: texts.get(name, text)
 
 
 def changes_of(files: Mapping[str, Path], edit: Edit) -> tuple[list[CaptionChange], list[str]]:
-    """What an edit would change, and the names of the files that cannot be read.
+    """The changes that an edit makes, and the names of unreadable files.
 
     Args:
-        files: the caption files by name.
+        files: caption files by name.
 
     Raises:
         UserError: a result cannot be a caption.
@@ -417,15 +417,15 @@ def changes_of(files: Mapping[str, Path], edit: Edit) -> tuple[list[CaptionChang
 
 
 def digest_of(changes: Sequence[CaptionChange]) -> str:
-    """Identifies changes, so that those which are applied are those which were seen."""
+    """Identifies changes, so that only those are applied that were shown."""
     return tag_of("".join(map(tag_of, (part for each in changes for part in (each.name, each.before, each.after)))))
 
 
 def apply(changes: Iterable[CaptionChange], folder: Path) -> str:
-    """Write changes; returns the name of the file in the dataset's folder that keeps what was there.
+    """Write changes; returns the name of the backup of the old texts in the dataset's folder.
 
     Raises:
-        ChangedMeanwhileError: a file says something else by now; those before it are written.
+        ChangedMeanwhileError: a file has changed; those before it are written.
     """
     changes = list(changes)
     with _writing:
@@ -441,13 +441,13 @@ def apply(changes: Iterable[CaptionChange], folder: Path) -> str:
 
 
 def exclude(config: DatasetConfig, names: AbstractSet[str], path: Path, *, out: bool) -> None:
-    """Leave files out of training, or take them back.
+    """Exclude files from training, or include them again.
 
     Args:
         path: of the entry's `exclude_files`.
 
     Raises:
-        ConfigError: the list cannot be read; it is kept as it is.
+        ConfigError: the list cannot be read; it stays as it is.
     """
     with _writing:
         excluded = required(read_excluded(config))

@@ -1,4 +1,4 @@
-"""Which files need a caption, what the captioner is asked, and what becomes of its answer."""
+"""Which files need a caption, the captioner's instruction, and how its answer becomes a caption."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from simpletuner.models.spec import FamilySpec
 from simpletuner.plan.build import Plan
 
 Style = Literal["short", "long", "tags"]
-# Tokens that a caption of each style may take, if the prompt has room for them.
+# The most tokens of a caption by style, if the prompt has room for them.
 LENGTHS: dict[Style, int] = {"short": 60, "long": 220, "tags": 90}
-# What the captioner is told: {0} is what it sees, {1} what it should look at besides.
+# {0} is the kind of file, {1} what to describe besides.
 INSTRUCTIONS: dict[Style, str] = {
     "short": "Describe this {0} in one plain sentence: the subject, {1}, where it is, and whether it is photographed, "
     "drawn or something else. State what is visible; guess nothing.",
@@ -32,7 +32,7 @@ INSTRUCTIONS: dict[Style, str] = {
 }
 PICTURE = ("picture", "its pose or action")
 CLIP = ("clip", "what it does in which order and how fast, how the camera moves")
-ENCODER = ("text_encoder", "tokenizer")  # roles of the parts that a captioner needs
+ENCODER = ("text_encoder", "tokenizer")  # the components of a captioner
 LANGUAGE_HEAD, VISION = "lm_head.weight", "visual."
 
 
@@ -41,7 +41,7 @@ class Wording:
     """How captions are worded.
 
     Attributes:
-        trigger: the first words of every caption; empty for none.
+        trigger: first words of every caption; may be empty.
     """
 
     style: Style
@@ -54,15 +54,15 @@ class Wording:
 
     @property
     def lead(self) -> str:
-        """What every caption begins with."""
+        """The beginning of every caption."""
         return f"{self.trigger.strip()}, " if self.trigger.strip() else ""
 
     def instruction(self, *, is_clip: bool) -> str:
-        """What the captioner is told."""
+        """The instruction for the captioner."""
         return INSTRUCTIONS[self.style].format(*(CLIP if is_clip else PICTURE))
 
     def caption(self, text: str, *, is_whole: bool) -> str:
-        """An answer as a caption, without the beginning of a sentence or tag that was cut off; empty if it is."""
+        """An answer as a caption; empty if the answer is. A last sentence or tag that was cut off is dropped."""
         text = text.strip(" \"'")
         if not is_whole:
             # A whole sentence, if one ends; else up to the last comma.
@@ -72,13 +72,13 @@ class Wording:
 
 
 def check_captions(survey: Plan, wording: Wording, wanted: str | None) -> None:
-    """Check what is asked for.
+    """Check the options of `simpletuner caption`.
 
     Args:
-        wanted: id of a dataset, or None.
+        wanted: id of a dataset; None for all.
 
     Raises:
-        ConfigError: the checkpoint has no captioner, there is no such dataset, or the trigger is not one.
+        ConfigError: the checkpoint has no captioner, the dataset does not exist, or the trigger is invalid.
     """
     problems = Problems([*wording.problems(), *check_captioner(survey.spec, survey.source)])
     ids = [each.id for each in _described(survey.datasets)]
@@ -89,7 +89,7 @@ def check_captions(survey: Plan, wording: Wording, wanted: str | None) -> None:
 
 
 def check_captioner(spec: FamilySpec, source: ModelSource) -> Iterator[Problem]:
-    """Whether the text encoder can describe pictures; one that is not on this machine is checked after the download."""
+    """Whether the text encoder can describe pictures. One that is not on this machine is checked after its download."""
     if spec.words.captioner is None:
         message = f"the text encoder of {spec.title} sees no pictures and writes no text; choose a Kandinsky 5 family."
         yield Problem("model_family", message)
@@ -109,12 +109,12 @@ def check_captioner(spec: FamilySpec, source: ModelSource) -> Iterator[Problem]:
 
 
 def _described(datasets: Sequence[Dataset]) -> list[Dataset]:
-    """The datasets whose files can have captions beside them."""
+    """The datasets whose files may have caption files beside them."""
     return [each for each in datasets if each.config.type == "local" and not each.config.is_conditioning]
 
 
 def uncaptioned(datasets: Sequence[Dataset], wanted: str | None = None) -> Iterator[DatasetFile]:
-    """The usable files without a caption, of one dataset or of all; files of one stem share a caption."""
+    """The usable files without a caption, of one dataset or of all; files with the same stem share a caption."""
     for dataset in _described(datasets):
         if wanted in (None, dataset.id) and is_readable(dataset.root):
             blank = {pair_key(each.name) for each in dataset.rejected if each.detail == EMPTY}
@@ -127,7 +127,7 @@ def uncaptioned(datasets: Sequence[Dataset], wanted: str | None = None) -> Itera
 
 
 def unread(files: Sequence[DatasetFile]) -> list[str]:
-    """A note for each dataset that would not be trained with the new captions."""
+    """Notes about datasets that ignore caption files."""
     configs = (file.dataset.config for file in files)
     others = {each.id: each for each in configs if each.caption_strategy != "textfile" or each.only_instance_prompt}
     advice = "to train with the new ones, set caption_strategy to textfile and leave out only_instance_prompt"

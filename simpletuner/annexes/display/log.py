@@ -52,7 +52,7 @@ def setup_logging(debug_file: Path | None = Path("debug.log"), process: str = ""
     file_error = None
     if debug_file is not None:
         try:
-            # A folder that cannot be written, such as a read-only one, does not keep a command from running.
+            # A command also runs in a read-only folder.
             handlers.append(DebugFile(debug_file, process))
         except OSError as error:
             file_error = error.strerror
@@ -124,7 +124,7 @@ class RedactingFormatter(logging.Formatter):
 
 
 def belongs_on_console(record: logging.LogRecord) -> bool:
-    """Our own records, and warnings of other packages, but for those of imports and of Python's `warnings`."""
+    """Our own records, and warnings of other packages except those of imports and of Python's `warnings`."""
     if record.name == OWN_LOGGER or record.name.startswith(OWN_LOGGER + "."):
         return True
     return record.levelno >= logging.WARNING and not IMPORT_NOISE.match(record.name)

@@ -80,7 +80,7 @@ class LiveDisplay(Display):
             self.pace = None
 
     def _open(self) -> None:
-        """Start the display, unless it runs; the terminal is left alone until there is something to show."""
+        """Start the display unless it runs; the terminal stays as it is until something is shown."""
         if self._live is not None:
             return
         self._live = Live(
@@ -126,7 +126,7 @@ def training_panel(pace: Pace) -> Panel:
 
 
 def sparkline(values: list[float], width: int) -> str:
-    """The values as one line of block characters, each the mean of an equal number of them."""
+    """One line of block characters; every character is the mean of an equal number of values."""
     if not values:
         return ""
     width = min(width, len(values))

@@ -85,7 +85,7 @@ def check_fit(budget: Budget) -> Iterator[Problem]:
 
 
 def _settings_of(changes: Sequence[Change]) -> dict[str, Any]:
-    """All of them as settings; empty if one is none: other clips, or latents encoded before training."""
+    """The changes as settings; empty if one of them is no setting, such as shorter clips."""
     are_settings = all(change.values for change in changes)
     return {key: value for change in changes if are_settings for key, value in change.values.items()}
 
@@ -151,7 +151,7 @@ def _step_changes(budget: Budget) -> Iterator[Change]:
 
 
 def _offload_changes(budget: Budget) -> Iterator[Change]:
-    """Changes of where a GPU's run keeps what training needs."""
+    """Changes that move weights and state off a GPU."""
     config, offload, room = budget.config, budget.config.offload, _room(budget)
     if config.model.model_type == "full":
         yield from _sharding(budget)
@@ -168,7 +168,7 @@ def _offload_changes(budget: Budget) -> Iterator[Change]:
 
 
 def _phase_changes(budget: Budget) -> Iterator[Change]:
-    """Changes of what comes before and after training, and of loading."""
+    """Changes of loading and of the phases before and after training."""
     offload, caching = budget.config.offload, budget.config.caching
     if budget.device.is_gpu and not offload.group_offload_text_encoder:
         yield Change({"group_offload_text_encoder": True}, "encoding")
@@ -278,7 +278,7 @@ def _open_changes(budget: Budget, role: str) -> list[Change]:
 
 
 def _time_changes(budget: Budget, hopeless: frozenset[str]) -> list[Change]:
-    """Those that only cost time, and help."""
+    """The helpful changes that only cost time."""
     return [each for each in _open_changes(budget, "time") if PREVIEWS not in hopeless or DECODING not in each.values]
 
 
@@ -307,7 +307,7 @@ def _taken(budget: Budget, changes: Sequence[Change]) -> Budget:
 
 
 def _with_reason_for_ddp(chosen: Budget) -> Budget:
-    """Say why several processes do not share the weights, where they could."""
+    """Add the reason why several processes do not share the weights, although they could."""
     is_lora = chosen.config.model.model_type == "lora"
     more = ", while FSDP2 would gather the whole model again and again" if is_lora else ""
     reason = f"DDP: each process has room for it and sends {gigabytes(chosen.sent.total)} a step{more}"

@@ -29,7 +29,7 @@ from simpletuner.config.precision import check_capability, multiplied
 from simpletuner.config.sources import Arguments
 from simpletuner.config.values import check_unset
 from simpletuner.distributed.world import launched
-from simpletuner.errors import ConfigError, Problem, Problems, Reading, result_of, warning
+from simpletuner.errors import ConfigError, Problem, Problems, Reading, counted, result_of, warning
 from simpletuner.plan.build import Plan, make_plan
 from simpletuner.plan.environment import existing, why_not_writable
 
@@ -59,7 +59,7 @@ def check_devices(processes: int) -> Iterator[Problem]:
     count = devices.count_gpus()
     # 0 may mean that the driver does not answer, which torch reports.
     if 0 < count < processes and launched(os.environ) is None:
-        gpus = "1 GPU" if count == 1 else f"{count} GPUs"
+        gpus = counted(count, "GPU")
         message = f"{processes} processes on this machine, which has {gpus}; each needs one of its own."
         yield Problem("num_processes", message)
 
@@ -99,7 +99,7 @@ def _with_equivalent(problem: Problem, arguments: Arguments) -> Problem:
 
 
 def weigh(plan: Plan) -> Reading[tuple[Plan, Budget]]:
-    """The same for a plan that is there already."""
+    """A plan and its budget, with what `offload: auto` and the other automatic settings choose."""
     offload = plan.config.offload
     device = devices.find_device(offload.plan_device_memory_gb, plan.output_dir, offload.plan_device)
     if plan.config.launch.num_processes > 1:

@@ -31,7 +31,7 @@ from simpletuner.config.schema import all_options
 from simpletuner.config.values import typed
 from simpletuner.data.dataset import Dataset
 from simpletuner.data.sample import LedgerEntry
-from simpletuner.errors import Problem, visible
+from simpletuner.errors import Problem, counted, visible
 from simpletuner.plan.build import Plan
 from simpletuner.plan.entries import evaluated, previews_of_a_round
 from simpletuner.redaction import redact_settings
@@ -95,11 +95,11 @@ def plan_lines(plan: Plan, budget: Budget) -> Iterator[str]:
 def _length_lines(plan: Plan) -> Iterator[str]:
     length, schedule = plan.length, plan.config.schedule
     per_step = plan.config.launch.data_processes * schedule.train_batch_size * schedule.gradient_accumulation_steps
-    yield f"{_count(length.total_steps, 'step')} of {_count(per_step, 'sample')}"
+    yield f"{counted(length.total_steps, 'step')} of {counted(per_step, 'sample')}"
     peak, rate = peak_learning_rate(plan.config), learning_rate(plan.config.optimizer, plan.config.model.model_type)
     if peak != rate:
         yield f"learning rate {peak:.3g}, which is {rate:.3g} scaled to the samples of a step"
-    yield f"{_count(length.batches_per_epoch, 'batch', 'batches')} an epoch, {_count(length.epochs, 'epoch')}"
+    yield f"{counted(length.batches_per_epoch, 'batch', 'batches')} an epoch, {counted(length.epochs, 'epoch')}"
     if plan.resume is not None:
         yield f"continues from {plan.resume.path.name} (step {plan.resume.step})"
 
@@ -108,10 +108,6 @@ def changed_settings(plan: Plan) -> list[tuple[str, Any, str]]:
     """Settings that somebody set, with value and origin; secrets are redacted."""
     values, origins = redact_settings(plan.config.flat), plan.config.origins
     return [(name, values[name], origins[name]) for name in all_options() if plan.config.is_set(name)]
-
-
-def _count(number: int, word: str, words: str = "") -> str:
-    return f"{number} {word if number == 1 else words or word + 's'}"
 
 
 def _ledger_lines(dataset: Dataset) -> Iterator[str]:
@@ -133,12 +129,12 @@ def _fate(entry: LedgerEntry) -> str:
     if entry.use or entry.geometry is None or entry.original_size is None:
         return f"not used, {entry.use}"
     left, top = entry.geometry.crop
-    size, resized, cropped = (f"{width}x{height}" for width, height in
-                              (entry.original_size, entry.geometry.resized, entry.geometry.size))  # fmt: skip
+    sizes = entry.original_size, entry.geometry.resized, entry.geometry.size
+    original, resized, cropped = (f"{width}x{height}" for width, height in sizes)
     frames = f"{entry.frames} frames, " if entry.frames > 1 else ""
-    note = f", {entry.note}" if entry.note else ""
     fitted = f"resized to {resized}, cropped to {cropped} at {left},{top}"
-    return f"{size}, {frames}{fitted}, {_count(entry.captions, 'caption')}{note}"
+    note = f", {entry.note}" if entry.note else ""
+    return f"{original}, {frames}{fitted}, {counted(entry.captions, 'caption')}{note}"
 
 
 def _cache_lines(plan: Plan, budget: Budget) -> Iterator[str]:
@@ -168,7 +164,7 @@ def _cached(what: str, entries: Entries[Any]) -> str:
 def _preview_lines(plan: Plan) -> Iterator[str]:
     watched = evaluated(plan)
     if watched:
-        names = ", ".join(f"{each.id} ({_count(len(each.samples), 'sample')})" for each in watched)
+        names = ", ".join(f"{each.id} ({counted(len(each.samples), 'sample')})" for each in watched)
         yield f"Evaluation loss at {plan.config.evaluation.eval_timesteps} timesteps: {names}"
     if plan.prompts:
         sizes = ", ".join(f"{width}x{height}" for width, height in plan.sizes)
@@ -193,7 +189,7 @@ def budget_lines(plan: Plan, budget: Budget) -> Iterator[str]:
     host = f", host memory {gigabytes(device.host_memory)}" if device.is_gpu and device.host_memory else ""
     yield f"Estimate for {device.name}, {room}{host} ({device.note})"
     if launch.num_processes > 1:
-        where = _count(launch.num_machines, "machine")
+        where = counted(launch.num_machines, "machine")
         yield f"  {launch.num_processes} processes on {where}, one per device, {way_of(budget.config)}"
         if launch.sequence_parallel_size > 1:
             shared = f"the tokens of a sample are shared by {launch.sequence_parallel_size} processes"
@@ -220,29 +216,29 @@ def _phase_lines(budget: Budget) -> Iterator[str]:
     """Peaks of the phases; for training, of the largest bucket."""
     worst = max((phase for phase in budget.phases if phase.trains), key=lambda phase: phase.device, default=None)
     shown = [phase for phase in budget.phases if not phase.trains or phase is worst]
-    names = ["peak memory", *(phase.name for phase in shown)]
-    width = max(map(len, names)) + 2
-    yield f"  {names[0]:<{width}}{'device':>10}{'host':>10}"
+    width = max(len(name) for name in ("peak memory", *(phase.name for phase in shown))) + 2
+    yield _row("peak memory", width, "device", "host")
     for phase in shown:
         on_device = gigabytes(phase.device) if phase.device else "-"
-        yield f"  {phase.name:<{width}}{on_device:>10}{gigabytes(phase.on_host(budget.device)):>10}"
+        yield _row(phase.name, width, on_device, gigabytes(phase.on_host(budget.device)))
+
+
+def _row(name: str, width: int, *cells: str) -> str:
+    """A line of a table, whose names take `width` columns."""
+    return f"  {name:<{width}}" + "".join(f"{cell:>10}" for cell in cells)
 
 
 def _bucket_lines(budget: Budget) -> Iterator[str]:
     """The largest buckets: tokens, FLOPs, memory by kind, and time."""
     buckets = list(zip(budget.workload.buckets, budget.steps, strict=True))
     width = max([len("micro-step"), *(len(bucket.label) for bucket, _ in buckets[:SHOWN_BUCKETS])]) + 2
-    heads = ("tokens", "TFLOP", "weights", "trained", "inputs", "block", "time")
-    yield f"  {'micro-step':<{width}}" + "".join(f"{head:>10}" for head in heads)
+    yield _row("micro-step", width, "tokens", "TFLOP", "weights", "trained", "inputs", "block", "time")
     for bucket, step in buckets[:SHOWN_BUCKETS]:
         memory, cost = step.memory, step.cost
         # The columns sum up to the peak of the step.
         parts = memory.weights, memory.trained + memory.update, memory.inputs, memory.block + memory.outside
-        cells = (
-            str(step.load.samples * step.load.tokens), f"{cost.executed.total / 1e12:.3g}", *map(gigabytes, parts),
-            duration(cost.seconds),
-        )  # fmt: skip
-        yield f"  {bucket.label:<{width}}" + "".join(f"{cell:>10}" for cell in cells)
+        tokens, flops = str(step.load.samples * step.load.tokens), f"{cost.executed.total / 1e12:.3g}"
+        yield _row(bucket.label, width, tokens, flops, *map(gigabytes, parts), duration(cost.seconds))
     if len(buckets) > SHOWN_BUCKETS:
         yield f"  and {len(buckets) - SHOWN_BUCKETS} smaller buckets"
 
@@ -252,8 +248,10 @@ def _density_lines(budget: Budget) -> Iterator[str]:
     density, known = budget.parts.transformer.density, budget.outcome.densities
     if density is not None:
         shown = zip(budget.workload.buckets[:SHOWN_BUCKETS], [step.load.tokens for step in budget.steps], strict=False)
-        shares = [f"{density(tokens) * 100:.0f} % at {bucket.label} ({'measured' if tokens in known else 'assumed'})"
-                  for bucket, tokens in shown]  # fmt: skip
+        shares = [
+            f"{density(tokens) * 100:.0f} % at {bucket.label} ({'measured' if tokens in known else 'assumed'})"
+            for bucket, tokens in shown
+        ]
         yield f"  attention density (share of the tiles visited): {', '.join(shares)}"
 
 
@@ -267,7 +265,7 @@ def _time_lines(plan: Plan, budget: Budget) -> Iterator[str]:
     yield f"  about {step} a step, {whole} for {steps} steps{beside}; without filling the caches"
     if previews:
         count, share = preview_rounds(plan), previews / (training + previews)
-        yield f"  {_count(count, 'round')} of previews, {share:.0%} of that time; {halved_previews(plan)} halves it"
+        yield f"  {counted(count, 'round')} of previews, {share:.0%} of that time; {halved_previews(plan)} halves it"
     if (known := budget.outcome) != UNCORRECTED:
         yield f"  corrected by earlier runs, the last on {known.day}: x{known.step:.2f}"
     if batch := free_batch(budget, steps_per_epoch(plan)):
@@ -289,14 +287,14 @@ def _way_lines(budget: Budget) -> Iterator[str]:
     """The ways to use several devices: peak memory, bytes that each process sends in a step, and time."""
     ways = find_ways(budget)
     if ways:
-        yield f"  {'ways to train':<17}{'device':>10}{'host':>10}{'sent':>10}{'step':>10}"
+        yield _row("ways to train", 17, "device", "host", "sent", "step")
     for name, way in ways.items():
         if isinstance(way, str):
             yield f"  {name}: {way}"
             continue
-        cells = (*map(gigabytes, (*way.peaks, way.sent.total)), duration(way.step_seconds))
         verdict = ("fits" if way.fits else "does not fit") + (", as configured" if way is budget else "")
-        yield f"  {name:<17}{''.join(f'{cell:>10}' for cell in cells)}  {verdict}"
+        memory = map(gigabytes, (*way.peaks, way.sent.total))
+        yield f"{_row(name, 17, *memory, duration(way.step_seconds))}  {verdict}"
 
 
 def start_lines(plan: Plan, budget: Budget) -> Iterator[str]:
@@ -310,19 +308,18 @@ def start_lines(plan: Plan, budget: Budget) -> Iterator[str]:
     rounds = preview_rounds(plan)
     seconds = sum(remaining_seconds(plan, budget))
     after = f" after step {plan.resume.step}" if plan.resume else ""
-    shown = f" and {_count(rounds, 'round')} of previews" if rounds else ""
-    yield f"  {_count(steps, 'step')}{after}{shown}, about {duration(seconds)}; saved to {plan.output_dir}"
+    shown = f" and {counted(rounds, 'round')} of previews" if rounds else ""
+    yield f"  {counted(steps, 'step')}{after}{shown}, about {duration(seconds)}; saved to {plan.output_dir}"
     yield fit_line(budget)
 
 
 def fit_line(budget: Budget) -> str:
     """`  fits: up to 16.4 GB of 25.8 GB on a GPU with 24 GiB, while training at 1024x1024`"""
     device = budget.device
-    needs = {each.name: each.needed(device) for each in budget.phases}
-    peak = max(needs, key=lambda name: needs[name])
+    peak = max(budget.phases, key=lambda phase: phase.needed(device))
     room = "" if device.memory is None else f" of {gigabytes(device.memory)}"
     verdict = "fits" if budget.fits else "does not fit"
-    return f"  {verdict}: up to {gigabytes(needs[peak])}{room} on {device.name}, while {peak}"
+    return f"  {verdict}: up to {gigabytes(peak.needed(device))}{room} on {device.name}, while {peak.name}"
 
 
 def plan_json(weighed: tuple[Plan, Budget] | None, problems: Sequence[Problem]) -> str:

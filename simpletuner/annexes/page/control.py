@@ -1,5 +1,5 @@
-"""The commands that the page starts: runs, which outlive the server and are found, stopped and continued; and plans and
-pages of datasets, which end as soon as nobody waits for them. Free of torch.
+"""The commands that the page starts. Runs outlive the server, which finds, stops and continues them; plans and pages of
+datasets end when their client leaves. Free of torch.
 """
 
 from __future__ import annotations
@@ -45,11 +45,12 @@ from simpletuner.run.lock import LOCK_FILE, refuse_if_in_use
 DEPTH, FOLDERS = 4, 2000
 BULKY = frozenset({"cache", "checkpoint", "datasets", "node_modules", "site-packages", "validation_images"})
 NOTHING_RUNS = "No active training job."
+NOT_IN_LOOP = "The run is starting or stopping. It can do this only between two steps."
 PROGRAM = (sys.executable, "-m", "simpletuner")
 
 
 class Runs:
-    """The runs of a project. What is remembered of one only saves reading it again."""
+    """The runs of a project. It keeps a `Run` for each folder only to avoid reading its files again."""
 
     def __init__(self, project: Project) -> None:
         self.project = project
@@ -72,7 +73,7 @@ class Runs:
         Raises:
             Refusal: 404 if there is none.
         """
-        # A known one needs no search, which visits many folders.
+        # Searching visits many folders.
         known = [run for run in list(self._runs.values()) if run.id == name]
         for run in known or self.all():
             if name in (None, "", run.id):
@@ -99,7 +100,7 @@ class Runs:
         return folders
 
     def start(self, name: str, settings: Mapping[str, Any]) -> Run:
-        """Start training with a config as a process of its own, which outlives this one.
+        """Start training with a config, in a process that outlives this one.
 
         Args:
             settings: override those of the config.
@@ -109,15 +110,15 @@ class Runs:
                 in the page of a run.
         """
         run, file = self.started_by(name, settings), self.project.config_file(name)
-        # Lists and objects as JSON, which the command line parses.
+        # The command line parses lists and objects from JSON.
         texts = {key: value if isinstance(value, str) else json.dumps(value) for key, value in settings.items()}
+        options = [f"--{key}={text}" for key, text in texts.items()]
         # Two clicks at once must not both see a free folder.
         with self._lock:
             refuse_if_busy(run)
             after = last_id(run.folder / EVENTS_FILE)
-            # Before the process can write events: those after `after` are of the new session.
+            # Read before the process starts: later events belong to the new session.
             write_json(run.folder / STARTED_FILE, {"config": name, "settings": dict(settings), "after": after})
-            options = [f"--{key}={text}" for key, text in texts.items()]
             run.child = self.spawn(run.folder / CONSOLE_FILE, ["train", served.chosen_by(name, file), *options])
         return run
 
@@ -142,10 +143,10 @@ class Runs:
         return file
 
     def settings_of(self, run: Run, more: Mapping[str, Any]) -> dict[str, Any]:
-        """What a run is started with besides its config, when it is started again, wherever that writes to by now.
+        """The settings that start a run again in its folder, even if its config names another by now.
 
         Raises:
-            Refusal: 400 if its config is not known, 404 if that is gone.
+            Refusal: 400 if its config is unknown, 404 if it was deleted.
         """
         if not run.config:
             raise Refusal(400, f"No config of this project writes into {run.folder}.")
@@ -161,7 +162,7 @@ class Runs:
             file.write(redact(f"{PROMPT}{shlex.join(arguments)}\n").encode())
             file.flush()
             child = subprocess.Popen(
-                # A session of its own: Ctrl-C in the server's terminal does not reach the run.
+                # In a new session, Ctrl-C in the server's terminal does not reach the run.
                 [*PROGRAM, *arguments], cwd=self.project.folder, env=environment, stdin=subprocess.DEVNULL,
                 stdout=file, stderr=subprocess.STDOUT, start_new_session=True,
             )  # fmt: skip
@@ -169,7 +170,7 @@ class Runs:
         return child
 
     def renew(self, run: Run, name: str) -> str:
-        """Write config/NAME/config.json: the config of a run, starting from its LoRA, into a folder of its own.
+        """Write config/NAME/config.json: the config of a run with another output folder, starting from the run's LoRA.
 
         Raises:
             Refusal: 400 if there is nothing to start from, 409 if the config exists, 422 if it cannot have this name.
@@ -184,15 +185,18 @@ class Runs:
 
 
 def ask(run: Run, request: requests.Request) -> None:
-    """Ask the training loop of a run for something; before the loop, only to stop.
+    """Make a request to the training loop of a run; before the loop, only to stop. Repeated requests are ignored.
 
     Raises:
-        Refusal: 400 if it does not run.
+        Refusal: 400 if the run has ended, or is not in its loop.
     """
     status = run.status()
     if not status["can"][request]:
-        raise Refusal(400, NOTHING_RUNS)
-    if status["status"] == "running" or run.pid is None:
+        if status["status"] not in ACTIVE:
+            raise Refusal(400, NOTHING_RUNS)
+        if request != "stop" and request not in status["asked"]:
+            raise Refusal(400, NOT_IN_LOOP)
+    elif status["status"] == "running" or run.pid is None:
         requests.make_request(run.folder, request)
     else:
         send(run.pid, signal.SIGINT)
@@ -206,7 +210,7 @@ def cancel(run: Run) -> None:
     """
     if (pid := run.pid) is None:
         raise Refusal(400, NOTHING_RUNS)
-    # The first asks the loop to stop, the second interrupts it; two of a kind might arrive as one.
+    # The first stops the loop, the second interrupts it; two equal signals might arrive as one.
     send(pid, signal.SIGINT, signal.SIGTERM)
 
 
@@ -226,13 +230,13 @@ def send(pid: int, *numbers: signal.Signals) -> None:
 
 
 def refuse_if_busy(run: Run) -> None:
-    """Raise if a process is at work in a run's folder, or may be.
+    """Raise if a process uses a run's folder, or may use it.
 
     Raises:
         Refusal: 409.
     """
     try:
-        # A silent lock of another machine is left to the new process, which watches it and may take it over.
+        # The new process watches the lock of another machine, and takes it over if it is abandoned.
         if (owner := run.owner) is not None and not owner.counts_elsewhere:
             refuse_if_in_use(run.folder / LOCK_FILE, owner)
         is_active = run.judge()[0] in ACTIVE
@@ -243,7 +247,7 @@ def refuse_if_busy(run: Run) -> None:
 
 
 def output_dir_of(file: Path) -> str:
-    """Where a config writes to, whatever else is wrong with it.
+    """The output folder of a config, even of one with other problems.
 
     Raises:
         ConfigError: it cannot be read.
@@ -253,7 +257,7 @@ def output_dir_of(file: Path) -> str:
 
 
 def walk(root: Path) -> Iterator[tuple[Path, set[str]]]:
-    """Folders and their files, without hidden and bulky ones and links to others."""
+    """Folders and their files, without hidden folders, bulky ones and links."""
     for name, folders, files in os.walk(root):
         folder = Path(name)
         is_deep = len(folder.relative_to(root).parts) >= DEPTH
@@ -268,15 +272,15 @@ def run_id(folder: Path) -> str:
 
 
 GONE = 499  # what nginx answers to a client that has left; nobody reads it
-LOOK = 0.25  # seconds between two looks whether the client still waits
+LOOK = 0.25  # seconds between two checks that the client is still connected
 
 
 async def plan_unsaved(request: Request) -> Response:
     """The document of `simpletuner plan --json` for settings that need not be saved.
 
-    `device_memory_gb` and `device` plan for another GPU. Remote datasets are planned from the files that are here; with
-    `fetch` the others are downloaded first. The plan is made by a process of its own, which ends as soon as the client
-    no longer waits: the page asks again after every change.
+    `device_memory_gb` and `device` plan for another GPU. Remote datasets are planned from the files that are already
+    here; `fetch` downloads the rest first. A separate process makes the plan and is killed when the client leaves: the
+    page requests a new one after every change.
     """
     body, project = await read_object(request), project_of(request)
     unsaved = await run_in_threadpool(Configuration.sent, project, body)
@@ -298,7 +302,7 @@ async def show_datasets(request: Request) -> Response:
     """The page of `simpletuner dataset`, of a saved config: `?config=NAME`.
 
     Raises:
-        Refusal: 422 if it leads out of the project, or with what the command said if it made no page.
+        Refusal: 422 for paths outside the project, or with the command's messages if it wrote no page.
     """
     project, name = project_of(request), request.query_params.get("config", "config")
     _, outside, _ = await run_in_threadpool(Configuration.saved(project, name).judge)
@@ -314,10 +318,10 @@ async def show_datasets(request: Request) -> Response:
 
 
 async def run_while_wanted(request: Request, command: Sequence[str], folder: Path) -> tuple[str, str]:
-    """What a command prints, and its messages.
+    """The output of a command, and its messages.
 
     Raises:
-        Refusal: the client has left, which ends the command.
+        Refusal: the client has left; the command is killed.
     """
     pipe = asyncio.subprocess.PIPE
     child = await asyncio.create_subprocess_exec(*command, cwd=folder, stdout=pipe, stderr=pipe)

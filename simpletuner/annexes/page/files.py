@@ -46,11 +46,11 @@ from simpletuner.redaction import REFERENCE, SECRET_NAME, hide, redact, redact_s
 
 SECRET = {"secret": "set"}
 CHANGED = "has changed since it was opened. Nothing was saved: compare, then save again."
-MOST_NAMES = 5000  # of a folder; the page shows that there are more
+MOST_NAMES = 5000  # of a folder; the page shows whether there are more
 KINDS = (
     {CAPTION_SUFFIX: "captions"} | dict.fromkeys(PICTURE_SUFFIXES, "images") | dict.fromkeys(CLIP_SUFFIXES, "videos")
 )
-# Between the comparison of a file with If-Match and its replacement, no other request may replace it.
+# Held from the comparison of a file with If-Match until it is replaced.
 _saving = threading.Lock()
 
 
@@ -72,14 +72,14 @@ class Configuration:
 
     @classmethod
     def saved(cls, project: Project, name: str, changes: Mapping[str, Any] = MappingProxyType({})) -> Configuration:
-        """What the files of a config say, with some settings changed."""
+        """The settings in the files of a config, with some changed."""
         file = project.config_file(name)
         values = {main_name(key): value for key, value in settings_in(file).items()}
         return cls(project, name, file, {**values, **changes})
 
     @classmethod
     def sent(cls, project: Project, body: Mapping[str, Any]) -> Configuration:
-        """What a request holds, with the secrets that only the files know.
+        """The settings in a request, with the secrets of the files, which browsers never get.
 
         Raises:
             Refusal: it is not of the right kind.
@@ -203,7 +203,7 @@ def put_datasets(request: Request, body: dict[str, Any]) -> Response:
 
 
 def add_dataset(saved: Configuration, entry: Mapping[str, Any]) -> None:
-    """Put an entry at the end of a config's dataset file, unless it is there; the others stay as they are written."""
+    """Append an entry to a config's dataset file unless it has it already."""
     path = writable(saved.project, saved.datasets)
     with _saving:
         entries = read(path)
@@ -227,10 +227,10 @@ def in_file(path: Path, content: Callable[[], dict[str, Any]]) -> Response:
 def replace_file(
     request: Request, path: Path, body: Mapping[str, Any], change: Callable[[Any], Any], answer: Callable[[], Any]
 ) -> Response:
-    """Replace the content of a JSON file by what `change` makes of it: of None if there is no file, or if the request
+    """Replace the content of a JSON file by `change(content)`, or by `change(None)` if the file is new or the request
     holds all of it (`"whole": true`).
 
-    The answer is 412 if its ETag is not the one that the request expects.
+    The answer is 412 if the file's ETag differs from the request's.
 
     Raises:
         ConfigError: the file is not JSON, and the request holds only a part; it is kept then.
@@ -304,7 +304,7 @@ def datasets_json(saved: Configuration) -> dict[str, Any]:
 
 
 def settings_in(path: Path) -> dict[str, Any]:
-    """The settings in a config file as it spells them; none if there is no file.
+    """The settings in a config file as it spells them; none if it does not exist.
 
     Raises:
         ConfigError: it holds none.
@@ -314,7 +314,7 @@ def settings_in(path: Path) -> dict[str, Any]:
 
 
 def with_values(values: Mapping[str, Any], content: Any) -> Any:
-    """The content of a config file with keys set, added or (None) removed, each under the spelling that it has."""
+    """The content of a config file with keys set, added or (None) removed; the file's spelling of a key stays."""
     content = {} if content is None else content
     settings = sources.unwrapped(content)
     for key, value in values.items():
@@ -327,7 +327,7 @@ def with_values(values: Mapping[str, Any], content: Any) -> Any:
 
 
 def masked(value: Any, name: str = "") -> Any:
-    """A value with its secrets replaced by `SECRET`; references such as `{env:HF_TOKEN}` are none."""
+    """A value with its secrets replaced by `SECRET`; references such as `{env:HF_TOKEN}` are not secret."""
     if isinstance(value, dict):
         return {key: masked(inner, key) for key, inner in value.items()}
     if isinstance(value, list):
@@ -340,10 +340,10 @@ def masked(value: Any, name: str = "") -> Any:
 
 
 def unmasked(value: Any, old: Any, key: str = "") -> Any:
-    """A value with every `SECRET` in it replaced by what the file has there; entries of lists are found by their id.
+    """A value with every `SECRET` replaced by the file's value in its place; entries of lists are matched by id.
 
     Raises:
-        Refusal: 422 if the file has no secret there.
+        Refusal: 422 if the file has no secret in its place.
     """
     if value == SECRET:
         if masked(old, key) != SECRET:
@@ -360,7 +360,7 @@ def unmasked(value: Any, old: Any, key: str = "") -> Any:
 
 
 def counterpart(entry: Any, index: int, old: Any) -> Any:
-    """The entry of an old list with the same id, else at the same index; None if there is none."""
+    """The entry of an old list with the same id, else at the same index; None without one."""
     entries = old if isinstance(old, list) else []
     if isinstance(entry, dict) and "id" in entry:
         # By id, since the page may have moved or removed entries.
@@ -369,8 +369,8 @@ def counterpart(entry: Any, index: int, old: Any) -> Any:
 
 
 def validate(request: Request, body: dict[str, Any]) -> Response:
-    """The problems, the effective values that are not the defaults of their keys, and the keys without effect that are
-    not errors: those must be changed."""
+    """The problems, the effective values that differ from the defaults, and the keys without effect that are no
+    errors."""
     judgement, outside, of_datasets = Configuration.sent(project_of(request), body).judge()
     defaults = {key: option.default for key, option in all_options().items()}
     effective = {key: value for key, value in judgement.config.flat.items() if value != defaults[key]}
@@ -394,7 +394,7 @@ def browse(request: Request) -> Response:
         raise Refusal(404, f"{str(folder)!r} is not a folder.")
     try:
         with os.scandir(folder) as scan:
-            # One more than is shown reveals that there are more.
+            # One more, to see whether the list is complete.
             entries = list(islice(scan, MOST_NAMES + 1))
     except OSError as error:
         raise Refusal(403, f"{str(folder)!r} cannot be read: {error.strerror}.") from None

@@ -51,7 +51,8 @@ GPU_QUERY = ("--query-gpu=index,name,memory.total,memory.free", "--format=csv,no
 def page(request: Request) -> Response:
     """The page with every tab; inside a run it shows the run only."""
     card = start_card.card_content(request.headers.get("accept-language", ""))
-    return rendered("page/page.html.jinja", in_run=project_of(request).run is not None, **card)
+    shown = {"tabs": tabs(), "pane": pane, "dataset_fields": dataset_fields(), "prose": prose}
+    return HTMLResponse(render("page/page.html.jinja", in_run=project_of(request).run is not None, **shown, **card))
 
 
 def tab(request: Request) -> Response:
@@ -59,13 +60,13 @@ def tab(request: Request) -> Response:
     name = request.path_params["tab"]
     if name not in TABS:
         raise Refusal(404, not_one_of(name, TABS))
-    return rendered("page/tab.html.jinja", tab=name)
+    return HTMLResponse(pane(name))
 
 
-def rendered(template: str, **values: object) -> Response:
-    """A template that shows fields."""
-    shown = {"tabs": tabs(), "sections": SECTIONS, "fields": fields(), "dataset_fields": dataset_fields()}
-    return HTMLResponse(render(template, prose=prose, **shown, **values))
+@functools.cache
+def pane(tab: str) -> Markup:
+    """The form of a tab, which is the same in every response."""
+    return Markup(render("page/tab.html.jinja", tab=tab, sections=SECTIONS, fields=fields(), prose=prose))
 
 
 def prose(help_text: str) -> Markup:
@@ -112,7 +113,7 @@ def spec_named(family: str) -> FamilySpec:
 
 
 def gpus(request: Request) -> Response:
-    """Every NVIDIA GPU with its memory in bytes, None where it does not tell; an empty list without a driver."""
+    """Every NVIDIA GPU with its memory in bytes, None if it is not reported; an empty list without a driver."""
     lines = ask_driver(*GPU_QUERY)  # a broken driver is reported when a run starts
     return JSONResponse([gpu_json(*map(str.strip, line.split(","))) for line in lines])
 
@@ -147,7 +148,7 @@ def fields(family: str | None = None) -> tuple[Field, ...]:
 
 @functools.cache
 def dataset_fields() -> tuple[Field, ...]:
-    """The keys of a dataset that its card shows, those of clips as `video.KEY`; the others are edited as JSON."""
+    """The keys on the card of a dataset, those of clips as `video.KEY`; the rest is edited as JSON."""
     options = []
     for key in DATASET_KEYS:
         group: type[Group] = VideoConfig if key.startswith("video.") else DatasetConfig

@@ -50,7 +50,7 @@ HEADERS = {
     "Cross-Origin-Resource-Policy": "same-origin",
     "Cache-Control": "no-cache",
 }
-# In the state of a request: a function that tells whether the user of this process made its connection.
+# In the state of a request: a function that returns whether the user of this process made its connection.
 OWN_USER = "is_own_user"
 NEEDS_TOKEN = (
     "This page is for the user who started it. Open /?token=TOKEN with the token in {}; programs send it as X-API-Key."
@@ -58,7 +58,7 @@ NEEDS_TOKEN = (
 # Not a redirect: a browser that came from another site would follow one without the new cookie.
 WELCOME = '<!DOCTYPE html><meta http-equiv="refresh" content="0; url=/"><title>simpletuner</title>'
 TABLES = (Path("/proc/net/tcp"), Path("/proc/net/tcp6"))
-ROOT, NOBODY = 0, 65534  # a container sees every user that it does not know as nobody
+ROOT, NOBODY = 0, 65534  # in a container, every unmapped user is nobody
 VARIABLE = "SIMPLETUNER_PAGE_TOKEN"
 # Unreserved characters, since the token is part of an address.
 TOKEN = re.compile(r"[\w.~-]{16,}", re.ASCII)
@@ -70,9 +70,9 @@ class Access:
 
     Attributes:
         host: the address that the server listens on.
-        token: what everybody must know whose connection is not seen to be the server's own user's; None lets all in.
+        token: required of every connection that is not known to come from the server's user; None lets everyone in.
         source: the file or variable that holds the token.
-        in_run: the page is part of a run; it has its buttons, but neither edits nor starts anything.
+        in_run: the page belongs to a run: its buttons work, but it edits and starts nothing.
     """
 
     host: str = "127.0.0.1"
@@ -90,7 +90,7 @@ class Access:
         if not self.knows(headers.get("host", "")):
             raise Refusal(403, f"This page is not {headers.get('host', '')!r}; open it as localhost or {self.host}.")
         if not (self.token is None or self.has_token(request) or (is_own(self.host) and is_own_user())):
-            # Strangers on the network need not know the user's name and folders.
+            # Strangers on the network do not see the user's name and folders.
             place = self.source if is_own(self.host) else "the address that the server printed"
             raise Refusal(401, NEEDS_TOKEN.format(place))
         if is_foreign(request):
@@ -115,7 +115,7 @@ class Access:
             raise too_large(most)
 
     def knows(self, host: str) -> bool:
-        """Whether a `Host` header names this server; on all addresses at once it is not known by which name."""
+        """Whether a `Host` header names this server; one that listens on all addresses accepts any name."""
         name = host.lower() if host.endswith("]") else host.lower().rpartition(":")[0] or host.lower()
         return name in OWN_NAMES | {self.host.lower(), f"[{self.host.lower()}]"} or is_everywhere(self.host)
 
@@ -133,7 +133,7 @@ class Access:
         return self.token is not None and secrets.compare_digest(text.encode(), self.token.encode())
 
     def first_visit(self, request: Request) -> Response | None:
-        """The answer to the printed address, which keeps its token as a cookie; None for all others."""
+        """The answer to the printed address, which keeps its token as a cookie; None for other addresses."""
         scope, given = request.scope, request.query_params.get("token", "")
         if scope["path"] != "/" or not self.is_token(given):
             return None
@@ -152,9 +152,9 @@ class Guard:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":
-            await self.app(scope, receive, send)  # the server's own: it starts and ends
+            await self.app(scope, receive, send)  # startup and shutdown
         if scope["type"] != "http":
-            return  # there are no web sockets
+            return  # a web socket, which this page has none of
 
         async def send_secured(message: Message) -> None:
             if message["type"] == "http.response.start":
@@ -171,7 +171,7 @@ class Guard:
                 app = self.app
             except Refusal as refusal:
                 app = refusal.answer()
-        # Values that a request brings are hidden in its own answer alone.
+        # Secrets in a request are hidden in the answer to it only.
         with hidden_for_now():
             await app(scope, receive, send_secured)
 

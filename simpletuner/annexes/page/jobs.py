@@ -20,13 +20,13 @@ from simpletuner.errors import Problem, UserError
 from simpletuner.run.lock import owner_of
 
 LOGS = {"train": CONSOLE_FILE, "sweep": "job.log", "sample": "job.log", "caption": "caption.log"}
-# What begins the last line of the others when they have done everything.
+# Beginnings of the last line of commands other than `train`, if they succeeded.
 DONE = ("Saved ", "Captions written: ", "Every picture and clip has a caption")
 OPTIONS = {"sweep": ("strengths", "checkpoints"), "sample": ("strength", "checkpoint", "seed", "resolution")}
 
 
 class RunWorker:
-    """Starts jobs of the queue as processes, and tells how they fare."""
+    """Starts the jobs of the queue as processes, and reports their state."""
 
     def __init__(self, runs: Runs) -> None:
         self.runs = runs
@@ -51,11 +51,11 @@ class RunWorker:
         return replace(job, owner=owner_of(child.pid, f"simpletuner {job.command}"))
 
     def look(self, job: Job) -> Job:
-        """A started job as of now; what its process left behind says how it ended, also to a new server."""
-        is_alive = job.is_alive  # before its files: what a process that has ended wrote is complete
+        """A started job as of now. Its state is read from files, so that a new server knows it, too."""
+        is_alive = job.is_alive  # before its files, which are complete once the process has ended
         status = self.runs.at(Path(job.folder)).status() if job.command == "train" else {}
         if is_alive or status.get("status") in ACTIVE:
-            # The view of a run has what it says.
+            # The view of a run shows its message.
             return replace(job, message="" if status else said_at_the_end(printed(log_of(job))))
         if job.owner is None:
             return replace(job, state="interrupted", message="The server ended while it was starting this.")
@@ -104,14 +104,14 @@ def add_rendering(request: Request, body: dict[str, Any]) -> Response:
     options = [f"--prompt={text}" for text in prompts]
     if image := str(body.get("image") or ""):
         options.append(f"--image={project_of(request).inside(image)}")
-    # What is wrong with the others, the command says in its output, which the page shows.
+    # The command checks the rest; the page shows its output.
     options += [f"--{key}={text}" for key in OPTIONS[command] if (text := str(body.get(key) or "").strip())]
     job = queue_of(request).add(command, str(run.folder), options=options)
     return JSONResponse({"job": job.id, "run": run.id}, 202)
 
 
 def move(request: Request, body: dict[str, Any]) -> Response:
-    """Let a waiting job pass others: `{"job": ID, "by": -1}` is one earlier."""
+    """Move a waiting job: `{"job": ID, "by": -1}` is one place earlier."""
     by = body.get("by")
     if not isinstance(by, int):
         raise Refusal(400, [Problem("by", "must be a whole number.")])
@@ -120,7 +120,7 @@ def move(request: Request, body: dict[str, Any]) -> Response:
 
 
 def again(request: Request, body: dict[str, Any]) -> Response:
-    """Let a job that was cut off or failed wait again, before the others: `{"job": ID}`."""
+    """Queue a job that was interrupted or failed again, as the next one: `{"job": ID}`."""
     queue_of(request).again(str(body.get("job")))
     return JSONResponse({})
 

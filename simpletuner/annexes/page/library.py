@@ -1,8 +1,8 @@
 """The files of a dataset on the page: looked at, captioned, masked, left out and taken back. Free of torch.
 
 Masks are PNG files in a dataset of masks beside that of the pictures. Training asks for a mask of every file, so
-whoever paints one gets a white one for each file that has none, which is learned whole as before. A mask is replaced
-only by somebody who has seen it.
+the first one that is painted adds a white mask for every other file, which is then learned whole, as before. A mask is
+replaced only by a client that has seen it.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def opened(request: Request, asked: Mapping[str, Any]) -> Library:
     """The dataset that a request names by `config` and `dataset`, as it is saved.
 
     Raises:
-        Refusal: 404 if there is none, 422 or 403 if it leads out of the project.
+        Refusal: 404 if it does not exist, 422 or 403 if it leads out of the project.
     """
     project, name = project_of(request), str(asked.get("dataset"))
     entries, context = datasets_in(Configuration.saved(project, str(asked.get("config") or "config")))
@@ -125,7 +125,7 @@ def editable(request: Request, asked: Mapping[str, Any]) -> Library:
 
 
 def put_caption(request: Request, body: dict[str, Any]) -> Response:
-    """Save a caption: `{"config", "dataset", "file", "text"}`, with the tag of what it said in If-Match."""
+    """Save a caption: `{"config", "dataset", "file", "text"}`, with the tag of the text it replaces in If-Match."""
     library = editable(request, body)
     name, seen = name_in(library, body), request.headers.get("if-match", "").strip('"')
     path = project_of(request).inside(library.caption_path(name))
@@ -139,7 +139,7 @@ def put_caption(request: Request, body: dict[str, Any]) -> Response:
 
 
 def changed_meanwhile(library: Library, name: str, error: ChangedMeanwhileError) -> Response:
-    """The answer to a change of what nobody has seen as it is now; the card has it."""
+    """The answer to a change of an outdated version, with a card of the current one."""
     return JSONResponse({"problems": problems_json([Problem("", str(error))]), "card": card_html(library, name)}, 412)
 
 
@@ -154,7 +154,7 @@ def put_excluded(request: Request, body: dict[str, Any]) -> Response:
 
 
 def after_change(request: Request, body: Mapping[str, Any], *notes: str, is_mask: bool = False) -> Response:
-    """The card of a file that was changed, from when on that counts, and what else was changed for it."""
+    """The card of a changed file, when training begins to use the change, and what else was changed for it."""
     library = opened(request, body)
     note = when_used(request, library, is_mask=is_mask)
     answer = {"card": card_html(library, body["file"]), "note": " ".join([note, *notes]), "others": bool(notes)}
@@ -162,7 +162,7 @@ def after_change(request: Request, body: Mapping[str, Any], *notes: str, is_mask
 
 
 def when_used(request: Request, library: Library, *, is_mask: bool = False) -> str:
-    """From when on training uses a change."""
+    """When training begins to use a change."""
     runs = runs_of(request)
     busy = [run.name for run in runs.all() if run.status()["status"] in ACTIVE and library.root in roots_of(runs, run)]
     if not busy:
@@ -173,7 +173,7 @@ def when_used(request: Request, library: Library, *, is_mask: bool = False) -> s
 
 
 def roots_of(runs: Runs, run: Run) -> Iterator[Path]:
-    """The folders of a run's datasets, as far as they are known."""
+    """The folders of a run's datasets; none if its config is unknown or unreadable."""
     with suppress(UserError, OSError):
         entries, _ = datasets_in(Configuration.saved(runs.project, run.config, run.settings))
         yield from (runs.project.inside(each.instance_data_dir) for each in entries if each.instance_data_dir)
@@ -240,10 +240,10 @@ def captioning_state(request: Request) -> Response:
     if (job := captioning_job(request)) is None:
         return JSONResponse({"running": False})
     forget_listings()
-    said = printed(log_of(job)).rpartition(PROMPT)[2].partition("\n")[2].strip()
-    message = job.message or "Waits for its turn in the queue on the tab Run." if job.state == WAITING else said
-    dataset = job.options[0].removeprefix("--dataset=")
-    is_running = job.state in (WAITING, RUNNING)
+    message = job.message or "Waits for its turn in the queue on the tab Run."
+    if job.state == RUNNING:
+        message = printed(log_of(job)).rpartition(PROMPT)[2].partition("\n")[2].strip()
+    dataset, is_running = job.options[0].removeprefix("--dataset="), job.state in (WAITING, RUNNING)
     return JSONResponse({"job": job.id, "dataset": dataset, "running": is_running, "message": message})
 
 
@@ -284,7 +284,7 @@ def send_original(request: Request) -> Response:
 DATA_URI = "data:image/png;base64,"
 WHITE_SIDE = 128  # pixels of the shorter side of a white mask, which keep the ratio of its file
 MOST_FILLED = 5000
-# Between the look at a mask and its replacement, no other request may replace it.
+# Held from the comparison of a mask with If-Match until it is replaced.
 _painting = threading.Lock()
 
 
@@ -297,7 +297,7 @@ def put_mask(request: Request, body: dict[str, Any]) -> Response:
     name, seen = name_in(library, body), request.headers.get("if-match", "").strip('"')
     saved = Configuration.saved(project, str(body.get("config") or "config"))
     if library.masks is None:
-        writable(project, saved.datasets)  # or it raises, before there is a mask that nobody reads
+        writable(project, saved.datasets)  # raises before a mask is written that no dataset names
     entry = library.masks.model_dump() if library.masks else entry_of_masks(project, library)
     try:
         folder = project.inside(entry["instance_data_dir"])
@@ -323,7 +323,7 @@ def entry_of_masks(project: Project, library: Library) -> dict[str, Any]:
 
 
 def write_mask(library: Library, folder: Path, name: str, sent: str, seen: str) -> int:
-    """Write the mask of a file, and a white one for each file that has none; returns the number of those.
+    """Write the mask of a file, and white ones for all files without a mask; returns the number of white ones.
 
     Args:
         folder: of the masks.

@@ -25,13 +25,13 @@ from starlette.responses import FileResponse, HTMLResponse, JSONResponse, Redire
 from simpletuner.annexes.figures import Columns, is_number
 from simpletuner.annexes.page.control import Runs, ask, cancel
 from simpletuner.annexes.page.project import SANDBOX_WITH_CLIPS, Refusal, project_of, wanted
-from simpletuner.annexes.payloads import EVENTS_FILE, last_id, offset_after
+from simpletuner.annexes.payloads import EVENTS_FILE, append_line, last_id, offset_after
 from simpletuner.annexes.report import html
 from simpletuner.annexes.report.html import PreviewGrid, build_grid, hours_of, pages_of, steps_of, thin_extremes
 from simpletuner.annexes.report.sheet import Sheet, samples_in
 from simpletuner.annexes.runs import Run, Tail, record_in
 from simpletuner.atomic import writing_to
-from simpletuner.errors import UserError, WriteError
+from simpletuner.errors import UserError
 from simpletuner.headers import join_header, read_head, read_header
 from simpletuner.models import lora_keys
 from simpletuner.models.lora_keys import LORA_FILE, PREFIXES, LoraForm
@@ -48,7 +48,7 @@ SHOWN = {*MIME, *VIDEO_MIME, ".gif"}
 FOLDERS = {"sweep": "sweep", "sample": "samples", "caption": ""}  # of jobs, in the output folder of their run
 CALLBACK_FILE = "callback_events.jsonl"
 LARGEST_FILE = 16 * 2**20  # of events of runs elsewhere; the one before it is kept, too
-# Key figures by the metric that a run tells.
+# Key figures by metric.
 FIGURES: Mapping[str, tuple[str, Callable[[float], str]]] = {
     "smoothed_loss": ("Loss, smoothed", "{:.4g}".format),
     "seconds_per_step": ("Speed", pace_text),
@@ -131,15 +131,15 @@ async def events(request: Request) -> Response:
 
 
 def last_parts(runs: Runs, run: Run) -> dict[str, str]:
-    """The parts that tell how a run ended, as HTML. Its previews load from the server, so they stay as they are."""
+    """The parts that show how a run ended, as HTML. Previews load from the server, so the page keeps those it has."""
     return {"list": listed(runs), **{part: drawn(run, part) for part in ("head", "log")}}
 
 
 async def event_stream(
     path: Path, after: int, over: threading.Event, last: Callable[[], dict[str, str]]
 ) -> AsyncIterator[str]:
-    """Server-sent events: those after an id, then every new one, until the client leaves or the run is over; at its end
-    `last`, since the port is about to close."""
+    """Server-sent events: all after an id, then new ones, until the client leaves or the run is over. `last` makes the
+    final event, since the port is about to close."""
     tail = Tail(path, "id", partial(offset_after, number=after))
     yield ": connected\n\n"
     sent_at = time.monotonic()
@@ -253,7 +253,7 @@ def address(run: Run, path: str) -> str:
 
 
 def log(run: Run) -> dict[str, Any]:
-    """The end of a run's console output, else what its events said."""
+    """The end of a run's console output, else the messages of its events."""
     said = (f"{event.get('timestamp')!s:.19}  {event['message']}" for event in run.recent if event.get("message"))
     lines = run.console.splitlines() or list(said)
     return {"lines": lines[-LOG_LINES:]}
@@ -263,7 +263,7 @@ PARTS: Mapping[str, Callable[[Run], dict[str, Any]]] = {"head": head, "log": log
 
 
 def receive_event(request: Request, event: dict[str, Any]) -> Response:
-    """Append an event of a run elsewhere as one line; `type` and `job_id` tell what happened where.
+    """Append an event of a run on another machine as one line.
 
     A full file is moved aside and replaces the one before it.
     """
@@ -271,17 +271,10 @@ def receive_event(request: Request, event: dict[str, Any]) -> Response:
         raise Refusal(422, "This is no event: it has no type.")
     file = project_of(request).folder / CALLBACK_FILE
     with _writing:
-        size = file.stat().st_size if file.is_file() else 0
-        if size > LARGEST_FILE:
+        if file.is_file() and file.stat().st_size > LARGEST_FILE:
             file.replace(file.with_name(f"{file.name}.1"))
-            size = 0
-        try:
-            with writing_to(file), file.open("a", encoding="utf-8") as stream:
-                stream.write(redact(json.dumps(event, ensure_ascii=False)) + "\n")
-        except WriteError:
-            if file.is_file():
-                os.truncate(file, size)  # half a line would spoil the next one
-            raise
+        with writing_to(file):
+            append_line(file, redact(json.dumps(event, ensure_ascii=False)).encode() + b"\n")
     return JSONResponse({"status": "ok"}, 202)
 
 
@@ -295,7 +288,7 @@ def run_part(part: str, run: Run, **values: Any) -> Response:
 
 
 def show_curves(request: Request) -> Response:
-    """The curves of a run; those of another over them: `?beside=ID`."""
+    """The curves of a run, overlaid with those of another: `?beside=ID`."""
     run, name = chosen(request), request.query_params.get("beside")
     others = [runs_of(request).find(name)] if name else []
     with drawing:
@@ -308,7 +301,7 @@ def grid_of(run: Run, records: Sequence[MediaRecord], below: str = ".") -> Previ
 
 
 def show_previews(request: Request) -> Response:
-    """Previews of a run, a selection or all of a page: `?page=3`; those being sampled come with their progress."""
+    """Previews of a run: a selection, or one page of all (`?page=3`), and unfinished ones with their progress."""
     run, page = chosen(request), request.query_params.get("page", "")
     state, _, story = run.judge()
     records = read_media(run.folder / MEDIA_FILE)
@@ -347,13 +340,13 @@ def show_results(request: Request) -> Response:
 
 
 def file_name(run: Run, step: str = "", form: str = "") -> str:
-    """What a browser calls the LoRA that it downloads: in a folder with many, `pytorch_lora_weights` says nothing."""
+    """The name under which a browser saves a LoRA; among many, `pytorch_lora_weights` would be no help."""
     name = "-".join(filter(None, (re.sub(r"[^\w.-]+", "-", run.name), step and f"step{step}", form)))
     return f"{name}.safetensors"
 
 
 def send_lora(request: Request) -> Response:
-    """The LoRA of a run, or of a checkpoint, in its own form or another: `?step=100&form=comfyui`."""
+    """The LoRA of a run or a checkpoint, as it is or converted: `?step=100&form=comfyui`."""
     run, step, form = chosen(request), *(request.query_params.get(key, "") for key in ("step", "form"))
     found = [each.path for each in find_checkpoints(run.folder)[0] if str(each.step) == step] if step else [run.folder]
     if not found or not (path := found[-1] / LORA_FILE).is_file():

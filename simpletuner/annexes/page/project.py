@@ -29,7 +29,7 @@ from simpletuner.errors import ConfigError, Problem, result_of
 from simpletuner.redaction import redact
 
 EXAMPLE = "examples/"  # begins the names of packaged configs
-# Pages of other commands hold their scripts, so they get an origin of their own: they can call nothing here.
+# Pages of other commands contain scripts. In an origin of their own, these cannot call this server.
 SANDBOX = {"Content-Security-Policy": f"{POLICY}; sandbox allow-scripts allow-popups"}
 # A report loads large clips from its folder, so it keeps its origin. Its policy lets it send nothing, open no window
 # and embed no page.
@@ -54,12 +54,12 @@ class Refusal(ConfigError):
         super().__init__([Problem("", problems)] if isinstance(problems, str) else problems)
 
     def answer(self, headers: Mapping[str, str] | None = None) -> Response:
-        """The response that says so."""
+        """The response."""
         return JSONResponse({"problems": problems_json(self.problems)}, self.status, headers=headers)
 
 
 def problems_json(problems: Iterable[Problem]) -> list[dict[str, Any]]:
-    """Problems as the page reads them, each once and without secrets."""
+    """Problems as the page reads them, without repetitions and secrets."""
     # An unnamed source of settings leaves an empty note.
     return [
         {**problem.to_json(), "message": redact(problem.message.removesuffix(" ()"))}
@@ -131,7 +131,7 @@ class Project:
         return file
 
     def config_names(self) -> list[str]:
-        """The names of the configs that exist, also of those that may not be opened."""
+        """The names of all configs, including those that may not be opened."""
         # Unlike Path.is_file, os.path.isfile raises nothing for a folder that may not be entered.
         files = filter(os.path.isfile, self.folder.glob("config/*/config.json"))
         has_main = any(os.path.isfile(self.folder / path) for path in ("config.json", "config/config.json"))  # noqa: PTH113

@@ -197,7 +197,7 @@ def make_server(
         log_level="error",
         access_log=False,
         server_header=False,
-        # X-Forwarded-For must not decide whose connection it is.
+        # X-Forwarded-For can be forged.
         proxy_headers=False,
         limit_concurrency=400,
         timeout_graceful_shutdown=END_SECONDS,
@@ -207,7 +207,7 @@ def make_server(
 
 
 class PageServer(Server):
-    """Ends streams of events and long requests when it is asked to end, without reports of each."""
+    """Cuts streams of events and long requests off at shutdown, without logging every one."""
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         logging.getLogger("uvicorn.error").disabled = True
@@ -221,7 +221,7 @@ class PageServer(Server):
 
 
 class Connection(H11Protocol):
-    """Knows whose a connection is; drops clients that connect and then say nothing, or say it a byte at a time."""
+    """Looks up the user of a connection; drops clients that send nothing, or a byte at a time."""
 
     last: object = None
 
@@ -257,7 +257,7 @@ def page_of_run(listener: socket.socket, access: Access, output_dir: Path, event
         yield
     finally:
         over.set()
-        # Open browsers are told how the run ended before the port closes.
+        # Open browsers receive the end of the run before the port closes.
         told_by = time.monotonic() + END_SECONDS
         while server.server_state.tasks and time.monotonic() < told_by:
             time.sleep(0.02)

@@ -35,7 +35,7 @@ LANGUAGES = Path(__file__).parent / "static" / "languages.json"
 
 
 def card_content(accepted: str) -> dict[str, Any]:
-    """What the card shows before any file is there, in the first language that a browser accepts and that is there."""
+    """The card before any file was dropped, in the first language of the browser that has a translation."""
     tables = json.loads(LANGUAGES.read_text(encoding="utf-8"))
     wanted = (each.partition(";")[0].partition("-")[0].strip().lower() for each in accepted.split(","))
     language = next((each for each in wanted if each in {*tables, "en"}), "en")
@@ -51,17 +51,17 @@ def card_content(accepted: str) -> dict[str, Any]:
 
 
 def look(request: Request, body: dict[str, Any]) -> Response:
-    """What a folder holds, what can be learned from it, and for each model a draft as `POST /api/plan` takes it.
+    """The content of a folder, what can be learned from it, and for every model a draft for `POST /api/plan`.
 
     The body names the `folder`, and what has been answered of `purpose`, `trigger` and `name`.
     """
     project, drafts = project_of(request), dict[str, Any]()
     material = material_in(project, body)
     for model in material.models:
-        start = answered(project, material, {**body, "model": model.removesuffix("-lora")})
+        start = answered(project, material, {**body, "model": model})
         # The plan of a draft has no files beside its config.
         values = {key: value for key, value in start.config().items() if key not in FILES}
-        drafts[model.removesuffix("-lora")] = {"config": start.name, "values": values, "datasets": start.datasets()}
+        drafts[model] = {"config": start.name, "values": values, "datasets": start.datasets()}
     others = {file: reason for file, (_, reason) in material.files.ignored.items() if not BACKUP.fullmatch(file)}
     ignored = [{"file": file, "reason": reason} for file, reason in others.items()]
     content = {
@@ -84,7 +84,7 @@ def write(request: Request, body: dict[str, Any]) -> Response:
     """Write the config of a run as `simpletuner start` does: `{"folder", "purpose", "trigger", "model", "name"}`.
 
     Raises:
-        Refusal: 409 if there is a config of this name, 422 for answers that cannot be used.
+        Refusal: 409 if a config has this name, 422 for unusable answers.
     """
     project = project_of(request)
     start = answered(project, material_in(project, body), body)
@@ -99,7 +99,7 @@ def material_in(project: Project, body: dict[str, Any]) -> Material:
     Raises:
         UserError: nothing that can be trained on.
     """
-    return Material.of(project.inside(str(body.get("folder") or ".")), mixed=True)
+    return Material.of(project.inside(str(body.get("folder") or ".")))
 
 
 def answered(project: Project, material: Material, body: dict[str, Any]) -> Start:
@@ -108,15 +108,14 @@ def answered(project: Project, material: Material, body: dict[str, Any]) -> Star
     Raises:
         Refusal: 422 for a purpose or model that the files cannot have.
     """
-    models = {model.removesuffix("-lora"): model for model in material.models}
-    purpose, model = one_of(material.purposes, body, "purpose"), one_of([*models], body, "model")
+    purpose, model = one_of(material.purposes, body, "purpose"), one_of([*material.models], body, "model")
     free = free_path(project.folder / "config" / run_name(material.folder)).name
     return Start(
         name=str(body.get("name") or free).strip(),
         material=material,
         purpose=purpose,
         trigger=str(body.get("trigger") or TRIGGER).strip() if purpose != "edit" else "",
-        example=models[model],
+        example=material.models[model],
         captions=body.get("captions") is True or bool(material.captioned),
         root=project.folder,
     )
@@ -143,13 +142,13 @@ def new_folder(request: Request, body: dict[str, Any]) -> Response:
     wanted = project_of(request).inside(FOLDER) / run_name(Path(safe_name(str(body.get("name", ""))) or "my-files"))
     while True:
         folder = free_path(wanted)
-        with writing_to(folder), suppress(FileExistsError):  # somebody else was faster
+        with writing_to(folder), suppress(FileExistsError):  # another request was faster
             folder.mkdir(parents=True)
             return JSONResponse({"name": folder.name, "folder": f"{FOLDER}/{folder.name}"}, 201)
 
 
 async def put_file(request: Request) -> Response:
-    """Save the body of a request as a file, or the files of a zip; names those that were saved or skipped."""
+    """Save the body of a request as a file, or unpack a zip; answers the names of saved and skipped files."""
     folder, name = project_of(request).inside(FOLDER / request.path_params["name"]), request.path_params["file"]
     if folder.parent != project_of(request).inside(FOLDER) or not folder.is_dir():
         raise Refusal(404, f"There is no folder {FOLDER}/{request.path_params['name']}.")

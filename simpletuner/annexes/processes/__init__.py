@@ -2,7 +2,8 @@
 
 | file      | answers                                                                             |
 |-----------|-------------------------------------------------------------------------------------|
-| launching | how are processes started, do all have the same plan, and how do they fail together |
+| launching | how are they started, and how do they fail together                                 |
+| agreement | do all have the same plan                                                           |
 | joining   | how do they find each other, and gather values and counts: the `World` of several   |
 | watch     | who is alive                                                                        |
 

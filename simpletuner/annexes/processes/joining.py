@@ -1,5 +1,7 @@
-"""How the processes of a run come together (a store, the watch, then the groups that exchange tensors and values), and
-what they exchange from then on: values, counts, and why one of them failed."""
+"""Connects the processes of a run: a store, the watch, then the groups that exchange tensors and values.
+
+From then on a `ConnectedWorld` exchanges values and counts, and why one of the processes failed.
+"""
 
 from __future__ import annotations
 
@@ -161,9 +163,8 @@ def _connect_groups(place: World, store: Any, watch: Watch) -> Any:
         return distributed.new_group(backend="gloo", timeout=PATIENCE)
     except (RuntimeError, ValueError) as error:  # from a GPU or the network
         reason = str(error).partition("\n")[0]
-        known = watch.known(4 * POLL_SECONDS)  # the cause may be another process
-        message, _ = known or watch.fail(f"Process {watch.own} cannot join the others: {reason}", 1)
-        watch.linger(GRACE_SECONDS)
+        watch.known(4 * POLL_SECONDS)  # the cause may be another process
+        message, _ = watch.fail(f"Process {watch.own} cannot join the others: {reason}", 1, GRACE_SECONDS)
         raise SimpleTunerError(message) from error
 
 
@@ -238,11 +239,9 @@ def join_watch(place: World, store: Any, limit: float, deadline: float) -> Watch
     if missing := watch.begin(deadline - time.monotonic() + (0.0 if place.is_main else GRACE_SECONDS)):
         if place.is_main:
             names = f"{'process' if len(missing) == 1 else 'processes'} {shorten(list(map(str, missing)), 8)}"
-            watch.fail(
-                f"MASTER_ADDR: {names} of {place.size} did not come to {watch.own.host} in time. Start the same "
-                "command on every machine, with this one's address; start_timeout allows more time.", 2,
-            )  # fmt: skip
-            watch.linger(GRACE_SECONDS)
+            late = f"MASTER_ADDR: {names} of {place.size} did not come to {watch.own.host} in time."
+            advice = "Start the same command on every machine, with this one's address; start_timeout allows more time."
+            watch.fail(f"{late} {advice}", 2, GRACE_SECONDS)
         watch.close()
         raise UserError(watch.verdict[0] if watch.verdict else "MASTER_ADDR: process 0 does not answer.")
     return watch
@@ -266,7 +265,7 @@ def _reach(host: str, address: str, port: int, deadline: float) -> socket.socket
 
 
 def settle_meeting(place: World, environment: MutableMapping[str, str]) -> list[Problem]:
-    """Set what torch and accelerate need to know for `env://`; returns what only the user knows."""
+    """Set the variables that `env://` reads; returns a problem for each that only the user can set."""
     values = {name: environment.get(name) or value for name, value in _usual_meeting(place, environment).items()}
     environment.update({name: value for name, value in values.items() if value})
     environment.update(zip(LAUNCHERS[0], map(str, astuple(place)), strict=True))
@@ -279,7 +278,7 @@ def settle_meeting(place: World, environment: MutableMapping[str, str]) -> list[
 
 
 def _usual_meeting(place: World, environment: Mapping[str, str]) -> dict[str, str]:
-    """Where processes meet unless the user says where; empty if that is unknown."""
+    """Where processes meet unless the user sets it; empty if that is unknown."""
     here, job = place.is_on_one_machine, number_in(environment, "SLURM_JOB_ID") or 0
     first = first_host(environment.get("SLURM_STEP_NODELIST", "")) or (LOOPBACK if here else "")
     return {"MASTER_ADDR": first, "MASTER_PORT": str(FIRST_PORT + job % PORTS) if here or job else ""}

@@ -1,4 +1,4 @@
-"""Training on several processes: they are started, make the same plan, fail and stop together.
+"""Training on several processes: they are started, fail and stop together.
 
     simpletuner train ─► accelerate launch ─► simpletuner train (one per device)
 
@@ -7,14 +7,13 @@ torchrun, accelerate and srun may also start the processes directly.
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import os
 import shlex
 import signal
 import socket
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stderr, suppress
 from functools import partial
 from pathlib import Path
@@ -27,10 +26,8 @@ from simpletuner.annexes.processes.joining import START_SECONDS, ConnectedWorld,
 from simpletuner.annexes.processes.watch import GONE, GRACE_SECONDS, Watch
 from simpletuner.config.launch import LaunchConfig
 from simpletuner.distributed.requests import handling, signals_as_interrupt
-from simpletuner.distributed.world import Value, World, usable_cores
-from simpletuner.errors import ConfigError, Interrupted, Problem, SimpleTunerError, UserError, full_text, shorten
-from simpletuner.plan.build import Plan
-from simpletuner.plan.resume import identify
+from simpletuner.distributed.world import World, usable_cores
+from simpletuner.errors import ConfigError, Interrupted, SimpleTunerError, UserError, full_text
 from simpletuner.redaction import redact
 
 logger = logging.getLogger(__name__)
@@ -45,7 +42,7 @@ def start_processes(launch: LaunchConfig, command: list[str]) -> None:
     """Run a command of `simpletuner` in `num_processes` processes; returns when all of them have finished.
 
     Raises:
-        typer.Exit: one of them failed, and the first has said why.
+        typer.Exit: one of them failed; process 0 has printed why.
         UserError: ACCELERATE_EXTRA_ARGS are wrong, or accelerate refuses them.
     """
     from accelerate.commands.launch import launch_command
@@ -69,7 +66,7 @@ def start_processes(launch: LaunchConfig, command: list[str]) -> None:
 
 
 def why_not_launched(error: str, arguments: Any, launch: LaunchConfig) -> str:
-    """What accelerate or torch says about machines that do not meet, in words of the settings."""
+    """An error of accelerate or torch about machines that do not meet, in terms of the settings."""
     where = f"{arguments.main_process_ip}:{arguments.main_process_port}"
     if "EADDRINUSE" in error or "another process is utilizing it" in error:
         return f"{EXTRA}: {where} is in use by another run or program; choose another --main_process_port."
@@ -119,8 +116,7 @@ def launch_arguments(launch: LaunchConfig, command: list[str]) -> Any:
 
 @contextmanager
 def signals_passed_on() -> Iterator[None]:
-    """Pass Ctrl-C and SIGTERM on to the processes, which stop as one process does: in sessions of their own, they do
-    not get them from the terminal."""
+    """Forward Ctrl-C and SIGTERM to the processes: in separate sessions, they get no signals from the terminal."""
     import psutil
 
     def pass_on(number: int, frame: FrameType | None) -> None:
@@ -134,7 +130,7 @@ def signals_passed_on() -> Iterator[None]:
 
 @contextmanager
 def joined(place: World, start_limit: float = START_SECONDS) -> Iterator[World]:
-    """This process's world; what ends one process ends all of them, and the first says why.
+    """The world of this process. What ends one process ends all of them, and process 0 prints why.
 
     Args:
         place: as a launcher has set it.
@@ -196,14 +192,14 @@ def together(world: ConnectedWorld, error: BaseException) -> BaseException:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # a launcher sends it once the first of them has gone
     code = exit_code(error)
     if not world.is_main:
-        return typer.Exit(_announce(world, _words_of(world, error, code), code)[1])
+        return typer.Exit(world.watch.fail(_words_of(world, error, code), code, LINGER)[1])
     known, own = world.first_failure(error), full_text(error)
-    first, first_code = _announce(world, known or own, code)
+    first, first_code = world.watch.fail(known or own, code, LINGER)
     return error if known is None and first == own else RemoteError(first, first_code)
 
 
 def _words_of(world: ConnectedWorld, error: BaseException, code: int) -> str:
-    """How a process that prints nothing reports its failure to the first one."""
+    """How a process that prints nothing words its failure for process 0."""
     if code == Interrupted.exit_code or (code == 1 and isinstance(error, SimpleTunerError)):
         # All end at once. The first process has more to finish, such as trackers, and its end ends this one.
         world.watch.known(GRACE_SECONDS if isinstance(error, Interrupted) else LINGER)
@@ -212,13 +208,6 @@ def _words_of(world: ConnectedWorld, error: BaseException, code: int) -> str:
         logger.error("Process %d failed.", world.rank, exc_info=error)
         own = f"{type(error).__name__}: {own} (the traceback is in debug.log)"
     return known or f"Process {world.watch.own}: {own}"
-
-
-def _announce(world: ConnectedWorld, message: str, code: int) -> tuple[str, int]:
-    """Tell the others, and wait for them; returns the message and the code of the process that failed first."""
-    first = world.watch.fail(message, code)
-    world.watch.linger(LINGER)
-    return first
 
 
 def exit_code(error: BaseException) -> int:
@@ -237,65 +226,5 @@ class RemoteError(SimpleTunerError):
 
 
 def complain(message: str, code: int) -> None:
-    """Say why all processes end."""
+    """Print why all processes end."""
     print(redact(f"error: {message}" if code == UserError.exit_code else message), file=sys.stderr, flush=True)
-
-
-def plan_together(world: World, make: Callable[[int | None], tuple[Plan, Value]]) -> tuple[Plan, Value]:
-    """The plan of all processes, made by each: first by the main one, which also draws the seed, then by one on each
-    further machine, which may download, then by the rest.
-
-    Args:
-        make: makes it with a seed; None draws one.
-
-    Raises:
-        ConfigError: this process cannot make it, or it differs from the main one's.
-    """
-    first = world.main_only(lambda: make(None))
-    seed = world.broadcast(first and first[0].seed)
-    # Processes of one machine share its download cache: the leader fills it, the rest only read.
-    made = world.leader_first(lambda: first or make(seed))
-    problems = differences(world.gather((socket.gethostname(), describe(made[0]))))
-    if problems:
-        raise ConfigError(problems)
-    return made
-
-
-def describe(plan: Plan) -> dict[str, str]:
-    """What must be the same in all processes, by what a person would look at."""
-    config, identity = plan.config, identify(plan)
-    step = "the beginning" if plan.resume is None else plan.resume.path.name
-    return {
-        **{key: repr(value) for key, value in {**identity.settings, **identity.order, **config.flat}.items()},
-        **{f"version of {name}": version for name, version in identity.versions.items()},
-        **{f"content of {role}": digest[:12] for role, digest in identity.weights.items()},
-        "data_backend_config": f"a list of samples with the digest {identity.datasets[:12]}",
-        "content of simpletuner": source_digest(),
-        "seed": str(plan.seed),
-        "resume_from_checkpoint": f"{config.run.resume_from_checkpoint!r}, which is {step}",
-    }
-
-
-def source_digest() -> str:
-    """Identifies this program's source: two checkouts of one version may differ."""
-    folder = Path(__file__).parents[2]
-    content = hashlib.sha256()
-    for path in sorted(folder.rglob("*.py")):
-        content.update(path.relative_to(folder).as_posix().encode() + path.read_bytes())
-    return content.hexdigest()[:12]
-
-
-def differences(described: list[tuple[str, Mapping[str, str]]]) -> list[Problem]:
-    """What differs from the first process, and in which one."""
-    _, first = described[0]
-    places: dict[tuple[str, str, str], list[str]] = {}
-    for rank, (host, values) in enumerate(described):
-        for key in first.keys() | values.keys():
-            expected, actual = first.get(key, "absent"), values.get(key, "absent")
-            if actual != expected:
-                # Processes that differ alike share one line of the error.
-                places.setdefault((key, expected, actual), []).append(f"{rank} on {host}")
-    return [
-        Problem(key, f"is {expected} in the first process, but {actual} in process {shorten(where, 4)}.")
-        for (key, expected, actual), where in sorted(places.items())
-    ]

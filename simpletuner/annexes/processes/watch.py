@@ -1,4 +1,4 @@
-"""Notices that a process of the run is gone or hangs, and ends the others; each process has a thread for it.
+"""Detects processes that died or hang, and ends the others; a thread in every process of a run.
 
 Process 0 keeps a connection to every other one, over which both sides report twice a second. What process 0 decides
 ends all; who loses process 0 decides alone. The reports need neither torch nor its store, whose calls block while the
@@ -130,7 +130,7 @@ class Link:
 
 @dataclass
 class Pulse:
-    """Whether the main thread of this process gets on.
+    """Whether the main thread of this process makes progress.
 
     Attributes:
         marks: counts what it does; see `Watch.mark`.
@@ -207,18 +207,18 @@ class Links:
             self.found[rank] = link
 
     def hear(self, own: Beat) -> None:
-        """Read what others report for a while, or until something has happened."""
+        """Read reports for `POLL_SECONDS`, or until a connection ends or a failure is reported."""
         deadline, eventful = time.monotonic() + POLL_SECONDS, False
         # After an event, only what has arrived already: the watch must judge it now.
         while ready := self._selector.select(0.0 if eventful else max(0.0, deadline - time.monotonic())):
             for key, _ in ready:
-                if isinstance(key.data, Link):
-                    before = key.data.failure
-                    key.data.read()
-                    eventful |= not key.data.is_open or key.data.failure != before
-                    if not key.data.is_open:
+                if isinstance(link := key.data, Link):
+                    before = link.failure
+                    link.read()
+                    eventful |= not link.is_open or link.failure != before
+                    if not link.is_open:
                         self._selector.unregister(key.fileobj)
-                        key.data.connection.close()
+                        link.connection.close()
                 elif isinstance(key.fileobj, socket.socket):
                     with suppress(OSError):  # whoever called is gone again
                         self.add(Link(key.fileobj.accept()[0]))
@@ -227,7 +227,7 @@ class Links:
         self._strangers = [link for link in self._strangers if link.beat is None and link.is_open]
 
     def _admit(self, link: Link, own: Beat) -> None:
-        """Take a process that has connected, or tell it why it does not belong here."""
+        """Accept a process that has connected, or report why it does not belong here."""
         beat = link.beat
         if beat is None or beat.key != self.key:
             return
@@ -296,7 +296,7 @@ class Watch:
         return missing
 
     def enforce(self) -> None:
-        """End this process from now on if another one fails."""
+        """From now on, end this process if another one fails."""
         self._left_alone.clear()
 
     def close(self) -> None:
@@ -306,7 +306,7 @@ class Watch:
             self._thread.join()
 
     def mark(self) -> None:
-        """The main thread gets on."""
+        """The main thread has made progress."""
         self.pulse.marks += 1
 
     @contextmanager
@@ -320,22 +320,24 @@ class Watch:
             self._exchange = None
 
     def known(self, seconds: float) -> Failure | None:
-        """The verdict, for which this waits some seconds. From now on, the main thread ends this process."""
+        """Wait up to some seconds for the verdict. From now on, the main thread itself ends this process."""
         with self.writing:
             self._left_alone.set()
         self._decided.wait(seconds)
         return self.verdict
 
-    def fail(self, message: str, code: int) -> Failure:
-        """Announce that this process fails; returns the message and the code of the one that failed first."""
-        self._failure = self._failure or (message, code)
-        return self.known(GRACE_SECONDS) or (message, code)
+    def fail(self, message: str, code: int, linger: float = 0.0) -> Failure:
+        """Announce that this process fails; returns the message and the code of the one that failed first.
 
-    def linger(self, seconds: float) -> None:
-        """Wait some seconds until the others know the verdict, in process 0, or until that is gone, in the others."""
-        deadline = time.monotonic() + seconds
+        Args:
+            linger: the most seconds to wait then: process 0 until the others know the verdict, those until it is gone.
+        """
+        self._failure = self._failure or (message, code)
+        first = self.known(GRACE_SECONDS) or (message, code)
+        deadline = time.monotonic() + linger
         while self._is_needed() and time.monotonic() < deadline:
             time.sleep(POLL_SECONDS / 10)
+        return first
 
     def _missing(self) -> list[int]:
         if self.own.rank == 0:
@@ -370,11 +372,11 @@ class Watch:
 
     def _report(self) -> Beat:
         # Idle without waiting for the rest is reported by `_judge_itself`, with the line of code.
+        still = 0.0 if self.pulse.idle else self.pulse.still
         what, since = self._exchange or ("", time.monotonic())
-        return replace(
-            self.own, doing=what, seconds=time.monotonic() - since, still=0.0 if self.pulse.idle else self.pulse.still,
-            stop=self.stop.requested, failure=self.verdict or self._failure, leaving=self.verdict is not None,
-        )  # fmt: skip
+        report = replace(self.own, doing=what, seconds=time.monotonic() - since, still=still)
+        failure, is_over = self.verdict or self._failure, self.verdict is not None
+        return replace(report, stop=self.stop.requested, failure=failure, leaving=is_over)
 
     def _judge(self, rank: int, link: Link) -> None:
         link.silent += 1

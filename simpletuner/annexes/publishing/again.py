@@ -1,4 +1,4 @@
-"""Publish the result of a run that has ended, by its recorded settings and by those given now."""
+"""Publishes the result of a run that has ended, by its recorded settings and those on the command line."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 from simpletuner.annexes.display.log import setup_logging
 from simpletuner.annexes.display.progress import shown_events
 from simpletuner.annexes.payloads import EVENTS_FILE, last_id
-from simpletuner.annexes.publishing.uploads import Hub, Uploads, prepared_destinations
+from simpletuner.annexes.publishing.uploads import Uploads, prepared_destinations
 from simpletuner.config.load import build_group, canonical
 from simpletuner.config.publishing import PUBLISHING_CONFIG, PublishConfig, check_publishing, without_hidden
 from simpletuner.config.sources import Arguments, read_config_file
@@ -21,11 +21,11 @@ from simpletuner.training.manifest import find_checkpoints
 
 
 def publish_again(output_dir: Path, arguments: Arguments) -> None:
-    """Upload what a run has published, or the rest of it.
+    """Upload the result of a run, or what is missing of it.
 
     Raises:
-        UserError: there is no run, or a setting is wrong.
-        SimpleTunerError: not everything was uploaded.
+        UserError: the folder holds no run, or a setting is wrong.
+        SimpleTunerError: an upload failed.
     """
     settings, recorded = recorded_settings(output_dir, arguments)
     setup_logging()
@@ -36,7 +36,7 @@ def publish_again(output_dir: Path, arguments: Arguments) -> None:
             events.say(str(problem), warning=True)
         places = prepared_destinations(settings, recorded["tracker_project_name"], output_dir, events)
         uploads = Uploads(settings, output_dir, recorded["tracker_run_name"], places, events)
-        uploads.repeat(next((each.repository for each in places if isinstance(each, Hub)), None))
+        uploads.repeat()
     if uploads.failed:
         raise SimpleTunerError("Not everything was uploaded; the same command tries again.")
 
@@ -45,7 +45,7 @@ def recorded_settings(output_dir: Path, arguments: Arguments) -> tuple[PublishCo
     """How to publish, and all recorded settings of the run; warnings join those of the arguments.
 
     Raises:
-        UserError: there is no run, or a setting is wrong.
+        UserError: the folder holds no run, or a setting is wrong.
     """
     whole = find_checkpoints(output_dir)[0]
     recorded = result_of(read_json(whole[-1].path / "config.json")) if whole else None
@@ -55,13 +55,13 @@ def recorded_settings(output_dir: Path, arguments: Arguments) -> tuple[PublishCo
     given, keys = problems.take(canonical(arguments.layer())), PublishConfig.model_fields.keys()
     for key in sorted(given.keys() - keys):
         problems.append(Problem(key, "has no effect: only settings of the section Publishing are used here."))
-    # Settings are recorded without secrets, so the keys of a store come from the config file below.
+    # Secrets are not recorded: the keys of a store are read from the config file below.
     old = {key: without_hidden(recorded[key]) for key in keys & recorded.keys()}
     if PUBLISHING_CONFIG not in given and old.get(PUBLISHING_CONFIG) != recorded.get(PUBLISHING_CONFIG):
         origin = whole[-1].manifest.identity.origins.get(PUBLISHING_CONFIG, "")
         old[PUBLISHING_CONFIG] = problems.take(_stores_with_keys(origin)) or old[PUBLISHING_CONFIG]
     settings = problems.take(build_group(PublishConfig, {**old, **given}))
-    # Whoever calls this command wants an upload, whatever `push_to_hub` was in training.
+    # Calling this command asks for an upload, whatever `push_to_hub` was in training.
     if not settings.stores or "hub_model_id" in given:
         settings = settings.model_copy(update={"push_to_hub": True})
     problems.extend(check_unset(settings, fatal=True))
@@ -71,7 +71,7 @@ def recorded_settings(output_dir: Path, arguments: Arguments) -> tuple[PublishCo
 
 
 def _stores_with_keys(origin: str) -> Reading[Any]:
-    """`publishing_config` as it stands in the config file of the run, with the keys that are recorded nowhere else."""
+    """`publishing_config` from the config file of the run, the only place that has its keys."""
     of_file = Problems()
     values = of_file.take(canonical(of_file.take(read_config_file(Path(origin))))) if Path(origin).is_file() else {}
     yield from (each for each in of_file if each.where == PUBLISHING_CONFIG)

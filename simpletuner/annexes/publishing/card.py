@@ -1,8 +1,8 @@
-"""The model card of a run: `model_card/` in its output folder, with all that stands beside weights in a repository.
+"""The model card of a run: `model_card/` in its output folder, which is uploaded beside the weights.
 
-README.md                what the run was; its front matter is what the hub reads
-simpletuner_config.json  the settings, without secrets and without what is known on this machine only
-assets/                  previews of the step, and the evaluation loss as a picture
+README.md                describes the run; the hub reads its front matter
+simpletuner_config.json  the settings, without secrets and paths of this machine
+assets/                  previews of the step, and a curve of the evaluation loss
 
 Free of torch.
 """
@@ -29,23 +29,24 @@ from simpletuner.config.precision import transformer_dtype
 from simpletuner.config.values import home_path, read_json
 from simpletuner.errors import result_of
 from simpletuner.headers import METADATA, read_header
+from simpletuner.models.lora_keys import LORA_FILE
 from simpletuner.models.registry import load_adapter
 from simpletuner.models.usage import Usage
 from simpletuner.plan.build import Plan
 from simpletuner.redaction import HIDDEN, redact, redact_settings
 from simpletuner.reporting.metrics import MEDIA_FILE, METRICS_FILE, MediaRecord, read_media, read_rows
 from simpletuner.reporting.pace import size_text
-from simpletuner.training.manifest import LORA_FILE, PIPELINE_FOLDER, describe_errors, result_step
+from simpletuner.training.manifest import PIPELINE_FOLDER, describe_errors, result_step
 
 CARD_FOLDER, README, SETTINGS_FILE, ASSETS = "model_card", "README.md", "simpletuner_config.json", "assets"
 MOST_MEDIA = 32  # previews in a gallery
 UNPROMPTED = "unconditional (blank prompt)"  # the hub shows no gallery entry without a text
-# Whoever has not named a repository is known by this.
+# Owner in a card of a run that is not uploaded.
 NOBODY = "your-name"
 PATH = re.compile(r"""(?:^|[\s"'=(\[,])(?:~|[A-Za-z]:|\\)?[/\\][^\s/\\]+[/\\]""")
 SPECIAL = re.compile(r"([\\`*_{}\[\]<>#|])")
 PIPELINE_TAGS = {"t2i": "text-to-image", "i2i": "image-to-image", "t2v": "text-to-video", "i2v": "image-to-video"}
-# Settings for one machine.
+# Settings that concern one machine.
 PRIVATE = ("webhook_config", "publishing_config", "post_checkpoint_script", "post_upload_script")
 # Names that optimum-quanto has for the precisions of a base model.
 QUANTO_TYPES = {"int8": "qint8", "int4": "qint4", "int2": "qint2", "fp8": "qfloat8", "fp8uz": "qfloat8_e4m3fnuz"}
@@ -53,13 +54,13 @@ DTYPE_NAMES = {"bf16": "bfloat16", "fp16": "float16", "no": "float32", "fp8": "b
 
 
 def describe_run(repository: str, plan: Plan, step: int, epoch: int) -> None:
-    """Replace the model card of a run as of a step: of its result if that is of this step, else of a checkpoint.
+    """Replace the model card of a run: it describes the result if that is of this step, else the checkpoint.
 
     Args:
         repository: `owner/name` on the hub.
 
     Raises:
-        DiskFullError: there was no space; the old card is kept.
+        DiskFullError: no space; the old card is kept.
     """
     # Imported late: it takes as long as the whole command line.
     from huggingface_hub.repocard_data import ModelCardData
@@ -68,7 +69,7 @@ def describe_run(repository: str, plan: Plan, step: int, epoch: int) -> None:
     facts, media = card_facts(plan, repository, step, epoch), _named(read_media(plan.output_dir / MEDIA_FILE), step)
     chosen = {key: value for key, value in config.flat.items() if config.is_explicit(key) and key not in PRIVATE}
     settings = public_settings(chosen)
-    # Runs with equal settings have equal hashes, whatever they are called.
+    # Equal for runs with equal settings, whatever their names.
     recipe = hashlib.sha256(json.dumps(settings, sort_keys=True, default=str).encode()).hexdigest()[:16]
     values = {**facts, "gallery": bool(media), "recipe": recipe}
     with build_folder(plan.output_dir / CARD_FOLDER) as folder:
@@ -80,7 +81,7 @@ def describe_run(repository: str, plan: Plan, step: int, epoch: int) -> None:
             widget.append({"text": preview.prompt.strip() or UNPROMPTED, **shown})
         if len(facts["evaluation"]) > 1:
             draw_curve(facts["evaluation"]).save(folder / ASSETS / "evaluation_loss.png")
-        # By a YAML writer, whatever texts there are.
+        # A YAML writer quotes prompts safely.
         front = ModelCardData(**redact_settings({**front_matter(plan, facts["base"]), "widget": widget or None}))
         text = f"---\n{front.to_yaml()}\n---\n\n{redact(_render('card.md.jinja', values))}"
         (folder / README).write_text(text, encoding="utf-8")
@@ -89,13 +90,13 @@ def describe_run(repository: str, plan: Plan, step: int, epoch: int) -> None:
 
 
 def read_notes(folder: Path) -> dict[str, Any]:
-    """What a card notes about itself: repository, step and summary; empty if there is no card."""
+    """The metadata of a card: repository, step and summary; empty without a card."""
     content = result_of(read_json(folder / SETTINGS_FILE)) if (folder / SETTINGS_FILE).is_file() else None
     return dict(content["_metadata"]) if isinstance(content, dict) else {}
 
 
 def move_card(output_dir: Path, repository: str) -> None:
-    """Let the card in an output folder, if there is one, name another repository."""
+    """Make the card in an output folder, if any, name another repository."""
     folder = output_dir / CARD_FOLDER
     old = read_notes(folder).get("repository", repository)
     for path in (folder / README, folder / SETTINGS_FILE) if old != repository else ():
@@ -115,7 +116,7 @@ def _named(media: Sequence[MediaRecord], step: int) -> dict[str, MediaRecord]:
 
 
 def public_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Settings as others may see them: without secrets, and without files and folders of this machine."""
+    """Settings without secrets, and without files and folders of this machine."""
     return {key: value for key, value in redact_settings(settings).items() if not _is_private(value)}
 
 
@@ -127,14 +128,14 @@ def _is_private(value: Any) -> bool:
     if not isinstance(value, str):
         return False
     with suppress(OSError, ValueError):  # too long for a path
-        # A bare name is private if it exists here; PATH recognises paths that do not.
+        # A bare name is private if it is a file here; PATH recognises other paths.
         if home_path(value).exists():
             return True
     return HIDDEN in value or PATH.search(value) is not None
 
 
 def draw_curve(points: Sequence[tuple[int, float]]) -> Image.Image:
-    """Losses by step, with the lowest one marked."""
+    """A curve of losses by step, with the lowest marked."""
     (first, _), (last, _), best = points[0], points[-1], min(points, key=lambda point: point[1])
     span, rise = max(last - first, 1), (max(loss for _, loss in points) - best[1]) or 1.0
 
@@ -153,20 +154,18 @@ def draw_curve(points: Sequence[tuple[int, float]]) -> Image.Image:
 
 
 def plain(text: object) -> str:
-    """Text as one line of Markdown that looks as it is written, also in a table."""
+    """Text as one line of Markdown with special characters escaped, also for tables."""
     return SPECIAL.sub(r"\\\1", " ".join(str(text).split()))
 
 
 def fenced(text: str, language: str = "") -> str:
-    """Text as a block of code, in a fence that it cannot close."""
-    # A fence is closed by as many backticks as it has, so it needs more than any run of them in the text.
-    longest = max((len(each) for each in re.findall("`+", text)), default=0)
-    fence = "`" * max(3, longest + 1)
+    """Text as a block of code, in a fence with more backticks than any run in the text, which could close it."""
+    fence = "`" * max(3, *(len(run) + 1 for run in re.findall("`+", text)), 0)
     return f"{fence}{language}\n{text}\n{fence}"
 
 
 def _render(template: str, values: Mapping[str, Any]) -> str:
-    """A text from a template: unlike pages it is no HTML; texts of users pass through `plain` or `fenced`."""
+    """A text from a template of Markdown, in which users' texts pass through `plain` or `fenced`."""
     loader = FileSystemLoader(Path(__file__).parent)
     environment = Environment(loader=loader, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     environment.filters.update(plain=plain, fenced=fenced)
@@ -174,9 +173,9 @@ def _render(template: str, values: Mapping[str, Any]) -> str:
 
 
 def card_facts(plan: Plan, repository: str, step: int, epoch: int) -> dict[str, Any]:
-    """What the templates show."""
+    """The values of the templates."""
     config, base = plan.config, plan.source["transformer"]
-    # A folder of this machine means nothing to others.
+    # A local path means nothing to others.
     base_name = plan.flavour.repository if base.is_local else base.location
     rows = (row for row in read_rows(plan.output_dir / METRICS_FILE) if row["step"] <= step)
     return {
@@ -213,13 +212,13 @@ def front_matter(plan: Plan, base: str) -> dict[str, Any]:
 
 
 def published_result(plan: Plan, step: int) -> dict[str, str] | None:
-    """What a finished run published; None unless its own note says that it is of `step`.
+    """The published result of a finished run; None unless it is of `step`.
 
     Returns:
-        path: of the file or folder, relative to the output folder.
+        path: file or folder, relative to the output folder.
         size: in words.
-        snippet: Python that loads it and samples with it.
-        errors: of a LoRA that was converted from another adapter, in words.
+        snippet: a Python program that loads it and samples.
+        errors: in words, of a LoRA that was converted from another adapter.
     """
     model_type = plan.config.model.model_type
     if result_step(plan.output_dir, model_type) != step:

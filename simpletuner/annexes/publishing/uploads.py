@@ -1,4 +1,4 @@
-"""Uploads of a run and the user's scripts: in order, in a thread, and without ever ending the run. Free of torch."""
+"""Uploads a run and runs the user's scripts: in order, in a thread. No failure ends the run. Free of torch."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ if TYPE_CHECKING:
     from simpletuner.training.state import Assembly, TrainState
 
 
-# Seconds to wait after the first and after the second attempt; the third is the last one.
+# Seconds to wait after the first and the second attempt; the third is the last.
 WAITS = (5.0, 20.0)
 
 
 class UploadError(Exception):
-    """An upload has failed for the last time, and the user knows."""
+    """The last attempt to upload failed; the reason has been reported."""
 
 
 def repeat_command(output_dir: Path) -> str:
@@ -50,10 +50,10 @@ class Uploads(Companion):
 
     Attributes:
         run_name: value of `tracker_run_name`.
-        describe: writes the model card as of a step and an epoch; None if it is to stay as it is.
+        describe: writes the model card as of a step and an epoch; None leaves it as it is.
         waits: seconds between attempts.
-        in_use: checkpoints that are being uploaded or handed to a script.
-        failed: what could not be uploaded, as messages.
+        in_use: checkpoints that must not be deleted yet: an upload or a script needs them.
+        failed: a message for each failed upload.
     """
 
     publish: PublishConfig
@@ -81,7 +81,7 @@ class Uploads(Companion):
         self.events.subscribe(self)
 
     def __call__(self, event: Event) -> None:
-        """Notice a checkpoint, and run the user's script for it."""
+        """Remember a saved checkpoint, and run the user's script for it."""
         if isinstance(event, CheckpointSaved):
             self._saved = self._due = event
             if script := self.publish.post_checkpoint_script:
@@ -101,12 +101,12 @@ class Uploads(Companion):
                 self.join()
 
     def on_train_end(self, assembly: Assembly, state: TrainState) -> None:
-        """Wait for scripts and a running upload if the run stops early; else the result follows once it is verified."""
+        """Wait for uploads and scripts if the run stops early; otherwise `finish` follows with the verified result."""
         if state.global_step < assembly.settings.total_steps:
             self.join()
 
     def finish(self, ledger: Ledger) -> str:
-        """Write the card of the result and upload it everywhere; returns when it is there, or has failed.
+        """Write the model card and upload the result everywhere; returns when this is done, or has failed.
 
         Raises:
             KeyboardInterrupt: Ctrl-C; the next start does the rest.
@@ -114,7 +114,7 @@ class Uploads(Companion):
         if "card" not in ledger.tasks:
             return ""
         saved = self._saved
-        if saved is None:  # a session that has saved nothing makes up for one that was killed
+        if saved is None:  # this session saved nothing: it finishes for one that was killed
             folders = self._pushed(self._regular())
         else:
             folders = [saved.path] if saved.step == ledger.step and self._is_pushed(saved) else []
@@ -131,22 +131,24 @@ class Uploads(Companion):
             return ""
         return f"Not everything was uploaded; the next command tries again: {repeat_command(self.output_dir)}"
 
-    def repeat(self, repository: str | None) -> None:
-        """Upload what there is of a run that has ended: its result, else its last checkpoint.
+    @property
+    def repository(self) -> str | None:
+        """`owner/name` on the hub, if that is a destination."""
+        return next((place.repository for place in self.destinations if isinstance(place, Hub)), None)
 
-        Args:
-            repository: on the hub; the model card names it from now on.
+    def repeat(self) -> None:
+        """Upload the result of a run that has ended, else its last checkpoint.
 
         Raises:
-            UserError: there is neither.
+            UserError: the run has neither.
         """
         regular = self._regular()
         step = next(filter(None, (result_step(self.output_dir, kind) for kind in ("lora", "full"))), None)
         if step is None and not regular:
             raise UserError(f"{str(self.output_dir)!r} holds no result and no checkpoint to upload.")
         folder, step = (regular[-1].path, regular[-1].step) if step is None else (self.output_dir, step)
-        if repository:
-            move_card(self.output_dir, repository)
+        if self.repository:
+            move_card(self.output_dir, self.repository)
         self._add(lambda: self._send(folder, step, 0, self._pushed(regular), self.destinations))
         self.join()
 
@@ -167,12 +169,12 @@ class Uploads(Companion):
         return [checkpoint.path for checkpoint in checkpoints] if self.publish.push_checkpoints_to_hub else []
 
     def _is_pushed(self, saved: CheckpointSaved) -> bool:
-        """Whether a checkpoint is to be uploaded; rolling ones are for resuming only."""
+        """Whether to upload a checkpoint; rolling ones are for resuming only."""
         wanted = self.publish.push_to_hub and self.publish.push_checkpoints_to_hub
         return wanted and not saved.path.name.endswith("-rolling")
 
     def _add(self, job: Callable[[], None], folder: Path | None = None) -> None:
-        """Do something after what was added before; `folder` may not be deleted until then."""
+        """Queue a job; `folder` may not be deleted until it is done."""
         if self._worker is None:
             # A daemon, because a hanging connection must not keep an interrupted run from ending.
             self._worker = threading.Thread(target=self._work, daemon=True)
@@ -245,9 +247,9 @@ class Uploads(Companion):
 
 # What users load from a checkpoint or an output folder, besides the LoRA.
 LOADED = ("*_weights.safetensors", "lycoris_config.json", "ema/*", "transformer/*", "transformer_ema/*")
-# Not part of a copy of the output folder: caches that can be made again, and what is for this machine only.
+# Left out of copies of the output folder: caches, and files that concern this machine only.
 LEFT_OUT = ("cache", REQUESTS, LOCK_FILE, LEDGER_FILE)
-MODIFIED = "modified"  # note of an object: when its file was written, in nanoseconds of this machine's clock
+MODIFIED = "modified"  # metadata of an object: mtime of its file in nanoseconds, by this machine's clock
 FORBIDDEN = {
     401: "the hub does not accept the token (log in with `hf auth login`, or set HF_TOKEN), so it cannot write",
     403: "the token of the hub has no permission to write",
@@ -255,7 +257,7 @@ FORBIDDEN = {
 
 
 def loaded_files(folder: Path) -> dict[str, Path]:
-    """What users load from an output folder or a checkpoint, by its path in a repository."""
+    """The files that users load from an output folder or a checkpoint, by their path in a repository."""
     pipeline = folder / PIPELINE_FOLDER
     if pipeline.is_dir():
         return _relative(pipeline, pipeline.rglob("*"))
@@ -267,10 +269,9 @@ def _relative(root: Path, paths: Iterable[Path]) -> dict[str, Path]:
 
 
 def contents(output_dir: Path, folder: Path, step: int, checkpoints: Iterable[Path]) -> tuple[dict[str, Path], str]:
-    """One state of a run that is uploaded as a whole: local files by their path in the repository, and the message of
-    the commit, whose first line is the title.
+    """One commit: local files by their path in the repository, and the message, whose first line is the title.
 
-    The weights in a folder are at the root, beside the model card, and checkpoints in their folders.
+    The weights of `folder` go to the root, beside the model card, and checkpoints into folders of their names.
     """
     card = output_dir / CARD_FOLDER
     files = loaded_files(folder) | _relative(card, card.rglob("*"))
@@ -317,7 +318,7 @@ class Hub:
             if "/" not in self.repository:
                 self.repository = f"{login['name']}/{self.repository}"
             self._api.create_repo(self.repository, private=self.private, exist_ok=True)
-            # Says nothing about an existing repository that only others may write to.
+            # This succeeds even if an existing repository is read-only for this login.
             address = f"{self._api.endpoint}/api/models/{self.repository}/auth-check/write"
             answer = get_session().get(address, headers={"authorization": f"Bearer {get_token()}"})
             if answer.status_code in (401, 403):
@@ -335,7 +336,7 @@ class Hub:
         return warning if self.private and is_public else ""
 
     def upload(self, files: Mapping[str, Path], message: str) -> str:
-        """Upload in one commit, without large files that were already uploaded. Returns the address."""
+        """Upload in one commit, which skips large files that are on the hub already; returns the address."""
         from huggingface_hub import CommitOperationAdd
 
         added = [CommitOperationAdd(path, local) for path, local in files.items()]
@@ -346,7 +347,7 @@ class Hub:
 
 @dataclass
 class BucketCopy:
-    """A bucket of S3 or of a store that speaks its protocol; it gets a copy of the output folder."""
+    """A copy of the output folder in a bucket of S3, or of a store that speaks its protocol."""
 
     store: BucketConfig
     output_dir: Path
@@ -357,7 +358,7 @@ class BucketCopy:
 
     @property
     def prefix(self) -> str:
-        """What the keys begin with, without a slash at the end."""
+        """The common start of all keys, without the slash at its end."""
         return "/".join(filter(None, (self.store.base_path.strip("/"), self.output_dir.resolve().name)))
 
     @cached_property
@@ -380,28 +381,23 @@ class BucketCopy:
         return ""
 
     def upload(self, files: Mapping[str, Path], message: str) -> str:
-        """Upload what is not there yet of the whole folder as it is here; returns the address."""
+        """Upload the files of the output folder that are new or changed; returns the address."""
         from boto3.s3.transfer import TransferConfig
 
         # S3 takes at most 5 GiB in one part.
         whole = {"multipart_threshold": 5 * 2**30} if self.store.force_single_part else {}
-        pages = self._client.get_paginator("list_objects_v2").paginate(
-            Bucket=self.store.bucket, Prefix=f"{self.prefix}/"
-        )
+        bucket, settings = self.store.bucket, TransferConfig(**whole)
+        pages = self._client.get_paginator("list_objects_v2").paginate(Bucket=bucket, Prefix=f"{self.prefix}/")
         sizes = {entry["Key"]: entry["Size"] for page in pages for entry in page.get("Contents", ())}
         for path, local in copied_files(self.output_dir).items():
             key, facts = f"{self.prefix}/{path}", local.stat()
-            # Times of this machine alone are compared: the store's clock may be another.
+            # The store's own times are useless: its clock may differ from this machine's.
             written = {MODIFIED: str(facts.st_mtime_ns)}
-            if sizes.get(key) != facts.st_size or self._notes(key) != written:
-                more = {"Metadata": written}
-                self._client.upload_file(str(local), self.store.bucket, key, more, Config=TransferConfig(**whole))
+            same_size = sizes.get(key) == facts.st_size
+            if not same_size or self._client.head_object(Bucket=bucket, Key=key)["Metadata"] != written:
+                self._client.upload_file(str(local), bucket, key, {"Metadata": written}, Config=settings)
         public = self.store.public_base_url
         return f"{public.rstrip('/')}/{self.prefix}" if public else self.title
-
-    def _notes(self, key: str) -> dict[str, str]:
-        notes: dict[str, str] = self._client.head_object(Bucket=self.store.bucket, Key=key)["Metadata"]
-        return notes
 
 
 def copied_files(folder: Path) -> dict[str, Path]:
@@ -420,13 +416,13 @@ Destination = Hub | BucketCopy
 def prepared_destinations(
     publish: PublishConfig, project: str, output_dir: Path, events: EventStream
 ) -> list[Destination]:
-    """Where a run is uploaded to, the hub first; each is known to be writable.
+    """The destinations of a run, the hub first, checked to be writable.
 
     Args:
         project: value of `tracker_project_name`.
 
     Raises:
-        UserError: nothing can be uploaded to one of them.
+        UserError: one of them is not.
     """
     name = repository_name(publish.hub_model_id or project)
     hubs = [Hub(name, publish.model_card_private)] if publish.push_to_hub else []
@@ -437,14 +433,13 @@ def prepared_destinations(
 
 
 def open_uploads(plan: Plan, destinations: Sequence[Destination], events: EventStream) -> Uploads:
-    """What uploads checkpoints and the result of a run with its model card, and runs the user's scripts.
+    """The companion that uploads a run with its model card.
 
     Args:
-        destinations: they are prepared.
+        destinations: prepared ones.
     """
     publish, tracking = plan.config.publish, plan.config.tracking
+    uploads = Uploads(publish, plan.output_dir, tracking.tracker_run_name, destinations, events)
     name = repository_name(publish.hub_model_id or tracking.tracker_project_name)
-    hubs = [place.repository for place in destinations if isinstance(place, Hub)]
-    repository = hubs[0] if hubs else name if "/" in name else f"{NOBODY}/{name}"
-    describe = partial(describe_run, repository)
-    return Uploads(publish, plan.output_dir, tracking.tracker_run_name, destinations, events, describe)
+    uploads.describe = partial(describe_run, uploads.repository or (name if "/" in name else f"{NOBODY}/{name}"))
+    return uploads

@@ -28,19 +28,15 @@ def collect(
     Args:
         entries: with their defaults filled in.
         problems: receives errors. With a fatal one, nothing is downloaded.
-        fetches: if not, nobody is asked, and the files that are here are used.
+        fetches: download what is missing; otherwise no server is contacted, and the files that are here are used.
     """
     offers: dict[str, tuple[Store, Offer]] = {}
     for entry in entries:
         if any(problem.fatal and problem.where.startswith(entry.id) for problem in problems):
             continue
-        store = Store(
-            Path(entry.instance_data_dir or ""),
-            wanted_suffixes(entry, context),
-            retry_failed=context.defaults.retry_failed,
-            forgiven="allow_private_urls" if entry.allow_private_urls else "",
-            fetches=fetches,
-        )
+        folder, wanted = Path(entry.instance_data_dir or ""), wanted_suffixes(entry, context)
+        forgiven = "allow_private_urls" if entry.allow_private_urls else ""
+        store = Store(folder, wanted, context.defaults.retry_failed, forgiven, fetches)
         try:
             offers[entry.id] = store, problems.take(LISTERS[entry.type](entry, store))
         except UserError as error:
@@ -50,7 +46,7 @@ def collect(
     return {name: _download(name, *offer, problems) for name, offer in offers.items()}
 
 
-# For plans that ask nobody.
+# For plans that contact no server.
 collect_cached = partial(collect, fetches=False)
 
 

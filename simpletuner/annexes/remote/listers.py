@@ -1,4 +1,4 @@
-"""What remote datasets consist of.
+"""Lists the files of remote datasets.
 
 type csv: a table of addresses, or of paths beside it, with a caption each.
 type huggingface: rows of a dataset of the hub, or of a folder of the same layout. The package `datasets` downloads and
@@ -33,7 +33,7 @@ from simpletuner.config.remote import CompositeImage, HubKeys, RowFilter
 from simpletuner.config.values import home_path
 from simpletuner.data.captions import check_columns, first_texts, texts_in
 from simpletuner.data.discovery import classify, name_problem
-from simpletuner.data.files import LARGEST_CLIP, LARGEST_PICTURE, MediaError, check_regular, read
+from simpletuner.data.files import LARGEST_CLIP, LARGEST_PICTURE, MediaError, check_regular, read_file
 from simpletuner.data.media import decode
 from simpletuner.errors import Problem, Reading, UserError, shorten, warning
 from simpletuner.s3 import S3Login
@@ -62,7 +62,7 @@ def read_table(config: DatasetConfig) -> Reading[list[tuple[str, str]]]:
     named = {"csv_url_column": config.csv_url_column, "csv_caption_column": config.csv_caption_column or ""}
     try:
         # Spreadsheets write a byte order mark; `newline=""` keeps line breaks inside quoted captions.
-        table = csv.DictReader(io.StringIO(read(path, LARGEST_PICTURE).decode("utf-8-sig"), newline=""))
+        table = csv.DictReader(io.StringIO(read_file(path, LARGEST_PICTURE).decode("utf-8-sig"), newline=""))
         columns = list(table.fieldnames or ())
         missing = list(check_columns(named, columns, config.id))
         yield from missing
@@ -149,7 +149,7 @@ class Rows:
 
 
 def list_rows(config: DatasetConfig, store: Store) -> Reading[Offer]:
-    """The rows that pass `filter_func`; the dataset is loaded only if something of it is missing here.
+    """The rows that pass `filter_func`; the dataset is loaded only if files are missing.
 
     Raises:
         UserError: there is no such dataset, or it may not be read.
@@ -174,7 +174,7 @@ def list_rows(config: DatasetConfig, store: Store) -> Reading[Offer]:
         yield from absent
         return Offer([])
     # A table without columns has no rows either.
-    rows = _choose(facts if _needed(config) else ({} for _ in range(len(table))), config, identity)
+    rows = _choose(facts if _columns(config) else ({} for _ in range(len(table))), config, identity)
     write_json(store.root / SAVED, asdict(rows))
     return _offer(rows, config, commit, table)
 
@@ -184,7 +184,7 @@ def _digest(*values: object) -> str:
 
 
 def _commit(config: DatasetConfig, *, asks: bool) -> str:
-    """The commit that the revision stands for now or, without asking the hub, stood for last; of a folder its state.
+    """The commit of the revision: now, or without asking the hub as it was last; for a folder, a digest of its files.
 
     Raises:
         UserError: it is gated, private or missing, or the hub cannot be reached.
@@ -208,7 +208,7 @@ def _commit(config: DatasetConfig, *, asks: bool) -> str:
 
 
 def _refusal(name: str, error: Exception) -> str:
-    """The hub tells nobody whether a private dataset exists."""
+    """Why a dataset cannot be loaded; the hub does not reveal whether a private one exists."""
     from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
 
     # `datasets` wraps the hub's errors, so the text is looked at too.
@@ -233,13 +233,9 @@ def _load(config: DatasetConfig, commit: str, cache: Path) -> Any:
     folder = home_path(name)
     # The commit, as the branch may have moved since it was looked up.
     place = {"path": str(folder)} if folder.is_dir() else {"path": name, "revision": commit}
+    part = {"split": config.split, "num_proc": processes if processes > 1 else None}
     try:
-        table = datasets.load_dataset(
-            **place,
-            split=config.split,
-            cache_dir=str(cache / "datasets"),
-            num_proc=processes if processes > 1 else None,
-        )
+        table = datasets.load_dataset(**place, **part, cache_dir=str(cache / "datasets"))
     except (DatasetsError, OSError, RuntimeError, ValueError) as error:
         raise UserError(_refusal(name, error)) from error
     for column, feature in table.features.items():
@@ -256,7 +252,7 @@ def _media(config: DatasetConfig) -> tuple[str, str]:
 
 def _facts(table: Any, config: DatasetConfig) -> Any:
     """The columns besides the media: going through rows would read every picture."""
-    named = {path.partition(".")[0] for path in _needed(config).values()}
+    named = {column.partition(".")[0] for _, column in _columns(config)}
     # A struct becomes columns such as `quality.aesthetic`.
     return table.select_columns(sorted(named & {*table.column_names})).flatten()
 
@@ -264,8 +260,8 @@ def _facts(table: Any, config: DatasetConfig) -> Any:
 def _check_table(table: Any, facts: Any, config: DatasetConfig) -> Iterator[Problem]:
     """The columns that keys name but the table lacks."""
     columns = [*table.column_names, *(name for name in facts.column_names if "." in name)]
-    for key, column in [*_needed(config).items(), _media(config)]:
-        yield from check_columns({key.partition(" ")[0]: column}, columns, config.id, "dataset")
+    for key, column in [*_columns(config), _media(config)]:
+        yield from check_columns({key: column}, columns, config.id, "dataset")
 
 
 def _choose(rows: Iterable[dict[str, Any]], config: DatasetConfig, identity: str) -> Rows:
@@ -283,18 +279,17 @@ def _choose(rows: Iterable[dict[str, Any]], config: DatasetConfig, identity: str
     return Rows(identity, captions, left_out)
 
 
-def _needed(config: DatasetConfig) -> dict[str, str]:
-    """Columns besides the media by the key that names them; a number tells several of one key apart."""
+def _columns(config: DatasetConfig) -> list[tuple[str, str]]:
+    """The columns to read besides the media, with the keys that name them."""
     fixed = ("fallback_caption_column", "description_column", "num_frames_column", "fps_column")
-    needed = {key: value for key in fixed if (value := getattr(config, key))}
+    columns = [(key, column) for key in fixed if (column := getattr(config, key))]
     if config.caption_strategy == "huggingface" and not config.only_instance_prompt:
-        needed |= {f"caption_column {number}": each for number, each in enumerate(config.caption_column)}
+        columns += [("caption_column", column) for column in config.caption_column]
     rule = config.filter_func or RowFilter()
-    needed |= {"filter_func": "collection"} if rule.collection else {}
-    needed |= {"width_column": config.width_column} if rule.min_width else {}
-    needed |= {"height_column": config.height_column} if rule.min_height else {}
-    metrics = enumerate(rule.quality_thresholds or ())
-    return needed | {f"filter_func {number}": f"{rule.quality_column}.{metric}" for number, metric in metrics}
+    columns += [("filter_func", "collection")] if rule.collection else []
+    columns += [("width_column", config.width_column)] if rule.min_width else []
+    columns += [("height_column", config.height_column)] if rule.min_height else []
+    return columns + [("filter_func", f"{rule.quality_column}.{metric}") for metric in rule.quality_thresholds or ()]
 
 
 def _why_not(row: Mapping[str, Any], config: DatasetConfig, rule: RowFilter) -> str | None:
@@ -413,14 +408,8 @@ def list_bucket(config: DatasetConfig, store: Store) -> Reading[Offer]:
 
 
 def _login(config: DatasetConfig) -> S3Login:
-    return S3Login(
-        endpoint_url=config.aws_endpoint_url,
-        region=config.aws_region_name,
-        access_key=config.aws_access_key_id,
-        secret_key=config.aws_secret_access_key,
-        session_token=config.aws_session_token,
-        pool=config.aws_max_pool_connections,
-    )
+    keys = config.aws_access_key_id, config.aws_secret_access_key, config.aws_session_token
+    return S3Login(config.aws_endpoint_url, config.aws_region_name, *keys, pool=config.aws_max_pool_connections)
 
 
 def _place(config: DatasetConfig) -> str:

@@ -1,7 +1,7 @@
-"""The folder that remote files are downloaded to: what is there, what failed, and the downloads themselves.
+"""The folder that remote files are downloaded to.
 
-`downloads.jsonl` says which file was downloaded as what and in which version, so that nothing is fetched twice and a
-killed download continues; `failed.jsonl` names what could not be had, which is tried again only when asked for.
+`downloads.jsonl` records the name and version of every downloaded file, so that nothing is fetched twice and a killed
+download continues; `failed.jsonl` lists what could not be downloaded, which is retried only on request.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ SUFFIXES = {"JPEG": ".jpg", "TIFF": ".tif", "HEIF": ".heic"}  # of pictures whos
 
 
 class DownloadError(Exception):
-    """A file that cannot be had; the text says why and fits after its address."""
+    """A file that cannot be downloaded; the text says why and fits after its address."""
 
 
 class UnfetchedError(UserError):
@@ -81,7 +81,7 @@ class Offer:
 
 
 @dataclass(frozen=True)
-class Record:
+class Attempt:
     """A line of `downloads.jsonl` or, with a reason, of `failed.jsonl`."""
 
     key: str
@@ -91,7 +91,7 @@ class Record:
     reason: str = ""
 
 
-_RECORD = TypeAdapter(Record)
+_RECORD = TypeAdapter(Attempt)
 
 
 @dataclass
@@ -127,7 +127,7 @@ class Store:
         return record.name if path.is_file() and path.stat().st_size == record.size else None
 
     def here(self, prefix: str) -> list[Item]:
-        """What was downloaded from addresses that begin alike, for plans that ask nobody."""
+        """What was downloaded from addresses that begin alike, for plans that contact no server."""
         # `tuple` reads nothing: they are here.
         items = [Item(each.key, each.name, tuple, each.version, each.size) for each in self._done.values()]
         return [item for item in items if item.key.startswith(prefix) and self.name_of(item)]
@@ -162,7 +162,7 @@ class Store:
         if not self._done and all(isinstance(error, UnreachableError) for error in errors.values()):
             item, error = next(iter(errors.items()))
             raise UserError(f"none of {len(items)} files can be downloaded; for instance {item.key} {error}.")
-        failures = {item.key: Record(item.key, item.version, reason=str(error)) for item, error in errors.items()}
+        failures = {item.key: Attempt(item.key, item.version, reason=str(error)) for item, error in errors.items()}
         self._note({item.key for item in items}, failures)
 
     def _fetch(self, item: Item, errors: dict[Item, DownloadError]) -> str:
@@ -190,7 +190,7 @@ class Store:
                 file.write(chunk)
             size = file.tell()
         # After the file: a kill in between only means that it is fetched again.
-        record = Record(item.key, item.version, name, size)
+        record = Attempt(item.key, item.version, name, size)
         with self._lock, (self.root / DOWNLOADS).open("a", encoding="utf-8") as journal:
             journal.write(_line(record))
         self._done[item.key] = record
@@ -204,7 +204,7 @@ class Store:
             raise DownloadError(f"is a {suffix} file, which this dataset does not take")
         return suffix
 
-    def _note(self, tried: set[str], failures: Mapping[str, Record]) -> None:
+    def _note(self, tried: set[str], failures: Mapping[str, Attempt]) -> None:
         """Add failures to the list; another dataset with the same folder may have added its own."""
         others = {record.key: record for record in _read_records(self.root / FAILED) if record.key not in tried}
         self.failed |= failures
@@ -212,11 +212,11 @@ class Store:
             write_atomically(self.root / FAILED, "".join(map(_line, [*others.values(), *failures.values()])))
 
 
-def _line(record: Record) -> str:
+def _line(record: Attempt) -> str:
     return json.dumps({key: value for key, value in asdict(record).items() if value}, ensure_ascii=False) + "\n"
 
 
-def _read_records(path: Path) -> Iterator[Record]:
+def _read_records(path: Path) -> Iterator[Attempt]:
     """The lines of a journal; a kill may have cut the last one."""
     if not path.is_file():
         return

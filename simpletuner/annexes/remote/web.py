@@ -37,18 +37,14 @@ def read_url(url: str, most: int, *, allow_private: bool = False) -> Iterator[by
         allow_private: also from private, loopback and link-local addresses, and through the environment's proxy.
 
     Raises:
-        DownloadError: it cannot be had; UnreachableError if another try may help.
+        DownloadError: it cannot be downloaded; UnreachableError if another try may help.
     """
-    # A proxy resolves names itself, which would evade the check.
-    transport = None if allow_private else _PublicTransport(verify=_certificates())
+    certificates = _certificates()
+    transport = None if allow_private else _PublicTransport(verify=certificates)
     try:
-        with (
-            httpx.Client(
-                transport=transport, verify=_certificates(), trust_env=allow_private, headers=HEADERS, timeout=SECONDS,
-                follow_redirects=True,
-            ) as client,
-            client.stream("GET", url) as response,
-        ):  # fmt: skip
+        # `trust_env` uses the environment's proxy, which resolves names itself and would evade the check.
+        client = httpx.Client(transport=transport, verify=certificates, trust_env=allow_private, follow_redirects=True)
+        with client, client.stream("GET", url, headers=HEADERS, timeout=SECONDS) as response:
             yield from _chunks(response, most)
     except httpx.UnsupportedProtocol as error:  # where a redirect leads, too
         raise DownloadError("does not lead to http or https") from error
@@ -87,13 +83,13 @@ class _PublicTransport(httpx.HTTPTransport):
 
     def handle_request(self, request: httpx.Request) -> httpx.Response:
         failure: Exception = OSError(f"{request.url.host} has no address")
+        extensions = {**request.extensions, "sni_hostname": request.url.host}
         for address in public_addresses(request.url.host):
-            sent = httpx.Request(
-                request.method, request.url.copy_with(host=address), headers=request.headers,
-                extensions={**request.extensions, "sni_hostname": request.url.host},
-            )  # fmt: skip
+            url = request.url.copy_with(host=address)
             try:
-                return super().handle_request(sent)
+                return super().handle_request(
+                    httpx.Request(request.method, url, headers=request.headers, extensions=extensions)
+                )
             except (httpx.ConnectError, httpx.ConnectTimeout) as error:
                 failure = error
         raise failure

@@ -158,14 +158,10 @@ class Chart:
 
     def to_json(self) -> dict[str, Any]:
         """What `curves.js` draws."""
-        return {
-            "title": self.title,
-            "bars": self.bars,
-            "series": [
-                {"name": series.name, "raw": _compact(series.raw), "smooth": _compact(series.smooth)}
-                for series in self.series
-            ],
-        }
+        lines = [
+            {"name": each.name, "raw": _compact(each.raw), "smooth": _compact(each.smooth)} for each in self.series
+        ]
+        return {"title": self.title, "bars": self.bars, "series": lines}
 
 
 def charts_of(metrics: Columns, *, with_mfu: bool = True) -> list[Chart]:
@@ -326,11 +322,8 @@ class PreviewGrid:
     @property
     def compares(self) -> bool:
         """Whether a row has two previews to compare."""
-        return any(sum(bool(cell and cell.source) for cell in cells) > 1 for cells in self._cells)
-
-    @property
-    def _cells(self) -> list[Sequence[Cell | None]]:
-        return [cells for row in self.rows for cells in (row.plain, row.averaged)]
+        lines = (cells for row in self.rows for cells in (row.plain, row.averaged))
+        return any(sum(bool(cell and cell.source) for cell in cells) > 1 for cells in lines)
 
 
 def build_grid(

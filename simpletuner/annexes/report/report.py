@@ -28,7 +28,7 @@ from simpletuner.errors import UserError
 from simpletuner.plan.build import Plan
 from simpletuner.redaction import redact, redact_settings
 from simpletuner.reporting import events as happened
-from simpletuner.reporting.events import ENDED, PREVIEWS, Event, EventStream
+from simpletuner.reporting.events import ENDED, Event, EventStream
 from simpletuner.reporting.metrics import MEDIA_FILE, METRICS_FILE, REPORT_FILE, read_media, read_rows, shares
 from simpletuner.reporting.pace import clock, pace_text
 from simpletuner.run.companions import Companion, Ledger
@@ -139,7 +139,6 @@ class RunReport(Companion):
     plan: Plan = field(init=False)
     _environment: dict[str, str] = field(default_factory=dict, init=False)
     _failed: bool = field(default=False, init=False)
-    _step: int = field(default=0, init=False)
 
     def begin(self, plan: Plan, step: int) -> None:
         self.plan, self._environment = plan, describe_environment()
@@ -167,21 +166,19 @@ class RunReport(Companion):
         ]
 
     def __call__(self, event: Event) -> None:
+        total = self.plan.length.total_steps
         match event:
-            case happened.StepReport():
-                self._step = event.step
-                # Every rewrite renders the whole page, so there are about 20 of them in a long run.
-                if event.step % max(50, self.plan.length.total_steps // 20) == 0:
-                    self.write()
-            case happened.PhaseEnded() if event.phase.kind == PREVIEWS:
+            # Every rewrite renders the whole page, so there are about 20 of them in a long run.
+            case happened.StepReport() if event.step % max(50, total // 20) == 0:
                 self.write()
-            case happened.PhaseStarted(kind="uploading") if self._step == self.plan.length.total_steps:
-                self.write("finished")  # so that a copy of the output folder has the whole report
+            case happened.PhaseEnded(happened.PhaseStarted(kind=happened.PREVIEWS)):
+                self.write()
             case happened.StateChanged(state="running"):
-                self._step = event.step
                 self.write()
+            # Uploads of a finished run include the report.
+            case happened.PhaseStarted(kind=happened.UPLOADING) if self.events.step == total:
+                self.write("finished")
             case happened.StateChanged(state="finished"):
-                self._step = event.step
                 self.write("finished")
             case happened.StateChanged() if event.state in ENDED:
                 self.write("stopped", event.message)
@@ -207,7 +204,7 @@ class RunReport(Companion):
         return {
             "title": redact(plan.title),
             "subtitle": f"{kind} on {plan.spec.name} {plan.flavour.name}",
-            **{"state": state, "step": self._step, "total_steps": plan.length.total_steps, "output_dir": folder},
+            **{"state": state, "step": self.events.step, "total_steps": plan.length.total_steps, "output_dir": folder},
             "metrics": Columns.of(read_rows(folder / METRICS_FILE)),
             "previews": read_media(folder / MEDIA_FILE),
             "settings": settings_of(plan.config),
@@ -221,7 +218,7 @@ class RunReport(Companion):
             "environment": self._environment,
             "message": redact(message),
             "notes": [redact(str(warning)) for warning in plan.warnings],
-            "result": published_result(plan, self._step) if state == "finished" else None,
+            "result": published_result(plan, self.events.step) if state == "finished" else None,
         }
 
 

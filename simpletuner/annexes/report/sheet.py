@@ -48,9 +48,8 @@ class Sheet:
     @classmethod
     def read(cls, folder: Path, title: str, metrics: Columns) -> Sheet:
         """The sheet that was begun last in a folder, with the cells that are rendered by now; none without one."""
-        content = result_of(read_json(folder / CONTENT, list)) if (folder / CONTENT).is_file() else None
+        content, losses = result_of(read_json(folder / CONTENT, list)), result_of(read_json(folder / LOSSES, dict))
         records = [MEDIA.validate_python(each) for each in content or ()]
-        losses = result_of(read_json(folder / LOSSES, dict)) if (folder / LOSSES).is_file() else None
         return cls(title, folder, [each for each in records if (folder / each.path).is_file()], metrics, losses or {})
 
     def begin(self) -> None:

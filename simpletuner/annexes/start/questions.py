@@ -1,4 +1,4 @@
-"""`simpletuner start`: at most three questions, for what the files and the command line leave open."""
+"""The questions of `simpletuner start`: at most three, about what the files and the command line leave open."""
 
 from __future__ import annotations
 
@@ -18,29 +18,30 @@ from simpletuner.errors import Problem, Problems, not_one_of
 def ask(
     folder: Path, talk: Talk, given: Mapping[str, str | None], settings: Mapping[str, object], *, captions: bool
 ) -> Start:
-    """Ask what the files and the command line leave open.
+    """Ask the open questions.
 
     Args:
         given: `purpose`, `trigger`, `model` and `name` from the command line.
-        settings: keys of the config from there, by their main names.
-        captions: captions will be written for files that have none.
+        settings: keys of the config from the command line, by their main names.
+        captions: captions will be written for files without one.
 
     Raises:
         UserError: the folder, an answer or a setting cannot be used.
     """
-    material = Material.of(folder)
-    name = given["name"] or run_name(folder)
-    examples = {example.removesuffix("-lora"): example for example in material.models}
-    Problems(_check(material, name, given, examples, captions=captions)).raise_if_fatal()
+    material, name = Material.of(folder), given["name"] or run_name(folder)
     talk.tell(f"{folder}: {material.describe()}")
+    if others := material.describe_others():
+        talk.refuse(others)
+    Problems(_check(material, name, given, captions=captions)).raise_if_fatal()
     purposes = {purpose: Recipe.of(purpose).title for purpose in material.purposes}
     purpose = _choose(talk, "What should be learned?", purposes, given["purpose"])
     trigger = (given["trigger"] or "").strip() or _ask_trigger(talk, purpose)
-    captioned = captions or not material.uncaptioned
-    values = _as_json(settings)
-    able = _with_captioner(examples) if captions and material.uncaptioned else examples
-    answers = name, material, purpose, trigger
-    starts = {model: Start(*answers, example, captioned, values) for model, example in able.items()}
+    captioned, values = captions or not material.uncaptioned, _as_json(settings)
+    starts = {
+        model: Start(name, material, purpose, trigger, example, captioned, values)
+        for model, example in material.models.items()
+        if not (captions and material.uncaptioned) or writes_captions(example)
+    }
     made = starts[_choose_model(talk, starts, given["model"])]
     # Before anything is written.
     Problems(_check_settings(made)).raise_if_fatal()
@@ -48,7 +49,7 @@ def ask(
 
 
 def _check_settings(made: Start) -> Sequence[Problem]:
-    """What is wrong with the config; the files beside it come with it."""
+    """What is wrong with the config; the files beside it do not exist yet."""
     judged = {key: value for key, value in made.config().items() if key not in FILES or key in made.settings}
     return Draft(made.folder / "config.json", judged).judgement.problems
 
@@ -63,27 +64,24 @@ def _ask_trigger(talk: Talk, purpose: str) -> str:
     return answer or TRIGGER
 
 
-def _check(
-    material: Material, name: str, given: Mapping[str, str | None], examples: Mapping[str, str], *, captions: bool
-) -> Iterator[Problem]:
-    """All that is wrong with a folder and with what was given, before the first question."""
+def _check(material: Material, name: str, given: Mapping[str, str | None], *, captions: bool) -> Iterator[Problem]:
+    """Everything wrong with the folder and the given answers, before the first question."""
     target = Path("config") / name
     if re.search(r"[/\\\x00-\x1f]", name):
         yield Problem("", f"--name {name!r} is not the name of a folder.")
     elif target.exists() or target.is_symlink():
         message = f"{target} exists already: go on with `simpletuner train env={name}`, or give --name."
         yield Problem("", message)
-    for option, names in (("purpose", material.purposes), ("model", [*examples])):
+    for option, names in (("purpose", material.purposes), ("model", [*material.models])):
         if (value := given[option]) is not None and value not in names:
             yield Problem("", f"--{option} {not_one_of(value, names)}")
-    yield from _check_captions(material, examples.get(given["model"] or ""), captions=captions)
+    yield from _check_captions(material, given["model"], captions=captions)
 
 
-def _check_captions(material: Material, example: str | None, *, captions: bool) -> Iterator[Problem]:
-    """Captions for some files only, and a model that cannot write those that are missing."""
+def _check_captions(material: Material, model: str | None, *, captions: bool) -> Iterator[Problem]:
+    """Some files lack captions, or the model cannot write them."""
     missing, captioned = len(material.uncaptioned), len(material.captioned)
-    if captions and missing and example and not writes_captions(example):
-        model = example.removesuffix("-lora")
+    if captions and missing and model in material.models and not writes_captions(material.models[model]):
         yield Problem("", f"--caption: the text encoder of {model} writes none; choose another model.")
     if not captions and missing and (captioned or material.sources):
         first = material.uncaptioned[0]
@@ -93,7 +91,7 @@ def _check_captions(material: Material, example: str | None, *, captions: bool) 
 
 
 def _as_json(settings: Mapping[str, object]) -> dict[str, Any]:
-    """Values as JSON has them: 500 and not "500"."""
+    """Settings with values as in JSON: 500, not "500"."""
     values = dict(settings)
     for key, value in settings.items():
         with suppress(ValueError):
@@ -101,13 +99,8 @@ def _as_json(settings: Mapping[str, object]) -> dict[str, Any]:
     return values
 
 
-def _with_captioner(examples: Mapping[str, str]) -> dict[str, str]:
-    """Those whose model can write the captions."""
-    return {model: example for model, example in examples.items() if writes_captions(example)}
-
-
 def _choose_model(talk: Talk, starts: Mapping[str, Start], given: str | None) -> str:
-    """The model: what fits comes first, in the order of the list."""
+    """The model; those that fit the machine come first."""
     judged = len(starts) > 1 and given is None
     verdicts = {model: start.verdict() if judged else (True, "") for model, start in starts.items()}
     choices = {model: verdicts[model][1] for model in sorted(starts, key=lambda model: not verdicts[model][0])}
@@ -115,7 +108,7 @@ def _choose_model(talk: Talk, starts: Mapping[str, Start], given: str | None) ->
 
 
 def _choose(talk: Talk, text: str, choices: Mapping[str, str], given: str | None) -> str:
-    """The given choice, the only one, or the answer to a question; the first is the default."""
+    """The given choice, the only one, or the answer to a question, whose default is the first."""
     if given is not None or len(choices) == 1:
         return given or next(iter(choices))
     return talk.pick(text, choices)

@@ -1,7 +1,7 @@
-"""Files from elsewhere, one by one or in a zip, are put into a folder: each whole or not at all, and none overwritten.
+"""Saves uploaded files and the files of uploaded zips in a folder: whole or not at all, and overwriting nothing.
 
-A file is received, and a zip unpacked, in a hidden folder beside its place. Files get their names when all of them are
-there, so a connection that breaks or a disk that is full leaves nothing behind.
+A file is received, and a zip unpacked, in a hidden folder inside the target. Files get their names when all are
+complete, so a broken connection or a full disk leaves nothing behind.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ from simpletuner.errors import DiskFullError, UserError
 ZIP, HIDDEN = ".zip", ".upload-"
 USED = PICTURE_SUFFIXES | CLIP_SUFFIXES | {CAPTION_SUFFIX}
 LARGEST_FILE = LARGEST_CLIP  # also of a zip, packed and unpacked
-MOST_FILES = 10_000  # of a zip, or dropped at once
-DEEPEST = 8  # folders inside each other
-# Pictures and clips hardly shrink. What shrinks more is a bomb, unless all of it is small, as flat masks are.
+MOST_FILES = 10_000  # in a zip, or dropped at once
+DEEPEST = 8  # nested folders
+# Pictures and clips hardly shrink: a higher ratio is a zip bomb, unless the content is small, as flat masks are.
 MOST_SHRUNK, SMALL = 100, 2**28
 LONGEST_NAME = 200  # bytes; file systems take 255, and temporary files add to a name
 # Control characters, overrides of the writing direction, and what Windows refuses in names.
@@ -42,7 +42,8 @@ UNSAFE = re.compile(r'[\x00-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff
 RESERVED = re.compile(r"(con|prn|aux|nul|com\d|lpt\d)(\.|$)", re.IGNORECASE)  # devices of Windows
 SEPARATORS = re.compile(r"[/\\]")
 LONGEST_LIST = MOST_FILES * 1024  # bytes of the list of files in a zip, which is read into memory
-END_OF_ZIP, LARGE_ZIP = b"PK\5\6", b"PK\6\7"  # what begins the end of a zip, and the 20 bytes before it in a large one
+# Signatures of a zip's end record, and of the zip64 locator, the 20 bytes before it in a large zip.
+END_OF_ZIP, LARGE_ZIP = b"PK\5\6", b"PK\6\7"
 LARGE_END, LONGEST_END = 56 + 20, 56 + 20 + 22 + 2**16
 LEFT_SECONDS = 3600.0  # without a byte, after which an upload belongs to a server that was killed
 
@@ -55,7 +56,7 @@ def receive(folder: Path, name: str, parts: Iterable[bytes]) -> tuple[list[str],
         parts: of its content, as they arrive.
 
     Returns:
-        The names of the saved files, and by name why others were not saved.
+        The names of the saved files, and by name why others were skipped.
 
     Raises:
         UserError: it is too large, or a damaged or dangerous zip.
@@ -66,7 +67,7 @@ def receive(folder: Path, name: str, parts: Iterable[bytes]) -> tuple[list[str],
         return [], {name: reason}
     _sweep(folder)
     with writing_to(folder / name), TemporaryDirectory(prefix=HIDDEN, dir=folder) as hidden:
-        # Not flushed to the disk: training detects a file that a power cut has torn.
+        # Not flushed to the disk: training detects files that a power cut has damaged.
         file = Path(hidden, f"0{Path(name).suffix.lower()}")
         with file.open("xb") as target:
             for part in parts:
@@ -79,7 +80,7 @@ def receive(folder: Path, name: str, parts: Iterable[bytes]) -> tuple[list[str],
 
 
 def _sweep(folder: Path) -> None:
-    """Remove what a killed server has left."""
+    """Remove unfinished uploads of a killed server."""
     for left in folder.glob(f"{HIDDEN}*/"):
         with suppress(FileNotFoundError):  # its upload has just ended
             if max(path.stat().st_mtime for path in (left, *left.iterdir())) < time.time() - LEFT_SECONDS:
@@ -87,7 +88,7 @@ def _sweep(folder: Path) -> None:
 
 
 def _place(found: Mapping[str, Path], folder: Path, skipped: dict[str, str]) -> tuple[list[str], dict[str, str]]:
-    """Give files their names in a folder, but those that are damaged or whose names are taken."""
+    """Give files their names in a folder, except damaged files and those whose names are taken."""
     saved = []
     for name, path in found.items():
         facts = inspect_files(path.parent, [path.name], {}) if path.suffix != CAPTION_SUFFIX else {}
@@ -101,13 +102,13 @@ def _place(found: Mapping[str, Path], folder: Path, skipped: dict[str, str]) -> 
 
 
 def _keep(path: Path, folder: Path, name: str) -> bool:
-    """Move a file to its name below a folder, unless that is taken."""
+    """Move a file to its name below a folder; False if the name is taken or leads out of it."""
     target = folder / name
     if not target.parent.resolve().is_relative_to(folder.resolve()):
-        return False  # by a link to elsewhere
+        return False  # through a link
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
-        os.link(path, target)  # unlike a rename it fails if the name exists
+        os.link(path, target)  # unlike rename, it fails if the name exists
     except (FileExistsError, NotADirectoryError):
         return False
     except OSError:  # a file system without links
@@ -118,7 +119,10 @@ def _keep(path: Path, folder: Path, name: str) -> bool:
 
 
 def unpack(archive: Path, title: str) -> tuple[dict[str, Path], dict[str, str]]:
-    """Unpack a zip beside itself: where its files are, and by name why others were left in it.
+    """Unpack a zip beside itself.
+
+    Returns:
+        The unpacked files by name, and by name why others were skipped.
 
     Raises:
         UserError: it is damaged or dangerous.
@@ -135,7 +139,7 @@ def unpack(archive: Path, title: str) -> tuple[dict[str, Path], dict[str, str]]:
     except (BadZipFile, zlib.error, lzma.LZMAError, EOFError, NotImplementedError) as error:
         raise UserError(f"{title} is damaged, or not a zip: {error}.") from None
     if len({name.partition("/")[0] for name in found}) == 1 and all("/" in name for name in found):
-        # The folder that was zipped.
+        # A folder was zipped: its name is dropped.
         found = {name.partition("/")[2]: path for name, path in found.items()}
     return found, skipped
 
@@ -158,7 +162,7 @@ class _Fault(Exception):
 
 
 def _check_end(archive: Path) -> None:
-    """Raise for a zip of too many files before all of them are listed in memory, whatever number it claims."""
+    """Refuse a zip with too many files before its list, whose claimed size may be false, is read into memory."""
     with archive.open("rb") as file:
         file.seek(max(0, archive.stat().st_size - LONGEST_END))
         before, found, end = file.read().rpartition(END_OF_ZIP)
@@ -170,7 +174,7 @@ def _check_end(archive: Path) -> None:
 
 
 def _check(members: Sequence[ZipInfo], size: int) -> None:
-    """Raise unless a zip of so many bytes may be unpacked."""
+    """Refuse dangerous members, and more content than the size of the zip explains."""
     total = sum(member.file_size for member in members)
     if len(members) > MOST_FILES:
         raise _Fault(f"it holds more than {MOST_FILES:,} files")
@@ -195,30 +199,30 @@ def _check_member(member: ZipInfo) -> None:
 
 
 def why_unused(name: str) -> str | None:
-    """Why a file is not taken, by its name."""
+    """Why a file of this name is not taken; None if it is."""
     hidden = next(filter(None, map(name_problem, name.split("/"))), None)
     kind = None if Path(name).suffix.lower() in USED else "is not a picture, a clip, a caption (.txt) or a zip"
     return hidden[1] if hidden else kind
 
 
 def safe_name(name: str) -> str:
-    """A path below a folder, of names that every system can store."""
+    """A relative path whose names are valid on every system."""
     parts = (safe_part(part) for part in SEPARATORS.split(unicodedata.normalize("NFC", name)))
     return "/".join(part for part in parts if part.strip("."))
 
 
 def safe_part(part: str) -> str:
-    """A name of a file or folder that every system can store; its extension stays."""
+    """A name of a file or folder that is valid on every system, with the same extension."""
     part = UNSAFE.sub("-", part).strip().rstrip(".")
     path = Path(f"_{part}" if RESERVED.match(part) else part)
     return path.stem.encode()[: LONGEST_NAME - len(path.suffix.encode())].decode(errors="ignore") + path.suffix
 
 
 def check_space(folder: Path, needed: int) -> None:
-    """Raise if files do not fit on the disk; a full one would also stop runs from saving.
+    """Check that files fit on the disk; a full one would also stop runs from saving.
 
     Raises:
-        DiskFullError: what is needed, and what is free.
+        DiskFullError: they do not.
     """
     if needed > (free := shutil.disk_usage(folder).free):
         raise DiskFullError(f"{folder}: {gigabytes(needed)} do not fit on the disk, which has {gigabytes(free)} free.")

@@ -1,6 +1,6 @@
-"""What a folder holds, and the files of a run that learns from it, by a recipe for its purpose.
+"""From a folder of pictures or clips to the config of a run: its material, and a recipe for its purpose.
 
-What a recipe knows stands in `examples/recipes/PURPOSE.json`, what a model needs in the example of that model.
+Recipes are `examples/recipes/PURPOSE.json`. The settings of a model are those of its packaged example.
 """
 
 from __future__ import annotations
@@ -8,13 +8,14 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import islice
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, TypeVar
 from unicodedata import category
 
 from simpletuner.annexes.figures import duration
@@ -27,25 +28,27 @@ from simpletuner.data.captions import read_caption_file
 from simpletuner.data.clips import CLIP_SUFFIXES, ClipFacts, fitting_frames, probe_clip
 from simpletuner.data.discovery import Scan, is_readable, pair_key, scan
 from simpletuner.data.files import LeftOutError, MediaError
-from simpletuner.data.media import probe
-from simpletuner.errors import ConfigError, Problems, UserError
+from simpletuner.data.media import PICTURE_SUFFIXES, probe
+from simpletuner.errors import ConfigError, Problems, UserError, shorten
 from simpletuner.models.registry import FAMILIES
 from simpletuner.models.spec import FamilySpec
 
-# The example whose settings each model starts from; the one that suits most people comes first.
-PICTURES = ("kandinsky5-image-lora",)
+T = TypeVar("T")
+# The packaged examples whose settings models start from; the first suits most people.
+PICTURES: tuple[str, ...] = ("kandinsky5-image-lora",)
 EDITS = ("kandinsky5-image-edit-lora",)
-# Models that train in minutes on a CPU; they draw nothing but simple shapes, and show what happens.
+# Tiny models that train in minutes on a CPU; they draw simple shapes.
 DEMOS = {True: "demo-video", False: "demo"}  # of clips, of pictures
 CLIPS = ("kandinsky5-video-lite-lora", "sanavideo-lora", "kandinsky5-video-pro-lora")
-# What can be learned, and the example of the model that usually learns it.
+# What can be learned, with the example of the usual model.
 PURPOSES = {"subject": PICTURES[0], "style": PICTURES[0], "motion": CLIPS[0], "edit": EDITS[0]}
-# Names of two folders with the pictures of edits.
+# Names of the folders with pictures before and after an edit.
 PAIRS = (("before", "after"), ("source", "target"), ("input", "output"))
-LOOKED_AT = 200  # files, for their sizes and lengths; a folder may hold thousands
-SMALL_ONES = 10  # of a hundred files, so many may be smaller or shorter than what is trained
+LOOKED_AT = 200  # files that are opened; a folder may hold thousands
+MOST_NAMED = 3  # files beside those that are trained
+SMALL_ONES = 10  # percent of the files that may be smaller or shorter than the trained size
 UNSEEN_ENLARGEMENT = 1.1
-SIZE_STEP, SMALLEST_SIZE = 64, 256  # of the resolution; below, a model draws little that can be recognised
+SIZE_STEP, SMALLEST_SIZE = 64, 256  # of the resolution; models draw little below
 
 
 @dataclass(frozen=True)
@@ -57,22 +60,21 @@ class Material:
         files: pictures or clips, and their caption files.
         holds_clips: they are clips.
         sources: the folder of the pictures that edits start from.
+        others: clips beside more pictures, or pictures beside more clips; they are not trained.
     """
 
     folder: Path
     files: Scan
     holds_clips: bool = False
     sources: Path | None = None
+    others: Sequence[str] = ()
 
     @classmethod
-    def of(cls, folder: Path, *, mixed: bool = False) -> Material:
-        """Look at a folder.
-
-        Args:
-            mixed: of pictures beside clips, take what there is more of; the others are ignored.
+    def of(cls, folder: Path) -> Material:
+        """The pictures or the clips in a folder, whichever are more.
 
         Raises:
-            UserError: it holds nothing to train on, or pictures beside clips.
+            UserError: it holds neither.
         """
         if not is_readable(folder):
             raise UserError(f"{folder} cannot be read." if folder.is_dir() else f"{folder} is not a folder.")
@@ -81,31 +83,36 @@ class Material:
                 raise UserError(f"{pair[1]} holds no pictures.")
             return cls(pair[1], pictures, sources=pair[0])
         pictures, clips = scan(folder), scan(folder, CLIP_SUFFIXES)
-        if pictures.files and clips.files and not mixed:
-            counts = f"pictures ({len(pictures.files)}) and clips ({len(clips.files)})"
-            raise UserError(f"{folder} holds {counts}; give each a folder of its own, and start with one of them.")
         if not pictures.files and not clips.files:
             config = folder / "config.json"
             hint = f" It has a config: simpletuner train --config {config}." if config.is_file() else ""
             raise UserError(f"{folder} holds no pictures and no clips.{hint}")
-        holds_clips = len(clips.files) > len(pictures.files)
-        return cls(folder, clips if holds_clips else pictures, holds_clips)
+        if len(clips.files) > len(pictures.files):
+            return cls(folder, clips, holds_clips=True, others=pictures.files)
+        return cls(folder, pictures, others=clips.files)
+
+    @classmethod
+    def of_entry(cls, entry: Mapping[str, Any]) -> Material:
+        """What the folder of a dataset entry holds; nothing if it does not exist yet."""
+        folder, holds_clips = Path(entry["instance_data_dir"]), "video" in entry
+        wanted = CLIP_SUFFIXES if holds_clips else PICTURE_SUFFIXES
+        return cls(folder, scan(folder, wanted) if is_readable(folder) else Scan(), holds_clips)
 
     @property
     def noun(self) -> str:
         return "clips" if self.holds_clips else "pictures"
 
-    @property
-    def models(self) -> Sequence[str]:
-        """Examples of models that can learn from it; without a GPU also one to try everything with."""
-        if self.sources:
-            return EDITS
-        demo = [] if find_device().is_gpu else [DEMOS[self.holds_clips]]
-        return [*(CLIPS if self.holds_clips else PICTURES), *demo]
+    @cached_property
+    def models(self) -> dict[str, str]:
+        """Models that can learn from it, with their examples; without a GPU, also a tiny one to try everything with."""
+        examples = EDITS if self.sources else CLIPS if self.holds_clips else PICTURES
+        if not (self.sources or find_device().is_gpu):
+            examples += (DEMOS[self.holds_clips],)
+        return {example.removesuffix("-lora"): example for example in examples}
 
     @property
     def purposes(self) -> Sequence[str]:
-        """What it may be for, the likeliest first."""
+        """The purposes it may have, the likeliest first."""
         if self.sources:
             return ("edit",)
         return ("motion", "subject", "style") if self.holds_clips else ("subject", "style")
@@ -119,37 +126,38 @@ class Material:
         names = (name for name in self.files.files if pair_key(name) not in self.files.captions)
         return [name for name in names if (self.folder / name).is_file()]  # no link to nowhere
 
+    def _read(self, names: Iterable[str], read: Callable[[Path], T]) -> list[T]:
+        """What the first of some files hold; the plan reports those that cannot be read."""
+        contents = []
+        for name in islice(dict.fromkeys(names), LOOKED_AT):
+            with suppress(LeftOutError, MediaError):
+                contents.append(read(self.folder / name))
+        return contents
+
     def mentions(self, words: str) -> bool:
         """Whether most captions contain these words."""
-        captions = []
-        for name in dict.fromkeys([*self.files.captions.values()][:LOOKED_AT]):
-            with suppress(LeftOutError):
-                captions.append(" ".join(read_caption_file(self.folder / name)))
+        captions = self._read(self.files.captions.values(), read_caption_file)
         whole = re.compile(rf"(?<!\w){re.escape(words)}(?!\w)", re.IGNORECASE)
-        return sum(map(bool, map(whole.search, captions))) * 2 > len(captions)
+        return sum(whole.search(" ".join(texts)) is not None for texts in captions) * 2 > len(captions)
 
     @cached_property
     def clips(self) -> list[ClipFacts]:
-        """The facts of readable clips; the plan tells what is wrong with the others."""
-        facts = []
-        for name in self.files.files[:LOOKED_AT]:
-            with suppress(MediaError):
-                facts.append(probe_clip(self.folder / name))
-        return facts
+        """The facts of clips; none of pictures."""
+        return self._read(self.files.files, probe_clip) if self.holds_clips else []
 
     @cached_property
     def sizes(self) -> list[tuple[int, int]]:
-        """Width and height of readable files, the smallest first."""
-        if self.holds_clips:
-            return sorted(((clip.width, clip.height) for clip in self.clips), key=math.prod)
-        sizes = []
-        for name in self.files.files[:LOOKED_AT]:
-            with suppress(MediaError):
-                sizes.append(probe(self.folder / name))
-        return sorted(sizes, key=math.prod)
+        """Width and height of the files, the smallest first."""
+        clips = [(clip.width, clip.height) for clip in self.clips]
+        return sorted(clips if self.holds_clips else self._read(self.files.files, probe), key=math.prod)
+
+    @property
+    def usable(self) -> int:
+        """How many files can be trained: all but the unreadable ones among those that are looked at."""
+        return len(self.files.files[LOOKED_AT:]) + len(self.sizes)
 
     def resolution(self, largest: int, *, square: bool) -> int:
-        """The edge of a square with as many pixels as are trained, so that few files are enlarged.
+        """The edge of a square with as many pixels as to train, so that few files are enlarged.
 
         Args:
             square: the files are cropped to one.
@@ -161,10 +169,23 @@ class Material:
         return largest if is_enough else min(largest, max(SMALLEST_SIZE, edge // SIZE_STEP * SIZE_STEP))
 
     def frames(self, spec: FamilySpec, longest: int) -> int:
-        """How many frames to train with a family, so that few clips are too short; stills among clips do not count."""
+        """The number of frames to train, so that few clips are too short; stills among clips do not count."""
         lengths = sorted(clip.frames_at(spec.frame_rate or 1) for clip in self.clips)
         lengths = [length for length in lengths if length > spec.frame_stride] or lengths or [longest]
         return fitting_frames(min(longest, lengths[len(lengths) * SMALL_ONES // 100]), spec.frame_stride)
+
+    def fitted(self, entry: Mapping[str, Any], spec: FamilySpec, longest: int) -> dict[str, Any]:
+        """A dataset entry with a resolution and a length that suit these files.
+
+        Args:
+            longest: frames of a clip, at most.
+        """
+        resolution = self.resolution(entry["resolution"], square=entry["crop_aspect"] == "square")
+        fitted = {**entry, "resolution": resolution}
+        if "video" in entry:
+            frames = self.frames(spec, longest)
+            fitted["video"] = {**entry["video"], "num_frames": frames, "min_frames": frames}
+        return fitted
 
     def describe(self) -> str:
         """One line."""
@@ -175,31 +196,37 @@ class Material:
         facts = [f"{len(self.files.files)}{sources}", sizes, lengths and f"{lengths} s"]
         return f"{self.noun}: {', '.join(filter(None, facts))}; with a caption: {len(self.captioned)}"
 
+    def describe_others(self) -> str:
+        """One line about clips beside pictures, or the reverse; empty if there are none."""
+        others = "pictures" if self.holds_clips else "clips"
+        advice = f"A run learns from pictures or from clips: to train {others}, start with a folder of their own."
+        return f"Not trained, {others}: {shorten(self.others, MOST_NAMED)}. {advice}" if self.others else ""
+
 
 def _pair(folder: Path) -> tuple[Path, Path] | None:
-    """The folders of the pictures before and after an edit, if these are below the folder."""
+    """The folders before and after an edit, if the folder holds them."""
     inner = {path.name.lower(): path for path in folder.iterdir() if path.is_dir()}
     return next(((inner[before], inner[after]) for before, after in PAIRS if before in inner and after in inner), None)
 
 
 TRIGGER = "zkt"  # no word, and a single token in no language
-# Of so many files an eighth is held out, up to four: with fewer files each of them is worth more in training. Each is
-# measured at eight noise levels and eight times, which takes about as long as twenty steps of training.
+# From this many files on, an eighth is held out, up to four; fewer files are worth more in training. Each is evaluated
+# at eight noise levels and eight times, which takes about as long as twenty steps.
 ENOUGH_FILES, HELD_OUT_SHARE, MOST_HELD_OUT = 16, 8, 4  # the default of num_eval_images
 CHECKPOINTS = 8  # to choose from at the end; see docs/CHOOSING.md
-OF_EXAMPLES = ("preservation_", "tracker_run_name")  # begin keys that are about their own files
+OF_EXAMPLES = ("preservation_", "tracker_run_name")  # prefixes of keys that concern the example's files
 FILES = {"data_backend_config": "multidatabackend.json", "user_prompt_library": "user_prompt_library.json"}
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """What a purpose asks of a run.
+    """The settings for a purpose.
 
     Attributes:
         title: the purpose in a few words.
-        phrase: how captions and prompts name what is learned; `{trigger}` stands for the user's words.
-        prompt, unrelated_prompt: of previews with `{phrase}`, and of what should stay as it was.
-        steps_per_file, fewest_steps, most_steps: the length of the run.
+        phrase: the words for what is learned, in captions and prompts; `{trigger}` stands for the user's words.
+        prompt, unrelated_prompt: of previews: one with `{phrase}`, and one of what should not change.
+        steps_per_file, fewest_steps, most_steps: of the run.
         settings: further keys of config.json.
     """
 
@@ -218,11 +245,11 @@ class Recipe:
         return cls(**json.loads(path.read_text(encoding="utf-8")))
 
     def steps(self, files: int) -> int:
-        """The length of a run on so many files, in whole hundreds."""
+        """The steps of a run on this many files, in hundreds."""
         return min(self.most_steps, max(self.fewest_steps, round(files * self.steps_per_file, -2)))
 
     def values(self, steps: int, trigger: str) -> dict[str, Any]:
-        """Keys of config.json for so many steps; without a preview prompt where only the model has one."""
+        """The keys of config.json; without a preview prompt if the recipe has none."""
         prompt = self.prompt.format(phrase=self.phrase.format(trigger=trigger))
         return {
             "max_train_steps": steps,
@@ -236,14 +263,14 @@ class Recipe:
 
 @dataclass(frozen=True)
 class Start:
-    """The answers, and the files that follow from them.
+    """The answers, and the config that follows from them.
 
     Attributes:
-        trigger: a word for what is learned; what it is may follow after a comma.
-        example: of the model.
-        captions: every file will have a caption of its own.
-        settings: keys given on the command line.
-        root: the folder in which training will be started.
+        trigger: a word for what is learned, and after a comma what it is.
+        example: the packaged example of the model.
+        captions: every file will have a caption.
+        settings: keys from the command line.
+        root: the working folder of the run.
     """
 
     name: str
@@ -269,7 +296,7 @@ class Start:
 
     @property
     def is_demo(self) -> bool:
-        """Whether its model is a tiny one, which learns all it can in few steps."""
+        """Whether the model is a tiny one, which needs few steps."""
         return self.example in DEMOS.values()
 
     @property
@@ -278,20 +305,20 @@ class Start:
 
     @cached_property
     def captioned_as(self) -> str:
-        """The words for what is learned, as most captions contain them already; empty if they do not."""
+        """The words for what is learned that most captions contain already; empty if they contain none."""
         words = dict.fromkeys([self.phrase, self.trigger, self.trigger.partition(",")[0]])
         return next((text for text in words if text and self.material.mentions(text)), "")
 
     @property
     def held_out(self) -> int:
-        """How many files are not trained: the loss on them shows which checkpoint has learned and not memorised."""
-        files, measured = len(self.material.files.files), self.recipe.settings.get("num_eval_images", MOST_HELD_OUT)
+        """The number of files to hold out: the loss on them shows which checkpoint generalises best."""
+        files, measured = self.material.usable, self.recipe.settings.get("num_eval_images", MOST_HELD_OUT)
         return min(files // HELD_OUT_SHARE, measured) if files >= ENOUGH_FILES else 0
 
     @property
     def steps(self) -> int:
         """The length of the run."""
-        steps = self.recipe.steps(len(self.material.files.files) - self.held_out)
+        steps = self.recipe.steps(self.material.usable - self.held_out)
         return min(steps, read_example(self.example)["max_train_steps"]) if self.is_demo else steps
 
     def config(self) -> dict[str, Any]:
@@ -305,11 +332,11 @@ class Start:
         }
         if isinstance(steps, int) and steps > 0:
             config["checkpoint_step_interval"] = checkpoint_interval(steps)
-        # Whoever likes a preview has its checkpoint.
+        # Every preview has its checkpoint.
         config["validation_step_interval"] = config["checkpoint_step_interval"]
         what = self.phrase.partition(", ")[2]
         if self.purpose == "subject" and what:
-            # The class of the subject stays as it was, without further pictures.
+            # Preserves the class of the subject, without further pictures.
             trigger = self.captioned_as or self.phrase
             config |= {"preservation_weight": 1.0, "preservation_trigger": trigger, "preservation_prompt": what}
         if self.held_out:
@@ -326,23 +353,18 @@ class Start:
         if self.is_demo:  # its entry is about its own files
             del trained["minimum_image_size"]
             trained["id"] = f"my-{self.material.noun}"
-        square = trained["crop_aspect"] == "square"
-        trained |= {
-            "instance_data_dir": self._written(self.material.folder),
-            "resolution": self.material.resolution(trained["resolution"], square=square),
-        }
+        longest = read_example(self.example).get("validation_num_video_frames", 1)
+        trained = self.material.fitted(trained, self.spec, longest)
+        trained["instance_data_dir"] = self._written(self.material.folder)
         trained |= {"hold_out": self.held_out} if self.held_out else {}
         trained |= self._captions()
-        if "video" in trained:
-            frames = self.material.frames(self.spec, read_example(self.example)["validation_num_video_frames"])
-            trained["video"] |= {"num_frames": frames, "min_frames": frames}
         if self.material.sources:
             others[0]["instance_data_dir"] = self._written(self.material.sources)
-        # What the command line sets for all datasets would have no effect beside a value of the dataset's own.
+        # A key of the dataset would override the same key of the command line.
         return [{key: value for key, value in trained.items() if key not in self.settings}, *others]
 
     def _captions(self) -> dict[str, Any]:
-        """Keys of the dataset by which its captions name what is learned."""
+        """Keys of the dataset that put the words for what is learned into its captions."""
         if self.phrase and not self.captions:
             return {"caption_strategy": "instanceprompt", "instance_prompt": self.phrase}
         is_named = not self.phrase or self.captioned_as
@@ -367,7 +389,7 @@ class Start:
         try:
             final.parent.mkdir(parents=True, exist_ok=True)
             with TemporaryDirectory(prefix=".start-", dir=final.parent) as hidden:
-                # In a folder of its own, since others may not enter the hidden one.
+                # Not the temporary folder itself, whose permissions exclude other users.
                 (unfinished := Path(hidden, self.name)).mkdir()
                 self.write(unfinished)
                 unfinished.rename(final)  # fails if a file or a folder with files has the name
@@ -377,13 +399,13 @@ class Start:
             raise UserError(f"{self.folder} cannot be written: {error.strerror}.{advice}") from None
 
     def verdict(self) -> tuple[bool, str]:
-        """Whether it fits this machine, and how long it takes, in a few words."""
+        """Whether the run fits this machine, and how long it takes, in a few words."""
         if self.is_demo:
             return True, "tiny: minutes on a CPU, no download; it draws simple shapes, to try everything with"
         if not find_device().is_gpu:
             return True, "no GPU here"
         problems = Problems()
-        # Captions that are still to be written are no reason against a model.
+        # Missing captions, which will be written, are no reason against a model.
         judged = replace(self, captions=not self.material.uncaptioned)
         with TemporaryDirectory() as name, suppress(ConfigError):
             judged.write(Path(name))
@@ -396,17 +418,17 @@ class Start:
 
 
 def checkpoint_interval(steps: int) -> int:
-    """Steps between checkpoints; rounded up, or one would come a few steps before that of the end."""
+    """Steps between checkpoints, rounded up: otherwise one would come just before the last."""
     return -(-steps // CHECKPOINTS)
 
 
 def writes_captions(example: str) -> bool:
-    """Whether the model of an example can write captions; a tiny one only draws."""
+    """Whether the model of an example can write captions; tiny ones cannot."""
     return example not in DEMOS.values() and bool(FAMILIES[read_example(example)["model_family"]].words.captioner)
 
 
 def run_name(folder: Path) -> str:
-    """The name of a run, from that of its folder."""
+    """The name of a run, from the name of its folder."""
     # Letters, digits and the vowel signs of scripts such as Devanagari, which \w lacks.
     kept = (each if each in "_.-" or category(each)[0] in "LMN" else " " for each in folder.resolve().name)
     return "-".join("".join(kept).split()).strip("-.") or "my-lora"

@@ -1,7 +1,7 @@
-"""The wizard's questions, in their order, with defaults and choices that depend on other answers or on this machine.
+"""The wizard's questions in order, with defaults and choices that depend on other answers or on this machine.
 
-All else about a setting comes from the option schema and the family: help, choices, defaults, limits, what it requires.
-The steps are the sections of the web page (`config/sections.py`).
+Help, choices, defaults, limits and rules of a setting come from the option schema and the family. The steps are the
+sections of the web page (`config/sections.py`).
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ from simpletuner.config.option import Option
 from simpletuner.config.publishing import PACKAGES, why_missing
 from simpletuner.config.schema import LEARNING_RATES, all_options
 from simpletuner.config.sections import CHOICES, Section, section_of
-from simpletuner.config.techniques import ROUTES
 from simpletuner.models.registry import FAMILIES
 
 # The schema's default, one epoch, is too short for most datasets.
@@ -28,14 +27,14 @@ STEPS = 1000
 
 @dataclass(frozen=True)
 class Question:
-    """One setting to ask for.
+    """A question about one setting.
 
     Attributes:
         key: the setting.
         text: the question in a few words.
-        when: whether it makes sense with the answers so far, if the setting has an effect with them.
-        propose: a default if the file does not have the key; without it, the value that training would use.
-        names: choices with a remark each; without it, those of the page, else of the schema.
+        when: a condition on the answers so far, besides the rules of the schema.
+        propose: the default if the file lacks the key; without it, the value that training would use.
+        names: choices with remarks; without it, those of the page, else of the schema.
         implied: further settings that an answer decides; None removes one.
         follows: the default depends on another setting, so the key is written only if it differs.
     """
@@ -53,13 +52,8 @@ class Question:
         return all_options()[self.key]
 
     @property
-    def meanings(self) -> Mapping[str, Any]:
-        """Values that words stand for."""
-        return ROUTES if self.key == "tread_config" else {}
-
-    @property
     def section(self) -> Section:
-        """The step that asks it: where the page shows the setting."""
+        """The step of the wizard: the section of the page with the setting."""
         return section_of()[self.key]
 
     def applies(self, draft: Draft) -> bool:
@@ -74,7 +68,7 @@ class Question:
         return draft.effective(self.key)
 
     def choices(self, draft: Draft) -> Mapping[str, str]:
-        """Allowed words with a remark each; empty if any answer is allowed."""
+        """Allowed words with remarks; empty if any answer is allowed."""
         return self.names(draft) if self.names else CHOICES.get(self.key) or dict.fromkeys(self.option.choices, "")
 
     def changes(self, value: Any, draft: Draft) -> dict[str, Any]:
@@ -85,7 +79,7 @@ class Question:
 
 
 def usable_trackers(draft: Draft) -> Mapping[str, str]:
-    """Trackers that are installed and logged in, and wandb in any case."""
+    """Trackers that are installed and logged in, and always wandb."""
     ready = "" if why_missing("wandb") is None else "; log in first: wandb login"
     names = [name for name in PACKAGES if name != "wandb" and why_missing(name) is None]
     listed = {"none": "nowhere; the HTML report is always written", "wandb": f"wandb.ai{ready}"}
@@ -93,7 +87,7 @@ def usable_trackers(draft: Draft) -> Mapping[str, str]:
 
 
 def _by_hand(draft: Draft) -> bool:
-    return draft.config.offload.offload == "manual"  # a key that is set is one that auto leaves alone
+    return draft.config.offload.offload == "manual"  # auto would leave a key that is set alone
 
 
 def _is_tracked(draft: Draft) -> bool:
@@ -111,7 +105,7 @@ def _prompt_library(draft: Draft) -> str | None:
 
 
 def _other_length(steps: Any) -> dict[str, Any]:
-    """Steps and epochs exclude each other: with steps the epochs become 0, without steps such a 0 is removed."""
+    """Steps and epochs exclude each other: with steps the epochs are 0; without steps, this 0 is removed."""
     # An answer may still be text.
     return {"num_train_epochs": 0} if str(steps or 0) != "0" else {"num_train_epochs": None}
 
@@ -207,9 +201,9 @@ QUESTIONS = (
 
 
 def stale_keys(draft: Draft, changes: Mapping[str, Any]) -> list[str]:
-    """Keys whose questions no longer apply with these changes, and what a yes to them implied. The review drops them.
+    """Keys whose questions no longer apply after these changes, and what a yes to them implied. The review drops them.
 
-    Keys of the loaded file are kept, and epochs of 0, which a number of steps implies.
+    Keys of the loaded file are kept, and so are epochs of 0, which training steps imply.
     """
     after, stale = draft.after(changes), []
     for question in QUESTIONS:

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import shlex
 import sys
 import textwrap
 from collections.abc import Mapping
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from simpletuner.annexes.draft import Draft
+from simpletuner.annexes.draft import Draft, key_of
 from simpletuner.annexes.start.recipe import CLIPS, EDITS, PICTURES, PURPOSES, TRIGGER, Material, Recipe, read_example
 from simpletuner.annexes.wizard.questions import QUESTIONS, Question, stale_keys
 from simpletuner.annexes.wizard.talk import PATIENCE, Back, InputEnded, Talk
@@ -20,18 +20,17 @@ from simpletuner.atomic import write_atomically, write_json
 from simpletuner.config.load import canonical
 from simpletuner.config.schema import main_name, render_config
 from simpletuner.config.sources import DATASET_FILE, read_json_layer
-from simpletuner.config.values import read_json, typed
-from simpletuner.data.clips import CLIP_SUFFIXES
-from simpletuner.data.discovery import Scan, scan
-from simpletuner.errors import ConfigError, Problems, Reading, UserError, result_of
+from simpletuner.config.values import read_stored, typed
+from simpletuner.errors import ConfigError, Problems, Reading, UserError
 from simpletuner.redaction import redact
 
 WELCOME = """\
 Answer the questions, or press Enter for the value in [brackets].
 ? explains a question, - leaves a setting out, back returns to the previous question. Nothing is written until you agree
 at the end. Ctrl-C keeps your answers for the next time."""
-NO_RECIPE, USUAL_FILES = "none", 20  # files that the length of a recipe's run is for: the wizard asks for no folder
-# A property of the machine, not of the run: used for the estimate and not written.
+NO_RECIPE = "none"
+USUAL_FILES = 20  # decide the steps of a recipe, since the wizard asks for no folder
+# A property of the machine, not of the run: used for the estimate, but not written.
 DEVICE_MEMORY = "plan_device_memory_gb"
 
 
@@ -40,7 +39,7 @@ def run_session(file: Path, talk: Talk) -> bool:
 
     Raises:
         UserError: the file cannot be read or written, or the input has ended.
-        KeyboardInterrupt: the answers so far are kept next to the file.
+        KeyboardInterrupt: the answers are kept next to the file.
     """
     check_target(file)
     talk.say("Settings for training", "bold")
@@ -51,17 +50,16 @@ def run_session(file: Path, talk: Talk) -> bool:
         progress.ask(talk)
         agreed = review(draft, talk)
     except (KeyboardInterrupt, InputEnded):
-        # A script cannot continue, and would be asked about the draft at its next start.
-        if sys.stdin.isatty() and progress.position > 0:
-            talk.tell(f"\nYour answers are kept in {progress.keep()}; the same command continues there.", "yellow")
+        if kept := progress.keep():
+            talk.tell(f"\nYour answers are kept in {kept}; the same command continues there.", "yellow")
         raise
     if not agreed:
-        kept = f" Your answers are kept in {progress.keep()}." if sys.stdin.isatty() else ""
-        talk.say(f"Nothing was written.{kept}")
+        kept = progress.keep()
+        talk.say("Nothing was written." + (f" Your answers are kept in {kept}." if kept else ""))
         return False
     existed = file.exists()
     save(file, render_config(_written(draft)))
-    # Only now: if the file cannot be written, the answers are still there.
+    # Only now: they are needed if the file cannot be written.
     kept_answers(file).unlink(missing_ok=True)
     talk.say()
     talk.tell(f"Written: {file}" + (f" (before: {backup_of(file)})" if existed else ""), "green")
@@ -69,11 +67,25 @@ def run_session(file: Path, talk: Talk) -> bool:
     return True
 
 
+@dataclass(frozen=True)
+class Answers:
+    """An unfinished session, kept beside the file.
+
+    Attributes:
+        question: key of the next question, since another version may ask in another order.
+        loaded, values: of the draft.
+    """
+
+    question: str
+    loaded: list[str]
+    values: dict[str, Any]
+
+
 class Progress:
-    """The answered questions, so that the user can go back, or stop and continue.
+    """The position among the questions, so that the user can go back, or stop and continue.
 
     Args:
-        position: of the next question.
+        position: index of the next question.
     """
 
     def __init__(self, draft: Draft, position: int = 0) -> None:
@@ -82,22 +94,25 @@ class Progress:
         self._stuck = 0
 
     def ask(self, talk: Talk) -> None:
-        """Ask everything that applies, from the position on."""
+        """Ask the questions that apply, from the position on."""
         title = ""
         while self.position < len(QUESTIONS):
             question = QUESTIONS[self.position]
-            if question.applies(self.draft):
-                if question.section.label != title:
-                    title = question.section.label
-                    talk.say()
-                    talk.say(title, "bold cyan")
-                try:
-                    talk.ask(question, self.draft)
-                    self._answered.append(self.position)
-                except Back:
-                    self._go_back(talk)
-                    continue
+            if not question.applies(self.draft):
+                self.position += 1
+                continue
+            if question.section.label != title:
+                title = question.section.label
+                talk.say()
+                talk.say(title, "bold cyan")
+            try:
+                talk.ask(question, self.draft)
+            except Back:
+                self._go_back(talk)
+                continue
+            self._answered.append(self.position)
             self.position += 1
+            self.keep()
 
     def _go_back(self, talk: Talk) -> None:
         if self._answered:
@@ -109,13 +124,14 @@ class Progress:
         if self._stuck == PATIENCE:
             raise InputEnded("There is no question before the first. Nothing was written.")
 
-    def keep(self) -> Path:
-        """Save the answers next to the file."""
+    def keep(self) -> Path | None:
+        """Save the answers next to the file; None if there are none. Called after each, as the terminal may close."""
+        # A script cannot continue, and at its next start would be asked whether to.
+        if not (self.position and sys.stdin.isatty()):
+            return None
         path = kept_answers(self.draft.file)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        # By key, as another version may ask in another order.
         following = QUESTIONS[min(self.position, len(QUESTIONS) - 1)].key
-        write_json(path, {"question": following, "loaded": sorted(self.draft.loaded), "values": self.draft.values})
+        write_json(path, asdict(Answers(following, sorted(self.draft.loaded), self.draft.values)), durable=False)
         return path
 
 
@@ -125,13 +141,13 @@ def kept_answers(file: Path) -> Path:
 
 
 def start_draft(file: Path, talk: Talk) -> tuple[Draft, int]:
-    """The initial draft and the number of the first question, from kept answers, the existing file, or defaults."""
-    kept = _kept(file)
+    """The initial draft and the index of the first question, from kept answers, the existing file, or defaults."""
+    # Answers in another version's format are ignored.
+    kept = read_stored(kept_answers(file), Answers)
     if kept is not None and talk.confirm(f"Continue with the answers in {kept_answers(file)}?", default=True):
-        keys = [question.key for question in QUESTIONS]
-        draft = Draft(file, kept["values"])
-        draft.loaded = frozenset(kept["loaded"])
-        return draft, keys.index(kept["question"]) if kept["question"] in keys else 0
+        draft = Draft(file, kept.values)
+        draft.loaded = frozenset(kept.loaded)
+        return draft, next((n for n, question in enumerate(QUESTIONS) if question.key == kept.question), 0)
     if not file.exists() or not talk.confirm(f"{file} exists. Start from it?", default=True):
         return _new_draft(file, talk), 0
     problems = Problems()
@@ -142,7 +158,7 @@ def start_draft(file: Path, talk: Talk) -> tuple[Draft, int]:
 
 
 def _new_draft(file: Path, talk: Talk) -> Draft:
-    """A draft without settings, or with those of a recipe of `simpletuner start`, which the questions then propose."""
+    """An empty draft, or one with the settings of a recipe of `simpletuner start`, which the questions then propose."""
     draft, recipes = Draft(file), {purpose: Recipe.of(purpose) for purpose in PURPOSES}
     choices = {NO_RECIPE: "the usual defaults", **{purpose: recipe.title for purpose, recipe in recipes.items()}}
     purpose = talk.pick("Start from a recipe? The questions propose its values.", choices)
@@ -151,38 +167,34 @@ def _new_draft(file: Path, talk: Talk) -> Draft:
     example = read_example(PURPOSES[purpose])
     recipe = recipes[purpose]
     draft.change({"model_family": example["model_family"], **recipe.values(recipe.steps(USUAL_FILES), TRIGGER)})
-    if example["model_flavour"] != draft.spec.flavours[0].name:  # an edit needs a flavour of its own
+    if example["model_flavour"] != draft.spec.flavours[0].name:  # the flavour for edits
         draft.change({"model_flavour": example["model_flavour"]})
     return draft
 
 
 def _usable(draft: Draft, talk: Talk) -> Draft:
-    """The draft, without what training would refuse unless the user wants to keep it."""
-    unusable = unusable_keys(draft)
-    for key, reason in unusable.items():
+    """The draft without keys of the file that training refuses, unless the user wants to keep them."""
+    refused: dict[str, str] = {}
+    for problem in draft.judgement.problems:
+        if problem.fatal and key_of(problem) in draft.loaded:
+            refused.setdefault(key_of(problem), problem.message)
+    for key, reason in refused.items():
         talk.refuse(f"{key}: {reason}")
-    if not unusable or not talk.confirm("Training would refuse the above. Leave it out?", default=True):
+    if not refused or not talk.confirm("Training would refuse the above. Leave it out?", default=True):
         return draft
-    talk.tell(f"Left out: {', '.join(unusable)}", "yellow")
-    return Draft(draft.file, {key: value for key, value in draft.values.items() if key not in unusable})
-
-
-def _kept(file: Path) -> dict[str, Any] | None:
-    content = result_of(read_json(kept_answers(file))) if kept_answers(file).is_file() else None
-    # A draft of another version is ignored rather than guessed at.
-    is_whole = isinstance(content, dict) and content.keys() == {"question", "loaded", "values"}
-    return content if is_whole else None
+    talk.tell(f"Left out: {', '.join(refused)}", "yellow")
+    return Draft(draft.file, {key: value for key, value in draft.values.items() if key not in refused})
 
 
 def review(draft: Draft, talk: Talk) -> bool:
-    """Show all settings, and ask again for those that the user names, until the answer is yes or no."""
+    """Show all settings and ask again for those that the user names, until the answer is yes or no."""
     owners = {question.key: question for question in QUESTIONS}
     declined: Mapping[str, Any] = {}
     while True:
         # None removes a key.
         draft.change(dict.fromkeys(stale_keys(draft, {})))
         is_refused, remedy = _show(draft, talk)
-        # Without questions, nothing is chosen that the user has not seen.
+        # Nothing is applied that the user has not seen.
         if remedy and remedy != declined and not talk.defaults:
             words = ", ".join(f"{key} {json.dumps(value)}" for key, value in remedy.items())
             if talk.confirm(f"Apply {words}?", default=True):
@@ -207,7 +219,7 @@ def _ask_again(question: Question, draft: Draft, talk: Talk) -> None:
         talk.ask(question, draft)
     except Back:
         return
-    # Answers that were just the proposal follow it: another model type has another learning rate.
+    # Answers that equal the old proposal follow the new one: another model type has another learning rate.
     moved = {key: value for key, value in _proposals(draft).items() if key in before and before[key] != value}
     draft.change({key: value for key, value in moved.items() if draft.values.get(key) == before[key]})
     for further in QUESTIONS:
@@ -220,7 +232,7 @@ def _applying(draft: Draft) -> list[Question]:
 
 
 def _proposals(draft: Draft) -> dict[str, Any]:
-    """What the wizard would propose now for keys that the file did not have."""
+    """The current proposals for keys that the file did not have."""
     asked = [question for question in _applying(draft) if question.key not in draft.loaded]
     return {question.key: question.propose(draft) for question in asked if question.propose is not None}
 
@@ -231,7 +243,7 @@ def _written(draft: Draft) -> dict[str, Any]:
 
 
 def _show(draft: Draft, talk: Talk) -> tuple[bool, Mapping[str, Any]]:
-    """Show all settings and what the plan says; returns whether training will refuse them, and what would fit."""
+    """Show all settings and the plan's verdict; returns whether training will refuse them, and what would fit."""
     # Late, since importing the plan would delay the first question.
     from simpletuner.annexes.wizard.verdict import judge
 
@@ -295,26 +307,15 @@ def load_values(file: Path) -> Reading[dict[str, Any]]:
         raise ConfigError([])
     yield from canonical(layer)
     named = [(main_name(written), value) for written, value in layer.values]
-    # Nothing stands for the default, but an empty resume_from_checkpoint for not resuming.
+    # An empty value is the default, except that an empty resume_from_checkpoint starts a new run.
     return {key: value for key, value in named if value not in (None, "") or key == "resume_from_checkpoint"}
 
 
-def unusable_keys(draft: Draft) -> dict[str, str]:
-    """Keys of a loaded file that training refuses, with the reason."""
-    reasons: dict[str, str] = {}
-    for problem in draft.judgement.problems:
-        # the key of a place such as "tread_config.routes[0]"
-        key = re.split(r"[.\[]", problem.where)[0]
-        if problem.fatal and key in draft.loaded:
-            reasons.setdefault(key, problem.message)
-    return reasons
-
-
 def save(file: Path, text: str) -> None:
-    """Write the file atomically; the previous one is kept as `.bak`."""
-    target = file.resolve()  # a link is kept, and the file it points to is replaced
+    """Write a file atomically; the previous one is kept as `.bak`."""
+    target = file.resolve()  # replaces the target of a link, not the link
     if target.is_file():
-        # A copy, so that the file itself is in place until the new one replaces it.
+        # A copy: the file stays in place until the new one replaces it.
         write_atomically(backup_of(target), target.read_bytes())
     write_atomically(target, text)
 
@@ -324,10 +325,10 @@ def backup_of(file: Path) -> Path:
 
 
 def show_next_steps(draft: Draft, talk: Talk) -> None:
-    """Three steps to the first training; a dataset file that does not exist is written if the user wants it."""
+    """Show the steps to the first training, and offer to write a dataset file if there is none."""
     path, entries = Path(draft.dataset_file), example_datasets(draft)
     exists, noun, folder = path.expanduser().is_file(), draft.spec.media_noun, entries[0]["instance_data_dir"]
-    # A script has given all its answers.
+    # A script has given all its answers already.
     asks = sys.stdin.isatty() and not exists and not talk.defaults
     if is_new := asks and talk.confirm(f"Write {path}, too, for {noun} in {folder}?", default=True):
         save(path.expanduser(), json.dumps(entries, indent=2) + "\n")
@@ -345,17 +346,13 @@ def show_next_steps(draft: Draft, talk: Talk) -> None:
 
 
 def example_datasets(draft: Draft) -> list[dict[str, Any]]:
-    """A dataset file to start from, that of a packaged example: captions in text files of the same names."""
+    """The content of a dataset file to start from: a packaged example's, fitted to the files in its folder."""
     examples = EDITS if draft.judgement.flavour.task == "i2i" else (*PICTURES, *CLIPS)
     example = next(name for name in examples if name.startswith(draft.spec.name))
-    entries: list[dict[str, Any]] = read_example(example, DATASET_FILE)
-    if video := entries[0].get("video"):
-        folder, longest = Path(entries[0]["instance_data_dir"]), draft.config.validation.validation_num_video_frames
-        clips = scan(folder, CLIP_SUFFIXES) if folder.is_dir() else Scan()
-        # As many as a preview has, or fewer if the clips that are there are shorter.
-        frames = Material(folder, clips, holds_clips=True).frames(draft.spec, longest or 1)
-        video |= {"num_frames": frames, "min_frames": frames}
-    return entries
+    trained, *others = read_example(example, DATASET_FILE)
+    # Clips are as long as previews.
+    longest = draft.config.validation.validation_num_video_frames or 1
+    return [Material.of_entry(trained).fitted(trained, draft.spec, longest), *others]
 
 
 def train_command(file: Path) -> str:

@@ -1,8 +1,9 @@
-"""Asks a question until the answer can be used: in a terminal, through a pipe, or by taking the default."""
+"""Asks questions until their answers are valid, in a terminal or through a pipe, or takes the defaults."""
 
 from __future__ import annotations
 
 import importlib.util
+import re
 import sys
 import unicodedata
 from collections.abc import Mapping, Sequence
@@ -10,8 +11,10 @@ from typing import Any
 
 from rich.console import Console
 
-from simpletuner.annexes.draft import Draft
+from simpletuner.annexes.draft import Draft, key_of
 from simpletuner.annexes.wizard.questions import Question, stale_keys
+from simpletuner.config.option import Option
+from simpletuner.config.schema import all_options
 from simpletuner.config.techniques import ROUTES
 from simpletuner.config.values import parse_flag, plain_key
 from simpletuner.errors import ConfigError, Problem, UserError, nearest, not_one_of
@@ -19,13 +22,13 @@ from simpletuner.errors import ConfigError, Problem, UserError, nearest, not_one
 HELP, NONE, BACK = "?", "-", "back"
 # Other answers that leave out an optional setting.
 NOTHING = frozenset({"n", "no", "none"})
-# Invalid answers to a question after which its default is taken, so that piped input cannot loop for ever.
+# Invalid answers until a question takes its default, so that piped input cannot loop for ever.
 PATIENCE = 5
-# Similarity (difflib's ratio) from which an answer counts as a misspelled choice, which is then proposed.
+# Similarity (difflib's ratio) from which an answer counts as a misspelled choice, which becomes the new default.
 MISSPELLED = 0.75
 # Unicode categories that no setting may contain: control characters, and surrogates, which stand for invalid UTF-8.
 NO_TEXT = ("Cc", "Cs")
-# A longer list would hide the question; `?` shows it.
+# A longer list would hide the question; `?` shows the names.
 LONGEST_LIST = 20
 
 
@@ -41,7 +44,7 @@ class Talk:
     """A conversation with the user.
 
     Args:
-        defaults: ask nothing; every question gets its default.
+        defaults: ask nothing, and take every default.
     """
 
     def __init__(self, *, defaults: bool = False) -> None:
@@ -53,32 +56,37 @@ class Talk:
             import readline  # noqa: F401 - arrow keys and history in input()
 
     def say(self, text: str = "", style: str = "") -> None:
-        """Print a line of the conversation, unless nothing is asked."""
+        """Print a line, unless nothing is asked."""
         if not self.defaults:
             self.tell(text, style)
 
     def tell(self, text: str = "", style: str = "") -> None:
-        """Print a line in any case, without interpreting markup."""
+        """Print a line even if nothing is asked; markup is not interpreted."""
         self.console.print(text, style=style, markup=False, soft_wrap=True)
 
     def ask(self, question: Question, draft: Draft) -> None:
         """Ask for one setting and put the answer into the draft."""
-        proposed = question.default(draft)
-        self.list_choices(question.choices(draft), _worded(proposed, question))
+        proposed, choices = question.default(draft), question.choices(draft)
+        self.list_choices(choices, _worded(proposed, question))
         for _ in range(PATIENCE):
             answer = self.read_line(f"  {question.text} {_bracketed(proposed, question)}: ")
             if answer == HELP:
-                self._explain(question, draft)
+                self._explain(question.option, choices)
                 continue
             if answer.lower() == BACK:
                 raise Back
-            choices = question.choices(draft)
             value = _interpret(answer, question, proposed, choices)
             problems = _problems_of(question, draft, value)
+            changes = question.changes(value, draft)
             if self._accept(question, problems, is_proposed=not answer):
-                draft.change(question.changes(value, draft))
+                draft.change(changes)
                 return
-            # Enter now takes what would be right, else the corrected spelling.
+            if (others := _only_others(question, draft, problems)) and self.confirm(
+                f"  Leave out {', '.join(others)}?", default=True
+            ):
+                draft.change({**changes, **dict.fromkeys(others)})
+                return
+            # Enter now takes the remedy of a problem, else the corrected spelling.
             remedies = [problem.remedy[question.key] for problem in problems if question.key in problem.remedy]
             word = None if answer in choices else nearest(answer, choices, cutoff=MISSPELLED)
             proposed = next(filter(None, [*reversed(remedies), word]), proposed)
@@ -116,23 +124,21 @@ class Talk:
 
     def pick(self, text: str, choices: Mapping[str, str]) -> str:
         """Ask for one of several names, each with a note; the first one is the default."""
-        names = list(choices)
+        first = next(iter(choices))
         self.say(text)
-        self.list_choices(choices, names[0])
-        numbered = dict(zip(map(str, range(1, len(names) + 1)), names, strict=True))
+        self.list_choices(choices, first)
         for _ in range(PATIENCE):
-            answer = self.read_line(f"  [{names[0]}]: ").lower()
-            chosen = numbered.get(answer, answer) or names[0]
-            if chosen in names:
+            answer = self.read_line(f"  [{first}]: ")
+            if (chosen := _named(answer or first, choices)) in choices:
                 return chosen
             if answer == HELP:
                 self.say("    Type a number or a word of the list; Enter takes the one in brackets.", "cyan")
-                continue
-            self.refuse(not_one_of(answer, names))
-        return names[0]
+            else:
+                self.refuse(not_one_of(answer, choices))
+        return first
 
     def refuse(self, reason: str) -> None:
-        """Say what is wrong, even if nothing is asked."""
+        """Print what is wrong, even if nothing is asked."""
         self.tell(f"    {reason}", "yellow")
 
     def read_line(self, prompt: str) -> str:
@@ -155,8 +161,8 @@ class Talk:
                 return answer
             self.refuse("This contains control characters; type it again.")
 
-    def list_choices(self, choices: Mapping[str, str], proposed: str) -> None:
-        """Number some words, each with a remark, and mark the one that Enter takes."""
+    def list_choices(self, choices: Mapping[str, str], proposed: str = "") -> None:
+        """Print a numbered list of choices with remarks; a star marks the one that Enter takes."""
         if len(choices) > LONGEST_LIST:
             return
         width, digits = max(map(len, choices), default=0), len(str(len(choices)))
@@ -165,12 +171,12 @@ class Talk:
             self.say(f"  {mark} {number:>{digits}}  {name:<{width}}  {note}".rstrip())
 
     def _accept(self, question: Question, problems: Sequence[Problem], *, is_proposed: bool) -> bool:
-        """Whether an answer with these problems is taken: there are none, or doubts that the user does not share.
+        """Whether to take an answer: it has no problems, or only warnings that the user dismisses.
 
-        The wizard's own proposal needs no confirmation.
+        Warnings about the wizard's proposal need no confirmation.
 
         Raises:
-            ConfigError: it is invalid, and nothing is asked.
+            ConfigError: the answer is invalid, and nothing is asked.
         """
         fatal = [problem for problem in problems if problem.fatal]
         if self.defaults and fatal:
@@ -179,15 +185,12 @@ class Talk:
             self.refuse(problem.message if problem.where == question.key else str(problem))
         return not problems or (not fatal and (is_proposed or self.confirm("  Keep it?", default=False)))
 
-    def _explain(self, question: Question, draft: Draft) -> None:
-        """Show the help of the option."""
-        option, choices = question.option, question.choices(draft)
+    def _explain(self, option: Option, choices: Mapping[str, str]) -> None:
+        """Show the help of an option."""
         self.say(f"    {option.help}", "cyan")
         allowed = ", ".join(choices) if choices else " ".join(filter(None, (option.type_name, option.limit_text)))
         self.say(f"    Allowed: {allowed}. Setting: {option.name}.", "cyan")
-        if choices and len(choices) <= LONGEST_LIST:
-            for name, note in choices.items():
-                self.say(f"      {name}{f': {note}' if note else ''}", "cyan")
+        self.list_choices(choices)
         if option.default_note:
             self.say(f"    Default: {option.default_note.replace('`', '')}.", "cyan")
         if not option.required:
@@ -195,11 +198,18 @@ class Talk:
 
 
 def _problems_of(question: Question, draft: Draft, value: Any) -> list[Problem]:
-    """What speaks against an answer. Problems of the file were shown when it was loaded."""
+    """The problems of an answer; those of an unchanged value of the file were shown when it was loaded."""
     if question.key in draft.loaded and value == draft.values.get(question.key):
         return []
     changes = question.changes(value, draft)
     return draft.weigh(question.key, {**dict.fromkeys(stale_keys(draft, changes)), **changes})
+
+
+def _only_others(question: Question, draft: Draft, problems: Sequence[Problem]) -> list[str]:
+    """Settings that an answer makes invalid, if nothing else is wrong with it and they can be left out."""
+    keys = sorted({key_of(problem) for problem in problems if problem.fatal})
+    optional = {key for key in draft.values if key != question.key and not all_options()[key].required}
+    return keys if optional.issuperset(keys) else []
 
 
 def _interpret(answer: str, question: Question, proposed: Any, choices: Mapping[str, str]) -> Any:
@@ -209,17 +219,21 @@ def _interpret(answer: str, question: Question, proposed: Any, choices: Mapping[
     if answer == NONE:
         return None
     if answer.lower() in NOTHING and not question.option.required and not question.option.is_flag:
-        # Where a choice is called none, such as that of no tracker, "no" means it.
+        # If a choice is called none, "no" means it.
         if "none" not in choices:
             return None
         answer = "none"
-    numbered = {str(number): name for number, name in enumerate(choices, start=1)}
+    answer = _named(answer, choices)
+    if question.key == "tread_config" and answer in ROUTES:
+        return ROUTES[answer]
+    return _word(answer) if question.option.is_flag else answer
+
+
+def _named(answer: str, choices: Mapping[str, str]) -> str:
+    """The choice of this number or spelling, else the answer as it is."""
     # A longer list was not shown, so its numbers mean nothing.
-    answer = numbered.get(answer, answer) if 1 < len(choices) <= LONGEST_LIST else answer
-    if answer in question.meanings:
-        return question.meanings[answer]
-    if question.option.is_flag:
-        return _word(answer)
+    if answer.isdecimal() and 1 < len(choices) <= LONGEST_LIST:
+        return dict(enumerate(choices, start=1)).get(int(answer), answer)
     spelled = {name.lower().replace("_", "-"): name for name in choices}
     return spelled.get(answer.lower().replace("_", "-"), answer)
 
@@ -237,7 +251,8 @@ def _bracketed(value: Any, question: Question | None = None) -> str:
 
 def _worded(value: Any, question: Question | None) -> str:
     if value is None:
-        note = question.option.default_note.replace("`", "") if question else ""
+        # `?` shows the rest: a long line cannot be edited in some terminals.
+        note = re.split("[;,]", question.option.default_note)[0].replace("`", "") if question else ""
         return note or "none"
     known = (word for word, route in ROUTES.items() if route == value)
     return next(known, f"{value:g}" if isinstance(value, float) else str(value))

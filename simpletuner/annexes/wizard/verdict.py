@@ -1,4 +1,4 @@
-"""What the plan says about a draft: whether it fits the GPU, how long it takes, and which problems it has."""
+"""The plan's verdict on a draft: whether it fits the GPU, how long it takes, and its problems."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ NO_GPU = "There is no GPU here. For an estimate, name plan_device_memory_gb belo
 
 
 def judge(draft: Draft, device_gigabytes: float | None) -> tuple[list[str], list[Problem]]:
-    """One or two sentences, and the problems that training would refuse or warn about.
+    """Sentences about memory and time, and the problems that training would refuse or warn about.
 
-    Without a dataset file, the plan is for one sample of the family's usual size.
+    Without a dataset file, the plan is made for one sample of the family's usual size.
     """
     problems = Problems()
     has_data = Path(draft.dataset_file).expanduser().is_file()
@@ -40,7 +40,7 @@ def judge(draft: Draft, device_gigabytes: float | None) -> tuple[list[str], list
         plan, budget = weigh_plan(Arguments(settings, {}, collect_cached, problems, configured(draft.values)))
         if budget.device.is_gpu:
             return list(verdict(plan, budget, problems, has_data=has_data)), problems
-        # It would compare with this machine's RAM.
+        # Memory was compared with this machine's RAM.
         return [NO_GPU], [problem for problem in problems if problem.where != "memory"]
     return [], problems
 
@@ -53,14 +53,14 @@ def verdict(plan: Plan, budget: Budget, problems: list[Problem], *, has_data: bo
     fits = "does not fit" if any(problem.where == "memory" for problem in problems) else "fits"
     yield f"On {device.name} ({room}) this {fits}: at most {gigabytes(worst.device)}, while {worst.name}."
     steps, whole = plan.length.total_steps, f"about {duration(budget.step_seconds)} a step"
-    # How many steps an epoch has, only the files tell.
+    # Without files, the steps of an epoch are unknown.
     if has_data or plan.config.schedule.max_train_steps:
         whole += f", {duration(budget.step_seconds * steps)} for {steps} steps"
     yield f"{whole}{'' if has_data else ', for samples of the usual size'}, without previews."
 
 
 def provisional_dataset(draft: Draft, folder: Path) -> Path:
-    """Writes a dataset with one grey sample of the family's usual size into `folder`; returns its dataset file."""
+    """Write a dataset of one grey sample of the family's usual size into `folder`; returns its dataset file."""
     entries, spec, schedule = example_datasets(draft), draft.spec, draft.config.schedule
     edge = spec.defaults["resolution"]
     size = spec.native_sizes[edge][0] if edge in spec.native_sizes else (edge, edge)

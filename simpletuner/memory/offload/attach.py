@@ -70,7 +70,7 @@ class Offload:
 
     def attach(
         self, transformer: nn.Module, blocks: Sequence[nn.Module], *, keeps_saved: bool,
-        packed: list[WeightImage] | None = None, slots: int = SLOTS,
+        packed: list[WeightImage] | None = None,
     ) -> Streamer | None:  # fmt: skip
         """Let the frozen weights of a transformer stream; call it last, after all other changes to the transformer.
 
@@ -78,7 +78,6 @@ class Offload:
             blocks: the blocks that stream, in the order of the forward pass; see `streamed_blocks`.
             keeps_saved: some blocks run without activation checkpointing, so autograd saves their weights.
             packed: see `stream`.
-            slots: groups on the device at a time.
 
         Returns:
             the streamer, or None if nothing streams.
@@ -90,7 +89,7 @@ class Offload:
         if wanted > len(blocks):
             message = "group_offload_blocks_per_group: %d is more than the %d blocks that stream"
             logger.warning(f"{message}; they come as one group.", wanted, len(blocks))
-        streamer = self.stream(blocks, packed, slots)
+        streamer = self.stream(blocks, packed)
         # Autograd would save views of slots, which later groups overwrite before the backward pass.
         if keeps_saved:
             _wrap_forward(transformer, partial(RememberedPlaces, streamer))
@@ -124,9 +123,7 @@ class Offload:
         place_model(model, [layer for stack in stacks for layer in stack], self.device)
         return [self.stream(stack, packed) for stack in stacks]
 
-    def stream(
-        self, blocks: Sequence[nn.Module], packed: list[WeightImage] | None = None, slots: int = SLOTS
-    ) -> Streamer:
+    def stream(self, blocks: Sequence[nn.Module], packed: list[WeightImage] | None = None) -> Streamer:
         """Pack blocks into images, unless they are packed, and stream them in each forward pass.
 
         Args:
@@ -144,7 +141,7 @@ class Offload:
         if use_stream and self.device.type != "cuda":
             _warn_once("group_offload_use_stream has no effect: the compute device is no CUDA device.")
         largest = max(image.nbytes for image in images)
-        streamer = Streamer(images, choose_lane(self.device, largest, use_stream=use_stream, on_disk=to_disk), slots)
+        streamer = Streamer(images, choose_lane(self.device, largest, use_stream=use_stream, on_disk=to_disk), SLOTS)
         for index, (group, image) in enumerate(zip(groups, images, strict=True)):
             for block in group:
                 _wrap_forward(block, partial(_entering, streamer, index))

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+from collections import deque
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import Tensor
 
+from simpletuner.config.schema import SLOTS
 from simpletuner.memory.offload.image import page_lock, whole_pages
 
 
 class SideStream:
     """A stream beside the one that computes. Without CUDA, copies are synchronous and save nothing.
 
-    The allocator does not know of it: whoever copies keeps the tensor until the copy is complete.
+    The allocator does not track it: the caller keeps a tensor until its copy is complete, or passes it to `keep`.
 
     Args:
         device: what computes.
@@ -23,6 +25,7 @@ class SideStream:
     def __init__(self, device: torch.device, *, in_line: bool = False) -> None:
         self.device = device
         self.stream = torch.cuda.Stream(device) if device.type == "cuda" and not in_line else None
+        self._kept: deque[tuple[object, torch.cuda.Event]] = deque()
 
     def after_compute(self, point: torch.cuda.Event | None = None) -> AbstractContextManager[object]:
         """A context in which copies wait for what has been submitted to the device up to a point, by default now."""
@@ -35,10 +38,32 @@ class SideStream:
         """The end of all copies so far; None if they were synchronous."""
         return None if self.stream is None else self.stream.record_event()
 
+    def keep(self, copied: object) -> torch.cuda.Event | None:
+        """Hold a reference to tensors until the copies so far are complete; returns that event.
+
+        With `record_stream`, the allocator would reuse their memory only after the host has seen the event. By then the
+        host has launched many blocks, whose inputs all take new memory. Here the compute waits for all but the newest
+        copies, and later tensors reuse the memory of the older ones.
+        """
+        complete = self.complete()
+        if complete is not None:
+            self._kept.append((copied, complete))
+            if len(self._kept) > SLOTS:
+                self.hold_compute(self._kept[0][1])
+        return complete
+
     def hold_compute(self, until: torch.cuda.Event | None) -> None:
-        """Let the compute wait for copies."""
+        """Let the compute wait for copies, and release what was kept for them."""
         if until is not None:
             torch.cuda.current_stream(self.device).wait_event(until)
+            while any(event is until for _, event in self._kept):
+                self._kept.popleft()
+
+    def finish(self) -> None:
+        """Wait on the host for all copies."""
+        if self.stream is not None:
+            self.stream.synchronize()
+        self._kept.clear()
 
     def host_memory(self, nbytes: int, owner: object | None = None) -> Tensor:
         """Bytes in host memory that stay locked until their owner, by default they themselves, is garbage-collected."""

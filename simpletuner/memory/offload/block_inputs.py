@@ -9,13 +9,11 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections import deque
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from simpletuner.config.schema import SLOTS
 from simpletuner.memory.offload.beside import SideStream
 from simpletuner.memory.offload.image import Span
 
@@ -49,7 +47,6 @@ class BlockInputs:
             logger.warning("offload_block_inputs saves nothing: the compute device is no CUDA device.")
         self._free: list[Tensor] = []  # page-locked bytes
         self._last: weakref.ref[_Kept] | None = None
-        self._copied: deque[tuple[Tensor, torch.cuda.Event]] = deque()  # on the device, of the newest copies
 
     def around(self, hidden_states: Tensor) -> saved_tensors_hooks:
         """Hooks to wrap around one checkpointed call of a block.
@@ -72,7 +69,7 @@ class BlockInputs:
         host = Span.of(tensor).view(buffer)
         with self.side.after_compute():
             host.copy_(tensor, non_blocking=True)
-        self._hold(tensor)
+        self.side.keep(tensor)
         kept = _Kept(host, self._last)
         self._last = weakref.ref(kept)
         # Its buffer is free as soon as autograd drops the saved tensor.
@@ -82,8 +79,7 @@ class BlockInputs:
     def _return(self, kept: _Kept) -> Tensor:
         tensor, arrival = kept.coming or self._fetch(kept)
         before = kept.before() if kept.before is not None else None
-        if arrival is not None:
-            self._wait(arrival)
+        self.side.hold_compute(arrival)
         # Requested one block ahead: the copy runs while this block is recomputed.
         if before is not None and before.coming is None:
             before.coming = self._fetch(before)
@@ -95,28 +91,7 @@ class BlockInputs:
         tensor = torch.empty_like(kept.host, device=self.side.device)
         with self.side.after_compute():
             tensor.copy_(kept.host, non_blocking=True)
-        return tensor, self._hold(tensor)
-
-    def _hold(self, tensor: Tensor) -> torch.cuda.Event | None:
-        """Keep a tensor's memory until its copy is complete; returns the event of that.
-
-        `record_stream` would leave it to the allocator, which reuses memory only after the host has seen the event: by
-        then it has launched many blocks, whose inputs all take new memory. Here the compute waits for all but the
-        newest copies, and later tensors take the memory of those.
-        """
-        complete = self.side.complete()
-        if complete is None:
-            return None
-        self._copied.append((tensor, complete))
-        if len(self._copied) > SLOTS:
-            self._wait(self._copied[0][1])
-        return complete
-
-    def _wait(self, complete: torch.cuda.Event) -> None:
-        """Let the compute wait for a copy; its tensor and those copied before it need not be held any longer."""
-        self.side.hold_compute(complete)
-        while any(event is complete for _, event in self._copied):
-            self._copied.popleft()
+        return tensor, self.side.keep(tensor)
 
     def _buffer(self, nbytes: int) -> Tensor:
         """Host memory of at least `nbytes` bytes: the smallest free buffer, or a new one.

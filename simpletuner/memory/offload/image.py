@@ -307,12 +307,8 @@ def leaves(tensor: Any) -> list[Tensor]:
 @contextmanager
 def set_aside(modules: Sequence[nn.Module], tensors: Set[int]) -> Iterator[None]:
     """Temporarily remove some parameters and buffers, given by `id`, from their modules."""
-    tables: list[tuple[dict[str, Any], dict[str, Any]]] = []
-    for module in modules:
-        for part in module.modules():
-            for table in cast("tuple[dict[str, Any], ...]", (part._parameters, part._buffers)):
-                if any(id(value) in tensors for value in table.values()):
-                    tables.append((table, dict(table)))
+    parts: Any = (part for module in modules for part in module.modules())
+    tables = [(table, dict(table)) for part in parts for table in (part._parameters, part._buffers)]
     for table, before in tables:
         for name, value in before.items():
             if id(value) in tensors:

@@ -24,7 +24,6 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from simpletuner.config.schema import SLOTS
 from simpletuner.memory.offload.beside import SideStream
 from simpletuner.memory.offload.image import Span, WeightImage
 
@@ -164,7 +163,7 @@ class Streamer:
         slots: groups on the device at a time: the one that computes and those being copied.
     """
 
-    def __init__(self, images: Sequence[WeightImage], lane: Lane, slots: int = SLOTS) -> None:
+    def __init__(self, images: Sequence[WeightImage], lane: Lane, slots: int) -> None:
         self.images, self.lane = list(images), lane
         largest = max(image.nbytes for image in images)
         self.slots: list[Tensor] = [lane.make_slot(largest) for _ in range(min(slots, len(images)))]

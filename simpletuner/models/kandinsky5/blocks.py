@@ -19,12 +19,9 @@ from typing import Any, NamedTuple, cast
 
 import torch
 from diffusers.models.attention_dispatch import dispatch_attention_fn
-from diffusers.models.transformers.transformer_kandinsky import (
-    Kandinsky5Attention,
-    Kandinsky5Modulation,
-    Kandinsky5TransformerDecoderBlock,
-    Kandinsky5TransformerEncoderBlock,
-)
+from diffusers.models.transformers.transformer_kandinsky import Kandinsky5Attention, Kandinsky5Modulation
+from diffusers.models.transformers.transformer_kandinsky import Kandinsky5TransformerDecoderBlock as VisualBlock
+from diffusers.models.transformers.transformer_kandinsky import Kandinsky5TransformerEncoderBlock as TextBlock
 from torch import Tensor, nn
 from torch.nn.functional import linear
 from torch.utils.weak import WeakTensorKeyDictionary
@@ -181,11 +178,11 @@ class FastForward:
         self.fast, self.padding = fast, padding
         self._tables: Any = WeakTensorKeyDictionary()  # by position tensor; an entry lives as long as its tensor
 
-    def text(self, block: Kandinsky5TransformerEncoderBlock, x: Tensor, time_embed: Tensor, rope: Tensor) -> Tensor:
+    def text(self, block: TextBlock, x: Tensor, time_embed: Tensor, rope: Tensor) -> Tensor:
         return self.fast.finish("text", block, x, time_embed, *self.tables(rope, len(x)), self.padding.mask)
 
     def visual(
-        self, block: Kandinsky5TransformerDecoderBlock, visual: Tensor, text: Tensor, time_embed: Tensor, rope: Tensor,
+        self, block: VisualBlock, visual: Tensor, text: Tensor, time_embed: Tensor, rope: Tensor,
         sparse_params: dict[str, Any] | None,
     ) -> Tensor:  # fmt: skip
         tables, attention = self.tables(rope, len(visual)), block.self_attention
@@ -227,12 +224,7 @@ def use_fast_blocks(transformer: nn.Module, padding: TextPadding) -> FastBlocks:
 
 
 def text_block(
-    block: Kandinsky5TransformerEncoderBlock,
-    x: Tensor,
-    time_embed: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    mask: Tensor | None,
+    block: TextBlock, x: Tensor, time_embed: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None
 ) -> Tensor:
     """Self-attention and feed-forward of text `B L C`; `mask` `B L` is true on real tokens."""
     params = block.text_modulation(time_embed).unsqueeze(1)  # B 1 6C
@@ -243,7 +235,7 @@ def text_block(
 
 
 def before_attention(
-    block: Kandinsky5TransformerDecoderBlock, visual: Tensor, time_embed: Tensor, cos: Tensor, sin: Tensor
+    block: VisualBlock, visual: Tensor, time_embed: Tensor, cos: Tensor, sin: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The block's nine modulations `B 9C`, and queries, keys and values, each `B S H D`."""
     params = block.visual_modulation(time_embed)
@@ -253,12 +245,7 @@ def before_attention(
 
 
 def after_attention(
-    block: Kandinsky5TransformerDecoderBlock,
-    visual: Tensor,
-    attended: Tensor,
-    params: Tensor,
-    text: Tensor,
-    mask: Tensor | None,
+    block: VisualBlock, visual: Tensor, attended: Tensor, params: Tensor, text: Tensor, mask: Tensor | None
 ) -> Tensor:
     """The rest of the block, after attention `B S H D`."""
     out = block.self_attention.out_layer(attended.flatten(-2, -1))
@@ -293,16 +280,13 @@ def add_gated(x: Tensor, gate: Tensor, out: Tensor) -> Tensor:
     return (gate * out).add_(x).type_as(x)
 
 
-def store_in_bf16(transformer: nn.Module) -> int:
-    """Store frozen modulation weights that bf16 represents exactly in bf16; returns the bytes saved."""
-    saved = 0
+def store_in_bf16(transformer: nn.Module) -> None:
+    """Store frozen modulation weights that bf16 represents exactly in bf16."""
     for module in transformer.modules():
         layer = module.out_layer if isinstance(module, Kandinsky5Modulation) else None
         if isinstance(layer, nn.Linear) and is_exact(layer.weight):
             layer.weight.data = layer.weight.data.to(torch.bfloat16)
             layer.forward = MethodType(upcast_linear, layer)  # type: ignore[method-assign]
-            saved += 2 * layer.weight.numel()
-    return saved
 
 
 def is_exact(weight: Tensor) -> bool:

@@ -1,4 +1,4 @@
-"""Costs of Kandinsky 5 that `cost.json` lacks: published dimensions, encoders, NABLA's tiles. Free of torch."""
+"""Costs of Kandinsky 5 that `cost.json` lacks: published transformers, encoders, NABLA's tiles. Free of torch."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from simpletuner.models.cost import (
     BatchShape,
     FamilyCost,
     Kernels,
-    Shape,
-    TileBytes,
+    Shapes,
     TransformerCost,
     number,
     read_cost_table,
+    read_toml,
     read_vae_costs,
 )
 from simpletuner.models.kandinsky5.options import TILE, is_sparse, is_sparse_flavour
@@ -28,22 +28,15 @@ QWEN_HEAD, QWEN_VISION = 544_997_376, 676_550_144
 ASSUMED_DENSITY = 0.25
 PROMPT_PIXELS = 56  # pixels per side of a prompt token: Qwen gets the picture at half size, in patches of 28
 
-# From the config.json of the published transformers.
-LITE = {"model_dim": 1792, "ff_dim": 7168, "time_dim": 512, "num_visual_blocks": 32, "axes_dims": [16, 24, 24]}
-IMAGE = {"model_dim": 2560, "ff_dim": 10240, "time_dim": 512, "num_visual_blocks": 50, "axes_dims": [32, 48, 48]}
-PRO = {
-    "model_dim": 4096, "ff_dim": 16384, "time_dim": 1024, "num_visual_blocks": 60, "num_text_blocks": 4,
-    "axes_dims": [32, 48, 48],
-}  # fmt: skip
-CHANNELS = {"in_visual_dim": 16, "out_visual_dim": 16, "in_text_dim": 3584, "in_text_dim2": 768}
+FAMILY = read_toml(PACKAGE, "family.toml")
 
 
 def published(flavour: str) -> dict[str, object]:
-    """Dimensions of the published checkpoint of a flavour."""
+    """The config.json of the published transformer of a flavour."""
     task, *words = flavour.split("-")
-    size = IMAGE if task in ("t2i", "i2i") else PRO if "pro" in words else LITE
+    size = "image" if task in ("t2i", "i2i") else "pro" if "pro" in words else "lite"
     attention = "nabla" if is_sparse_flavour(flavour) else "regular"
-    return {**CHANNELS, "num_text_blocks": 2, **size, "visual_cond": task != "t2i", "attention_type": attention}
+    return {**FAMILY["transformers"][size], "visual_cond": task != "t2i", "attention_type": attention}
 
 
 def head_width(settings: Mapping[str, object]) -> int:
@@ -57,27 +50,23 @@ def attention_heads(settings: Mapping[str, object]) -> int:
     return number(settings, "model_dim", 2048) // head_width(settings)
 
 
-def transformer_cost(
-    settings: Mapping[str, object], shapes: Mapping[str, Shape], kernels: Kernels = STOCK
-) -> TransformerCost:
+def transformer_cost(settings: Mapping[str, object], shapes: Shapes, kernels: Kernels = STOCK) -> TransformerCost:
     """The cost of a transformer with this config.json and these parameters."""
     head, heads = head_width(settings), attention_heads(settings)
 
-    def tile_bytes(batch: BatchShape, size: int) -> TileBytes:
+    def tile_bytes(batch: BatchShape, size: int) -> tuple[float, float]:
         """Quadratic in tokens, unlike the measured costs."""
-        if not is_sparse(settings):
-            return TileBytes()
         pairs = float(batch.samples * heads * (batch.tokens // TILE) ** 2)
         if kernels.tile_lists:
             # Booleans, from which both passes make four int32 lists, by a sort and scatters with int64 indices.
-            return TileBytes(pairs, (16 + 24) * pairs)
+            return pairs, (16 + 24) * pairs
         # A mask of a tile's queries for every key: booleans, and the numbers added to the scores.
-        return TileBytes(TILE * size * pairs, TILE * 2 * pairs)
+        return TILE * size * pairs, TILE * 2 * pairs
 
-    unit = TILE if is_sparse(settings) else 1
+    dense = TransformerCost(read_cost_table(PACKAGE), shapes, head, compiled=kernels.compiled)
     # Masks leave nothing out.
-    density = (lambda tokens: ASSUMED_DENSITY) if is_sparse(settings) and kernels.tile_lists else None
-    return TransformerCost(read_cost_table(PACKAGE), shapes, head, unit, tile_bytes, kernels.compiled, density=density)
+    density = (lambda tokens: ASSUMED_DENSITY) if kernels.tile_lists else None
+    return replace(dense, unit=TILE, tiles=tile_bytes, density=density) if is_sparse(settings) else dense
 
 
 def picture_tokens(width: int, height: int) -> int:

@@ -10,7 +10,7 @@ from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import diffusers
 import torch
@@ -22,7 +22,6 @@ from torch.nn.utils.rnn import pad_sequence
 from simpletuner.diffusion.batch import NoisyBatch, TextEmbeds, upload
 from simpletuner.models.adapter import (
     BlockLayout,
-    EncoderQuantiser,
     FamilyAdapter,
     LatentEncoder,
     PreviewPipeline,
@@ -37,10 +36,6 @@ from simpletuner.models.kandinsky5.spec import IMAGE_SIZES, KANDINSKY5_IMAGE, TE
 from simpletuner.models.loading import stock_pipeline
 from simpletuner.models.spec import Task
 from simpletuner.models.usage import EULER, Usage, snippet, solver_code, text
-
-if TYPE_CHECKING:
-    from simpletuner.models.kandinsky5.text import Kandinsky5TextEncoder
-
 
 VIDEO_TASKS = ("t2v", "i2v")
 
@@ -204,6 +199,7 @@ class Kandinsky5Adapter(FamilyAdapter):
     """
 
     transformer_class = Kandinsky5Transformer3DModel
+    text_encoder = "simpletuner.models.kandinsky5.text:Kandinsky5TextEncoder"
     padding: blocks.TextPadding
 
     @property
@@ -219,14 +215,6 @@ class Kandinsky5Adapter(FamilyAdapter):
     def rope_scale(self) -> RopeScale:
         """Divisors of the positions in time, height and width. The pipelines of pictures never scale these."""
         return 1.0, 1.0, 1.0
-
-    def load_text_encoder(
-        self, device: torch.device, dtype: torch.dtype, quantise: EncoderQuantiser | None = None
-    ) -> Kandinsky5TextEncoder:
-        # Imports transformers' models; a run with full caches never needs them.
-        from simpletuner.models.kandinsky5.text import Kandinsky5TextEncoder
-
-        return Kandinsky5TextEncoder(self, device, dtype, quantise)
 
     def load_transformer(self, dtype: torch.dtype, *, empty: bool = False) -> nn.Module:
         transformer: Any = super().load_transformer(dtype, empty=empty)
@@ -255,8 +243,8 @@ class Kandinsky5Adapter(FamilyAdapter):
     def use_fast_blocks(self, transformer: nn.Module) -> FastBlocks:
         return blocks.use_fast_blocks(transformer, self.padding)
 
-    def store_modulation_in_bf16(self, transformer: nn.Module) -> int:
-        return blocks.store_in_bf16(transformer)
+    def store_modulation_in_bf16(self, transformer: nn.Module) -> None:
+        blocks.store_in_bf16(transformer)
 
     @staticmethod
     def usage_snippet(usage: Usage) -> str:

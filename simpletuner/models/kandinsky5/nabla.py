@@ -183,17 +183,20 @@ def compiled(blocks: Callable[[Tensor], BlockMask], kernel: dict[str, Any], comp
     return attend
 
 
+def _way(blocks: Callable[[Tensor], BlockMask], kernel: dict[str, Any], **compiler: Any) -> Callable[[], Attend]:
+    return functools.cache(lambda: compiled(blocks, kernel, compiler))
+
+
 # In order of preference. The search takes minutes.
 SMALL_BLOCKS = {"fwd_BLOCK_M": TILE, "fwd_BLOCK_N": TILE}
-IMPLEMENTATIONS: dict[str, Callable[[], Attend]] = {
-    "blocks of 64": lambda: compiled(tile_blocks, SMALL_BLOCKS, {}),
-    "blocks of 64, searched": lambda: compiled(tile_blocks, {}, {"max_autotune": True}),
-    "blocks of 128": lambda: compiled(paired_blocks, {}, {}),
+IMPLEMENTATIONS = {
+    "blocks of 64": _way(tile_blocks, SMALL_BLOCKS),
+    "blocks of 64, searched": _way(tile_blocks, {}, max_autotune=True),
+    "blocks of 128": _way(paired_blocks, {}),
 }
 # FlashAttention 4 through flex attention, an alternative to the first implementation that works.
-FLASH: tuple[str, Callable[[], Attend]] = (
-    "FlashAttention 4, blocks of 128", lambda: compiled(paired_blocks, {"BACKEND": "FLASH"}, {}),
-)  # fmt: skip
+FLASH = "FlashAttention 4, blocks of 128"
+ALTERNATIVES = {FLASH: _way(paired_blocks, {"BACKEND": "FLASH"})}
 
 
 @functools.cache
@@ -203,53 +206,44 @@ def choose_attend(device: torch.device, dtype: torch.dtype, head_dim: int, heads
     """
     if device.type == "cpu":
         return attend_masked  # flex attention has no backward pass there
-    ways, tried = {**IMPLEMENTATIONS, FLASH[0]: FLASH[1]}, dict[str, Attend]()
-
-    def pick() -> str:
-        name, tried[name] = _first_correct(device, dtype, head_dim, heads)
-        return name
-
     mode = ", deterministic" if torch.are_deterministic_algorithms_enabled() else ""
     call = f"block-sparse attention (NABLA), {heads} heads of {head_dim}, {str(dtype)[6:]}{mode}"
-    name = KERNELS.choose(device, call, ways, pick)
-    return tried[name] if name in tried else ways[name]()
+    ways = IMPLEMENTATIONS | ALTERNATIVES
+    name = KERNELS.choose(device, call, ways, lambda: _fastest_correct(device, dtype, head_dim, heads))
+    return ways[name]() if name in ways else attend_dense
 
 
-def _first_correct(device: torch.device, dtype: torch.dtype, head_dim: int, heads: int) -> tuple[str, Attend]:
+def _fastest_correct(device: torch.device, dtype: torch.dtype, head_dim: int, heads: int) -> str:
     faults = []
     for name, build in IMPLEMENTATIONS.items():
-        attend = build()
-        fault = find_fault(attend, device, dtype, head_dim, heads)
+        fault = find_fault(build(), device, dtype, head_dim, heads)
         if fault is None:
-            if is_installed("flash_attn.cute"):
-                name, attend = _faster((name, attend), FLASH, device, dtype, head_dim, heads)
+            if is_installed("flash_attn.cute") and _is_better(FLASH, build(), device, dtype, head_dim, heads):
+                name = FLASH
             logger.info("Block-sparse attention (NABLA) runs compiled, in %s.", name)
-            return name, attend
+            return name
         faults.append(f"{name}: {fault}")
     logger.warning(
         "This checkpoint was trained with block-sparse attention (NABLA), but on %s every implementation failed its "
         "test (%s). Training uses dense attention instead: slower, and different from sampling elsewhere.",
         device, "; ".join(faults),
     )  # fmt: skip
-    return "dense", attend_dense
+    return "dense"
 
 
-def _faster(
-    present: tuple[str, Attend], candidate: tuple[str, Callable[[], Attend]],
-    device: torch.device, dtype: torch.dtype, head_dim: int, heads: int,
-) -> tuple[str, Attend]:  # fmt: skip
-    """The faster of two implementations in forward plus backward; the second is only used if it is correct."""
-    name, attend = candidate[0], candidate[1]()
+def _is_better(name: str, present: Attend, device: torch.device, dtype: torch.dtype, head_dim: int, heads: int) -> bool:
+    """Whether an alternative is correct, and faster in forward plus backward."""
+    attend = ALTERNATIVES[name]()
     fault = find_fault(attend, device, dtype, head_dim, heads)
     if fault is not None:
         logger.info("Block-sparse attention (NABLA) cannot use %s: %s.", name, fault)
-        return present
+        return False
     generator, shape = torch.Generator(device).manual_seed(0), (1, TIMED * TILE, heads, head_dim)
     draws = [torch.randn(shape, generator=generator, device=device, dtype=dtype) for _ in range(4)]
     tiles = torch.rand(1, heads, TIMED, TIMED, generator=generator, device=device) < 0.2
     tiles = tiles | torch.eye(TIMED, dtype=torch.bool, device=device)
-    seconds = [min(_seconds(implementation, draws, tiles) for _ in range(4)) for implementation in (present[1], attend)]
-    return (name, attend) if seconds[1] < seconds[0] else present
+    before, after = (min(_seconds(way, draws, tiles) for _ in range(4)) for way in (present, attend))
+    return after < before
 
 
 def _seconds(attend: Attend, draws: list[Tensor], tiles: Tensor) -> float:
@@ -288,7 +282,10 @@ def find_fault(
         raise
     except (RuntimeError, ValueError, AssertionError) as error:  # compilers and kernels refuse with any error
         return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-    distance = max(_distance(*pair) for pair in zip(results, wanted, strict=True))
+    # Relative errors, in Euclidean norms.
+    distance = max(
+        ((one.cpu() - other).norm() / other.norm()).item() for one, other in zip(results, wanted, strict=True)
+    )
     limit = tolerance(device, dtype)
     return None if distance <= limit else f"off by {distance:.1e}, more than {limit:.1e}"
 
@@ -299,11 +296,6 @@ def _results(attend: Attend, draws: list[Tensor], tiles: Tensor, backward: bool)
     with torch.set_grad_enabled(backward):
         out = attend(query, key, value, tiles)
     return [out, *torch.autograd.grad(out, (query, key, value), draws[3])] if backward else [out]
-
-
-def _distance(found: Tensor, wanted: Tensor) -> float:
-    """The relative error, in Euclidean norms."""
-    return ((found.cpu() - wanted).norm() / wanted.norm()).item()
 
 
 def tolerance(device: torch.device, dtype: torch.dtype) -> float:
@@ -340,16 +332,11 @@ def sparse_params(latents_shape: tuple[int, ...], config: dict[str, Any], device
     _, frames, height, width, _ = latents_shape
     rows, columns = height // 2, width // 2
     return {
-        "sta_mask": window_mask(frames, rows // TILE_SIDE, columns // TILE_SIDE, config, device),
+        **{name: config[f"attention_{name}"] for name in ("P", "wT", "wW", "wH", "add_sta", "method")},
         "attention_type": config["attention_type"],
+        "sta_mask": window_mask(frames, rows // TILE_SIDE, columns // TILE_SIDE, config, device),
         "to_fractal": True,
-        "P": config["attention_P"],
-        "wT": config["attention_wT"],
-        "wW": config["attention_wW"],
-        "wH": config["attention_wH"],
-        "add_sta": config["attention_add_sta"],
         "visual_shape": (frames, rows, columns),
-        "method": config["attention_method"],
     }
 
 

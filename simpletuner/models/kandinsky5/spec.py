@@ -10,7 +10,7 @@ from pathlib import Path
 from simpletuner.config.schema import FamilyOptions, RunConfig
 from simpletuner.config.values import Size
 from simpletuner.errors import Problem
-from simpletuner.models.kandinsky5.cost import IMAGE_COST, TRANSFORMER_CLASS, VIDEO_COST, attention_heads
+from simpletuner.models.kandinsky5.cost import FAMILY, IMAGE_COST, TRANSFORMER_CLASS, VIDEO_COST, attention_heads
 from simpletuner.models.kandinsky5.options import (
     TILE_SIDE,
     KandinskyOptions,
@@ -30,16 +30,6 @@ ALL_LINEAR = (
 )
 # Only the visual blocks, and only attention among their own tokens.
 SLIDER = r"visual_transformer_blocks\.\d+\.self_attention\.(to_query|to_key|to_value|out_layer)"
-
-ATTENTION, FEED_FORWARD = r".+\.(self|cross)_attention", r".+\.feed_forward"
-ADAPTER_CLASSES = {
-    "Attention": ATTENTION,
-    "FeedForward": FEED_FORWARD,
-    "Kandinsky5Attention": ATTENTION,
-    "Kandinsky5FeedForward": FEED_FORWARD,
-    "Kandinsky5TransformerEncoderBlock": r"text_transformer_blocks\.\d+",
-    "Kandinsky5TransformerDecoderBlock": r"visual_transformer_blocks\.\d+",
-}
 
 COMPONENTS = {
     "transformer": Component("transformer", "pretrained_transformer_model_name_or_path", (TRANSFORMER_CLASS,)),
@@ -205,17 +195,7 @@ KANDINSKY5_IMAGE = FamilySpec(
     flavours=tuple(map(_flavour, IMAGE_FLAVOURS)),
     adapter="simpletuner.models.kandinsky5.image:Kandinsky5ImageAdapter",
     options=KandinskyOptions,
-    defaults={
-        "flow_schedule_shift": 1.0,
-        "resolution": 1024,
-        "aspect_bucket_alignment": "16",
-        "tokenizer_max_length": 256,
-        "validation_guidance": 5.0,
-        "validation_num_inference_steps": 30,
-        "validation_resolution": "1024x1024",
-        "validation_negative_prompt": "blurry, cropped, ugly",
-        "crepa_block_index": 8,
-    },
+    defaults=FAMILY["defaults"]["image"],
     components=COMPONENTS,
     size_multiple=SIZE_MULTIPLE,
     vae_stride=8,
@@ -225,7 +205,7 @@ KANDINSKY5_IMAGE = FamilySpec(
     native_sizes={1024: IMAGE_SIZES},
     lora_targets=("to_query", "to_key", "to_value"),
     lora_presets={"all-linear": ALL_LINEAR, "slider": SLIDER},
-    adapter_classes=ADAPTER_CLASSES,
+    adapter_classes=FAMILY["adapter_classes"],
     quantised_layers=ALL_LINEAR,
     license="mit",
     checks=FamilyChecks(check_image, check_checkpoint, check_image_sizes),
@@ -253,14 +233,7 @@ KANDINSKY5_VIDEO = replace(
     media="video",
     flavours=tuple(map(_flavour, VIDEO_FLAVOURS)),
     adapter="simpletuner.models.kandinsky5.video:Kandinsky5VideoAdapter",
-    defaults={
-        **KANDINSKY5_IMAGE.defaults,
-        "flow_schedule_shift": 5.0,
-        "resolution": 512,
-        "framerate": 24,
-        "validation_resolution": "512x768",
-        "validation_num_video_frames": 61,
-    },
+    defaults={**KANDINSKY5_IMAGE.defaults, **FAMILY["defaults"]["video"]},
     components={**COMPONENTS, "vae": replace(COMPONENTS["vae"], kinds=("AutoencoderKLHunyuanVideo",))},
     native_sizes={512: SIZES_512, 1024: IMAGE_SIZES},
     checks=FamilyChecks(check_video, check_checkpoint, check_video_sizes),

@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import html
 import importlib.util
-import tomllib
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
-from pathlib import Path
 from typing import Literal, get_args
+
+from simpletuner.models.cost import read_toml
 
 TemplateName = Literal["image", "image_edit", "video"]
 
@@ -35,7 +35,7 @@ class TextTemplate:
         return self.text.format(caption)
 
 
-_TABLES = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
+_TABLES = read_toml("simpletuner.models.kandinsky5", "templates.toml")
 OFFICIAL: dict[TemplateName, TextTemplate] = {name: TextTemplate(**_TABLES[name]) for name in get_args(TemplateName)}
 
 

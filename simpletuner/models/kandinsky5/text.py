@@ -26,7 +26,7 @@ from simpletuner.models.kandinsky5.loading import load_processor
 from simpletuner.models.kandinsky5.options import KandinskyOptions
 from simpletuner.models.kandinsky5.spec import COMPONENTS, TEMPLATES
 from simpletuner.models.kandinsky5.templates import OFFICIAL, TemplateName, TextTemplate, clean_caption
-from simpletuner.models.loading import load_whole, told_plainly
+from simpletuner.models.loading import load_whole, user_errors
 from simpletuner.models.prompt_start import PromptStart, lengthen
 
 if TYPE_CHECKING:
@@ -75,9 +75,9 @@ class Kandinsky5TextEncoder(TextEncoder):
             adapter.options.of(KandinskyOptions).text_template, TEMPLATES[adapter.task]
         )
         self.max_length = words.length(adapter.text)
-        with told_plainly(source["tokenizer"]):
+        with user_errors(source["tokenizer"]):
             self.processor: ProcessorMixin = load_processor(source["tokenizer"].fetch().parent)
-        with told_plainly(source["tokenizer_2"]):
+        with user_errors(source["tokenizer_2"]):
             self.clip_tokenizer: CLIPTokenizer = CLIPTokenizer.from_pretrained(source["tokenizer_2"].fetch())
         start = self.processor.tokenizer(template.text.partition("{}")[0])["input_ids"]
         self.start = PromptStart(start, template.crop + self.max_length)

@@ -1,4 +1,4 @@
-"""Costs of Sana Video that `cost.json` lacks: published dimensions and encoders. Free of torch."""
+"""Costs of Sana Video that `cost.json` lacks: published transformers and encoders. Free of torch."""
 
 from __future__ import annotations
 
@@ -9,10 +9,11 @@ from simpletuner.models.cost import (
     STOCK,
     FamilyCost,
     Kernels,
-    Shape,
+    Shapes,
     TransformerCost,
     number,
     read_cost_table,
+    read_toml,
     read_vae_costs,
 )
 
@@ -20,25 +21,11 @@ PACKAGE, TRANSFORMER_CLASS = "simpletuner.models.sanavideo", "SanaVideoTransform
 WAN, LTX2 = "AutoencoderKLWan", "AutoencoderKLLTX2Video"  # classes of the VAE
 # Parameters of the published encoders.
 GEMMA = 2_614_341_888
-PUBLISHED = {
-    "in_channels": 16, "out_channels": 16, "num_attention_heads": 20, "attention_head_dim": 112, "num_layers": 20,
-    "num_cross_attention_heads": 20, "cross_attention_head_dim": 112, "cross_attention_dim": 2240,
-    "caption_channels": 2304, "mlp_ratio": 3.0,
-}  # fmt: skip
+FAMILY = read_toml(PACKAGE, "family.toml")
 TEXT_LENGTH = 300  # tokens; the pipelines always pad to it
 
 
-PUBLISHED_720 = {"in_channels": 128, "out_channels": 128, "patch_size": (1, 1, 1)}
-
-
-def published(flavour: str) -> dict[str, object]:
-    """Dimensions of the published checkpoint of a flavour."""
-    return {**PUBLISHED, **(PUBLISHED_720 if flavour == "2b-720p" else {})}
-
-
-def transformer_cost(
-    settings: Mapping[str, object], shapes: Mapping[str, Shape], kernels: Kernels = STOCK
-) -> TransformerCost:
+def transformer_cost(settings: Mapping[str, object], shapes: Shapes, kernels: Kernels = STOCK) -> TransformerCost:
     """The cost of a transformer with this config.json and these parameters."""
     head = number(settings, "attention_head_dim", 112)
     return TransformerCost(
@@ -51,7 +38,7 @@ def transformer_cost(
 COST = FamilyCost(
     package=PACKAGE,
     transformer_class=TRANSFORMER_CLASS,
-    published=published,
+    published=FAMILY["transformers"].__getitem__,
     transformer=transformer_cost,
     vae=read_vae_costs(PACKAGE)[WAN],
     text_parameters=GEMMA,

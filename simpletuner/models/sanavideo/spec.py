@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from simpletuner.config.datasets import DatasetConfig
 from simpletuner.config.schema import FamilyOptions, RunConfig
 from simpletuner.errors import Problem
-from simpletuner.models.sanavideo.cost import COST, COST_720, LTX2, TEXT_LENGTH, TRANSFORMER_CLASS, WAN
+from simpletuner.models.sanavideo.cost import COST, COST_720, FAMILY, LTX2, TEXT_LENGTH, TRANSFORMER_CLASS, WAN
 from simpletuner.models.sanavideo.options import SanaOptions
 from simpletuner.models.source import MODEL_KEY, VAE_KEY, ModelSource, check_channels
 from simpletuner.models.spec import Component, FamilyChecks, FamilySpec, FamilyWords, Flavour
@@ -32,38 +32,7 @@ ALL_LINEAR = r"transformer_blocks\.\d+\.(attn[12]\.(to_q|to_k|to_v|to_out\.0)|ff
 SLIDER = r"transformer_blocks\.\d+\.attn1\.(to_q|to_k|to_v|to_out\.0)"
 QUANTISED = r"transformer_blocks\.\d+\.attn[12]\.(to_q|to_k|to_v|to_out\.0)"
 
-# The pipeline's own 480p sizes, width x height, rounded to multiples of 32 pixels, which the pipeline requires.
-SIZES_480 = (
-    (640, 640),
-    *((896, 448), (832, 480), (768, 512), (704, 576)),
-    *((448, 896), (480, 832), (512, 768), (576, 704)),
-    *((576, 672), (512, 832)),
-)
-
-SIZES_720 = (
-    (960, 960),
-    *((1344, 672), (1280, 704), (1248, 736), (1152, 800), (1088, 832), (1024, 896)),
-    *((672, 1344), (704, 1280), (800, 1152), (832, 1088), (896, 1024)),
-)
-
-# From the pipeline's documentation.
-NEGATIVE_PROMPT = (
-    "A chaotic sequence with misshapen, deformed limbs in heavy motion blur, sudden disappearance, jump cuts, jerky"
-    " movements, rapid shot changes, frames out of sync, inconsistent character shapes, temporal artifacts, jitter,"
-    " and ghosting effects, creating a disorienting visual experience."
-)
-
-# Logit-normal sigmas with a shift of 3. The checkpoint's scheduler is for sampling and does not define training.
-TRAINING_SIGMAS = {
-    "flow_schedule_shift": 3.0,
-    "flow_schedule_auto_shift": False,
-    "flow_sigmoid_scale": 1.0,
-    "flow_use_uniform_schedule": False,
-    "flow_use_beta_schedule": False,
-    "flow_beta_schedule_alpha": 2.0,
-    "flow_beta_schedule_beta": 2.0,
-}
-
+SIZES = {int(resolution): [(width, height) for width, height in sizes] for resolution, sizes in FAMILY["sizes"].items()}
 
 # A caption that already ends with a motion score keeps it.
 MOTION_SCORE = re.compile(r"motion score: *\d+(\.\d+)?\.?$")
@@ -165,7 +134,7 @@ SANA_VIDEO = FamilySpec(
                 "frame_stride": 8,  # 81 frames -> 11 latent frames
                 # A token covers 32 pixels: stride 32, patches of 1.
                 "largest_side": POSITIONS * 32,
-                "native_sizes": {720: SIZES_720},
+                "native_sizes": {720: SIZES[720]},
                 "components": {**COMPONENTS, "vae": Component("vae", VAE_KEY, (LTX2,))},
                 "cost": COST_720,
                 "decodes_in_strips": True,
@@ -175,35 +144,18 @@ SANA_VIDEO = FamilySpec(
     adapter="simpletuner.models.sanavideo.video:SanaVideoAdapter",
     options=SanaOptions,
     block_counts={"transformer_blocks": "num_layers"},
-    defaults={
-        "resolution": 480,
-        "aspect_bucket_alignment": "32",
-        "tokenizer_max_length": TEXT_LENGTH,
-        "vae_dtype": "fp32",
-        "framerate": 16,
-        "validation_guidance": 6.0,
-        "validation_num_inference_steps": 50,
-        "validation_resolution": "832x480",
-        "validation_num_video_frames": 81,
-        "validation_negative_prompt": NEGATIVE_PROMPT,
-        "crepa_block_index": 10,
-    },
-    fixed=TRAINING_SIGMAS,
+    defaults=FAMILY["defaults"],
+    fixed=FAMILY["fixed"],
     components=COMPONENTS,
     size_multiple=32,
     vae_stride=8,
     patch_size=2,
     # A token covers 16 pixels: stride 8, patches of 2.
     largest_side=POSITIONS * 16,
-    native_sizes={480: SIZES_480},
+    native_sizes={480: SIZES[480]},
     lora_targets=("to_q", "to_k", "to_v", "to_out.0"),
     lora_presets={"all-linear": ALL_LINEAR, "slider": SLIDER},
-    adapter_classes={
-        "Attention": r".+\.attn[12]",
-        "FeedForward": r".+\.ff",
-        "GLUMBTempConv": r".+\.ff",
-        "SanaVideoTransformerBlock": r"transformer_blocks\.\d+",
-    },
+    adapter_classes=FAMILY["adapter_classes"],
     quantised_layers=QUANTISED,
     license="other",
     checks=FamilyChecks(check_video, check_checkpoint),

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -36,7 +37,7 @@ from simpletuner.models.adapter import (
     TextRequest,
 )
 from simpletuner.models.blocks import FreeSizes
-from simpletuner.models.loading import load_whole, stock_pipeline, told_plainly, with_solver
+from simpletuner.models.loading import load_whole, stock_pipeline, user_errors, with_solver
 from simpletuner.models.prompt_start import PromptStart
 from simpletuner.models.sanavideo.cost import TEXT_LENGTH
 from simpletuner.models.sanavideo.fast import run_block
@@ -71,7 +72,7 @@ class SanaTextEncoder(TextEncoder):
         options = adapter.options.of(SanaOptions)
         self.motion_score, instruction = options.sana_motion_score, options.sana_complex_human_instruction
         self.instruction = "\n".join(pipeline_instruction() if instruction is True else instruction)
-        with told_plainly(source["tokenizer"]):
+        with user_errors(source["tokenizer"]):
             self.tokenizer: PreTrainedTokenizerBase = GemmaTokenizer.from_pretrained(source["tokenizer"].fetch())
         self.tokenizer.padding_side = "right"
         self.start = PromptStart(self.tokenizer.encode(self.instruction), self._length(bare=False))
@@ -182,37 +183,23 @@ def collate_text(embeds: Sequence[TextEmbeds], dtype: torch.dtype) -> tuple[Tens
     return text.to(dtype), upload(mask.long(), text.device)
 
 
-class DistinctTimesteps:
-    """In training, embeds each distinct timestep of a batch once instead of once per token.
+def embed_distinct(embed: Forward, timesteps: Tensor, **settings: Any) -> tuple[Tensor, ...]:
+    """`forward` of the timestep embedding, which in training embeds each distinct timestep once, not once per token.
 
-    A clip has two, one for the given frame and one for the rest, and an embedding is six times as
-    wide as a token. Hooks before and after the embedding module reduce its input to those and expand its output.
+    A clip has two timesteps: of the given frame, and of the rest. An embedding is six times as wide as a token.
+
+    Returns:
+        modulation and embedding, each `tokens D`.
     """
-
-    def __init__(self) -> None:
-        self._places: Tensor | None = None
-
-    def install(self, transformer: nn.Module) -> None:
-        """Attach to the timestep embedding of a transformer."""
-        time_embed = transformer.get_submodule("time_embed")
-        time_embed.register_forward_pre_hook(self.before, with_kwargs=True)
-        time_embed.register_forward_hook(self.after)
-
-    def before(self, module: nn.Module, inputs: tuple[Tensor], settings: dict[str, Any]) -> Any:
-        """Replace the timesteps by their distinct values, except in sampling or with one timestep per sample."""
-        (timesteps,) = inputs
-        if not torch.is_grad_enabled() or timesteps.numel() <= settings["batch_size"]:
-            return None
-        tokens = timesteps.view(settings["batch_size"], -1)  # `unique` would synchronise with the device
-        given, others = tokens[:, 0], tokens[:, -1]
-        clips = torch.arange(len(tokens), device=tokens.device)[:, None]
-        self._places = (2 * clips + (tokens != given[:, None])).flatten()
-        return (torch.stack([given, others], dim=1).flatten(),), settings
-
-    def after(self, module: nn.Module, inputs: Any, outputs: tuple[Tensor, Tensor]) -> Any:
-        """Expand the embeddings to all tokens: (modulation, embedding), each `tokens D`."""
-        places, self._places = self._places, None
-        return None if places is None else tuple(nn.functional.embedding(places, output) for output in outputs)
+    samples = settings["batch_size"]
+    if not torch.is_grad_enabled() or timesteps.numel() <= samples:  # one timestep per sample
+        return embed(timesteps, **settings)
+    tokens = timesteps.view(samples, -1)  # `unique` would synchronise with the device
+    given, others = tokens[:, 0], tokens[:, -1]
+    clips = torch.arange(samples, device=tokens.device)[:, None]
+    places = (2 * clips + (tokens != given[:, None])).flatten()
+    outputs = embed(torch.stack([given, others], dim=1).flatten(), **settings)
+    return tuple(nn.functional.embedding(places, output) for output in outputs)
 
 
 class CompiledOnGrid:
@@ -277,15 +264,12 @@ class SanaVideoAdapter(FamilyAdapter):
 
     spec, encoder_class = SANA_VIDEO, WanLatentEncoder
     transformer_class, pipeline_class = SanaVideoTransformer3DModel, SanaVideoPipeline
-
-    def load_text_encoder(
-        self, device: torch.device, dtype: torch.dtype, quantise: EncoderQuantiser | None = None
-    ) -> SanaTextEncoder:
-        return SanaTextEncoder(self, device, dtype, quantise)
+    text_encoder = "simpletuner.models.sanavideo.video:SanaTextEncoder"
 
     def load_transformer(self, dtype: torch.dtype, *, empty: bool = False) -> nn.Module:
         transformer = super().load_transformer(dtype, empty=empty)
-        DistinctTimesteps().install(transformer)
+        time_embed = transformer.get_submodule("time_embed")
+        time_embed.forward = partial(embed_distinct, time_embed.forward)
         return transformer
 
     def prepare(self, noisy: NoisyBatch) -> NoisyBatch:

@@ -106,6 +106,64 @@ def test_what_changes_on_disk_is_shown_when_somebody_comes_back(page: Any, works
     expect(steps).to_have_value("5")
 
 
+def test_what_is_focused_is_not_stale(page: Any, workspace: Workspace) -> None:
+    """Whoever types on from an old value would save it over the new one."""
+    seed, come_back = page.locator("#f-seed"), "dispatchEvent(new Event('focus'))"
+    seed.focus()
+    workspace.write_config(seed=3)
+    page.evaluate(come_back)
+    expect(page.locator("#saved")).to_have_text("The file has changed on disk. This is what it says now.")
+    expect(seed).to_have_value("3")
+    page.get_by_text("The files as JSON").click()
+    area = page.get_by_label("Config", exact=True).last
+    area.focus()
+    workspace.write_config(seed=4)
+    page.evaluate(come_back)
+    expect(area).to_have_value(re.compile('"seed": 4'))
+    # What is no JSON yet waits for its writer.
+    area.press("Control+End")
+    area.press_sequentially(" ,")
+    seed.focus()
+    workspace.write_config(seed=5)
+    page.evaluate(come_back)
+    expect(page.locator("#saved")).to_have_text("The file has changed on disk, too; Save compares both.")
+    expect(area).to_have_value(re.compile(r"} ,$"))
+    assert saved(workspace)["seed"] == 5
+
+
+def test_a_file_that_is_deleted_is_told_at_once(page: Any, workspace: Workspace) -> None:
+    told, config = page.locator("#saved"), workspace.path("config/config.json")
+    for path in (config, config.with_name("multidatabackend.json")):
+        content = path.read_text()
+        path.unlink()
+        expect(told).to_have_text(f"config/{path.name} was deleted or moved; Save restores it.")
+        page.get_by_role("button", name="Save", exact=True).click()
+        page.get_by_role("dialog", name="The file is gone").get_by_role("button", name="Restore everything").click()
+        expect(told).to_have_text("Saved")
+        assert json.loads(path.read_text()) == json.loads(content)
+    config.rename(config.with_name("away.json"))
+    expect(told).to_contain_text("was deleted or moved")
+    config.with_name("away.json").rename(config)
+    expect(told).to_be_empty()
+    expect(page.locator("#save")).to_be_disabled()
+
+
+def test_datasets_that_two_people_change_lose_neither(page: Any, workspace: Workspace) -> None:
+    path = workspace.path("config/multidatabackend.json")
+    entries = json.loads(path.read_text())
+    page.get_by_role("tab", name="Dataset").click()
+    page.locator(".dataset-card").first.get_by_label("Repeats", exact=True).fill("5")
+    path.write_text(json.dumps([entries[0] | {"repeats": 4, "crop": False}, *entries[1:], {"id": "theirs"}]))
+    page.get_by_role("button", name="Save", exact=True).click()
+    dialog, name = page.get_by_role("dialog", name="Changed by somebody else"), entries[0]["id"]
+    expect(dialog.get_by_role("row", name=f"{name}: repeats")).to_have_text(f"{name}: repeats45")
+    expect(dialog.get_by_role("row", name=f"{name}: crop")).to_contain_text("not changed by you")
+    dialog.get_by_role("button", name="Save mine over it").click()
+    expect(page.locator("#save")).to_be_disabled()
+    merged = [entries[0] | {"repeats": 5, "crop": False}, *entries[1:], {"id": "theirs"}]
+    assert json.loads(path.read_text()) == merged
+
+
 def test_a_required_choice_is_no_default_and_captions_are_told_where_they_are_set(
     page: Any, workspace: Workspace
 ) -> None:

@@ -337,6 +337,16 @@ def test_thumbnails_are_small_and_kept_by_the_browser(page: TestClient, folder: 
     assert (part.status_code, len(part.content), part.headers["content-type"]) == (206, 10, "video/mp4")
 
 
+def test_a_clip_is_called_one(page: TestClient, folder: Path) -> None:
+    frames = [Image.new("RGB", (96, 96), (20 * index, 80, 80)) for index in range(9)]
+    frames[0].save(folder / "cats/moving.gif", save_all=True, append_images=frames[1:], duration=80)
+    write_clip(folder / "cats/clip.mp4", seconds=0.5)
+    write(folder, "", {**CONFIG, "model_family": "sanavideo"}, {**CATS, "dataset_type": "video"})
+    cards = {card.partition('"')[0]: card for card in show(page).split('data-file="')[1:]}
+    assert '<span class="badge">clip: its first frame</span>' in cards["moving.gif"]
+    assert '<span class="badge">clip</span>' in cards["clip.mp4"]
+
+
 def test_missing_captions_are_a_job_of_the_queue(
     page: TestClient, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -374,6 +384,26 @@ def test_missing_captions_are_a_job_of_the_queue(
     assert page.get("/api/library/describe").json()["running"] is False
     children[1].kill()
     children[1].wait(PATIENCE)
+
+
+def test_captioning_that_is_killed_says_so(page: TestClient, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    children = list[subprocess.Popen[bytes]]()
+
+    def spawn(runs: Runs, console: Path, arguments: list[str]) -> subprocess.Popen[bytes]:
+        console.write_text("$ simpletuner caption\nWriting captions: 30/100\n")
+        children.append(subprocess.Popen(["sleep", "600"]))
+        return children[-1]
+
+    monkeypatch.setattr(Runs, "spawn", spawn)
+    queue = cast(Any, page.app).state.queue
+    page.post("/api/library/describe", json={"dataset": "cats"})
+    queue.step()
+    children[0].kill()
+    children[0].wait(PATIENCE)
+    queue.step()
+    state = page.get("/api/library/describe").json()
+    assert state["running"] is False
+    assert state["message"] == "Ended unexpectedly. Its last line: Writing captions: 30/100"
 
 
 @pytest.mark.slow(4)

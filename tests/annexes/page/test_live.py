@@ -124,6 +124,13 @@ def test_buttons_become_files(page: TestClient, project: Workspace) -> None:
     assert (status["message"], status["can"]["stop"]) == ("Stops after this step and its previews.", False)
     asked = sorted(path.name for path in (output / "requests").iterdir())
     assert asked == ["preview", "save", "stop", "stop_at_epoch_end"]
+    # Another browser may show an older state, and press them again.
+    for path in ("checkpoint/run", "stop"):
+        post(page, path)
+    tell(output, StateChanged("stopping", 3, 9))
+    post(page, "stop")
+    [problem] = post(page, "stop_at_epoch_end", 400)["problems"]
+    assert problem["message"] == "The run is starting or stopping. It can do this only between two steps."
 
 
 def test_a_new_run_starts_from_the_lora_of_another(page: TestClient, project: Workspace) -> None:

@@ -196,7 +196,7 @@ function showSaved(text = told) {
   const changed = changes(), count = Object.keys(changed).length, dirty = isDirty();
   for (const [key, field] of byKey) field.classList.toggle("changed", key in changed);
   page("#save").disabled = !dirty;
-  page("#saved").textContent = text || (dirty ? (count ? `${count} unsaved` : "Datasets unsaved") : "");
+  page("#saved").textContent = text || (state.gone ? `${state.gone} was deleted or moved; Save restores it.` : dirty ? (count ? `${count} unsaved` : "Datasets unsaved") : "");
 }
 
 function edited() {
@@ -252,8 +252,13 @@ document.addEventListener("back", () => { if (!inRun) { listConfigs(); check(); 
 // Files change while the page is open: it shows them as they are, and plans anew when somebody comes back to it.
 async function lookAgain({ type }) {
   if (inRun || document.hidden || page("dialog[open]")) return;
-  if (await reread()) isDirty() ? showSaved("The file has changed on disk, too; Save compares both.") : await refill();
-  else if (type !== "beat") check();
+  const wasGone = state.gone, news = await reread();
+  if (news === "taken") {
+    await refill();
+    showSaved("The file has changed on disk. This is what it says now.");
+  } else if (news === "changed") showSaved("The file has changed on disk, too; Save compares both.");
+  else if (state.gone !== wasGone) showSaved("");
+  if (!news && type !== "beat") check();
 }
 document.addEventListener("beat", lookAgain);
 document.addEventListener("visibilitychange", lookAgain);

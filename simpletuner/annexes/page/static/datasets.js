@@ -1,5 +1,5 @@
 // The dataset file as cards; what a card does not show is edited as JSON and kept as it is.
-import { api, ask, bindField, complete, element, problemLine, showField, state, tell } from "./form.js";
+import { api, ask, asJson, bindField, bindJson, complete, element, isObject, problemLine, showField, showJson, state, tell } from "./form.js";
 
 const list = document.querySelector("#datasets"), template = document.querySelector("#dataset");
 const SHORT = new Set(["id", "dataset_type", "type"]); // all that an entry without samples needs
@@ -35,8 +35,7 @@ function refresh(card, entry) {
   const more = card.querySelector(".grid + .more"), count = more.querySelectorAll(".field:not([hidden])").length;
   more.hidden = count === 0;
   more.querySelector("summary").firstChild.textContent = `${count} more `;
-  const raw = card.querySelector(".raw");
-  if (raw !== document.activeElement) raw.value = JSON.stringify(entry, null, 2);
+  showJson(card.querySelector(".raw"), asJson(entry));
 }
 
 function makeCard(index) {
@@ -57,14 +56,9 @@ function makeCard(index) {
     showDatasets();
     changed();
   });
-  const raw = card.querySelector(".raw");
-  raw.addEventListener("input", () => {
-    try {
-      state.datasets.entries[index] = { ...JSON.parse(raw.value) };
-      edit();
-    } catch (error) {
-      card.querySelector(".json .told").replaceChildren(element("p", { textContent: `This is not JSON yet: ${error.message}` }));
-    }
+  bindJson(card.querySelector(".raw"), card.querySelector(".json .told"), [isObject, "one JSON object: { }"], (value) => {
+    state.datasets.entries[index] = value;
+    edit();
   });
   const browse = element("button", { type: "button", className: "browse", textContent: "Browse" });
   browse.addEventListener("click", async () => {

@@ -1,10 +1,13 @@
 // The settings of the open config: what the file says, what the page has, and what is wrong with it.
 // A field shows a value of `state.values`, or, greyed as its placeholder, what training uses without it.
 
-export const state = { broken: {}, config: "config", opened: "", switched: false, etag: null, file: {}, values: {}, effective: {}, datasets: { etag: null, file: [], entries: [] } };
+// `gone` names a file of the open config that was deleted or moved.
+export const state = { broken: {}, config: "config", opened: "", switched: false, path: "", gone: "", etag: null, file: {}, values: {}, effective: {}, datasets: { etag: null, path: "", file: [], entries: [] } };
 export const page = (selector) => document.querySelector(selector);
 const same = (a, b) => JSON.stringify(a) === JSON.stringify(b);
 const clone = (value) => JSON.parse(JSON.stringify(value));
+export const isObject = (value) => typeof value === "object" && value !== null && !Array.isArray(value);
+export const asJson = (value) => JSON.stringify(value, null, 2);
 
 export async function api(path, { method = "GET", body, etag, signal } = {}) {
   const headers = { ...(body && { "Content-Type": "application/json" }), ...(etag && { "If-Match": etag }) };
@@ -30,9 +33,9 @@ export async function watch() {
   if (!ok && !wasAway) notice.textContent = `The server ${status ? `answers "${status} ${statusText}"` : "does not answer"}. What you typed stays here; the page goes on when the server is back.`;
   if (ok) document.dispatchEvent(new Event(wasAway ? "back" : "beat"));
   clearTimeout(timer);
-  timer = setTimeout(watch, ok ? 10000 : 1500);
+  timer = setTimeout(watch, ok ? 5000 : 1500);
 }
-let timer = setTimeout(watch, 10000);
+let timer = setTimeout(watch, 5000);
 
 // What is wrong with a request that was refused.
 export const sentences = ({ ok, data }) => (ok ? [] : data.problems.map(({ key, message }) => (key ? `${key}: ${message}` : message)));
@@ -91,7 +94,9 @@ export function showField(field, value, effective) {
   } else {
     input.placeholder = isSet ? "empty" : fallback;
   }
-  if (document.activeElement !== input || !isSet) input.value = secret ? "set" : isSet ? written(value) : "";
+  // What is being typed stays as it is typed, unless the value came from elsewhere.
+  const isTyped = document.activeElement === input && same(readField(field), value);
+  if (!isTyped) input.value = secret ? "set" : isSet ? written(value) : "";
 }
 
 function readField(field) {
@@ -112,6 +117,34 @@ export function bindField(field, set) {
   control(field).addEventListener("input", () => set(readField(field)));
   const clear = () => { set(undefined); control(field).focus(); };
   for (const button of field.querySelectorAll(".reset, .replace")) button.addEventListener("click", clear);
+}
+
+// A value as JSON. What is being typed, or is no JSON yet, stays as it is typed unless the value comes from elsewhere.
+const texts = new WeakMap();
+export function showJson(area, text) {
+  const isTyped = area === document.activeElement || area.classList.contains("untaken");
+  if (!isTyped || texts.get(area) !== text) {
+    area.value = text;
+    area.classList.remove("untaken");
+  }
+  texts.set(area, text);
+}
+
+// Calls `take(value)` on every change that is a value of a kind, and says what is wrong with others.
+export function bindJson(area, told, [fits, kind], take) {
+  area.addEventListener("input", () => {
+    let problem = "";
+    try {
+      const value = JSON.parse(area.value);
+      if (!fits(value)) throw new Error(`It must be ${kind}`);
+      texts.set(area, asJson(value));
+      take(value);
+    } catch (error) {
+      problem = `Not taken: ${error.message}`;
+    }
+    area.classList.toggle("untaken", problem !== "");
+    told.replaceChildren(...(problem ? [element("p", { className: "bad", textContent: problem })] : []));
+  });
 }
 
 // A message as a sentence: most continue the name of their key, for which the label stands here, as for other keys. What
@@ -158,15 +191,17 @@ export function tell(field, problems, reason = "") {
 }
 
 // What differs from the file, as the server takes it: null removes a key.
-export function changes(values = state.values) {
-  const keys = new Set([...Object.keys(state.file), ...Object.keys(values)]);
-  return Object.fromEntries([...keys].filter((key) => !same(state.file[key], values[key])).map((key) => [key, values[key] ?? null]));
+export function changes(values = state.values, file = state.file) {
+  const keys = new Set([...Object.keys(file), ...Object.keys(values)]);
+  return Object.fromEntries([...keys].filter((key) => !same(file[key], values[key])).map((key) => [key, values[key] ?? null]));
 }
+const changed = (values, own) => Object.fromEntries(Object.entries({ ...values, ...own }).filter(([, value]) => value !== null));
 const datasetsChanged = () => !same(state.datasets.file, state.datasets.entries);
-export const isDirty = () => Object.keys(changes()).length > 0 || datasetsChanged();
+export const isDirty = () => state.gone !== "" || Object.keys(changes()).length > 0 || datasetsChanged();
 
 // Saving. A file that changed meanwhile is compared first, and nothing is lost.
 export async function save() {
+  if (state.gone) return restore(state.gone);
   const values = changes(), entries = state.datasets.entries, name = encodeURIComponent(state.config), { broken } = state;
   const whole = (part) => (broken[part] ? { whole: true } : {}); // of a file that cannot be read, nothing is kept
   const first = !Object.keys(values).length || (await put(`/api/configs/${state.config}`, { values, ...whole("config") }, state.etag, takeConfig));
@@ -182,10 +217,10 @@ async function put(path, body, etag, take) {
 }
 
 function takeConfig({ data, etag }) {
-  Object.assign(state, { etag, file: clone(data.values), values: clone(data.values), broken: { ...state.broken, config: null } });
+  Object.assign(state, { etag, path: data.path, file: clone(data.values), values: clone(data.values), broken: { ...state.broken, config: null } });
 }
 function takeDatasets({ data, etag }) {
-  Object.assign(state, { datasets: { etag, file: clone(data.entries), entries: clone(data.entries) }, broken: { ...state.broken, datasets: null } });
+  Object.assign(state, { datasets: { etag, path: data.path, file: clone(data.entries), entries: clone(data.entries) }, broken: { ...state.broken, datasets: null } });
 }
 
 // The configs of the project, also those that cannot be opened.
@@ -205,21 +240,26 @@ export async function open(name, isNew = false) {
   const none = { ok: false, etag: null, data: {} }, isBroken = ({ data }) => typeof data.text === "string";
   const { config, datasets } = isNew ? { config: none, datasets: none } : await load(name);
   if (!config.ok && !isNew && !isBroken(config)) return config;
-  state.config = name;
+  Object.assign(state, { config: name, gone: "" });
   takeConfig(config.ok ? config : { data: { values: {} }, etag: config.etag });
   takeDatasets(datasets.ok ? datasets : { data: { entries: [] }, etag: datasets.etag });
   for (const [part, answer] of Object.entries({ config, datasets })) if (isBroken(answer)) state.broken[part] = answer.data;
   return null;
 }
 
-// Takes the files of the open config if they have changed and nothing is unsaved; resolves to whether they have changed.
+// Looks at the files of the open config again, and takes them unless something is unsaved. Resolves to what has become of
+// them: "gone", "changed", "taken", or "" for nothing.
 export async function reread() {
   const known = () => [state.config, state.etag, state.datasets.etag], before = known();
-  if (!state.etag) return false;
-  const { config, datasets } = await load(state.config), now = [before[0], config.etag, datasets.etag];
-  if (!config.etag || same(now, before) || !same(known(), before)) return false; // gone, the same, or just saved
-  if (!isDirty()) await open(state.config);
-  return true;
+  if (!state.etag) return "";
+  const { config, datasets } = await load(state.config);
+  if (!config.status || !datasets.status || !same(known(), before)) return ""; // the server is away, or it was just saved
+  state.gone = (config.status === 404 && state.path) || (datasets.ok && !datasets.etag && state.datasets.etag && state.datasets.path) || "";
+  if (state.gone) return "gone";
+  if (!config.etag || same([state.config, config.etag, datasets.etag], before)) return "";
+  if (isDirty() || page(".untaken")) return "changed";
+  await open(state.config);
+  return "taken";
 }
 
 // Why a new config cannot have this name; empty if it can.
@@ -253,6 +293,7 @@ async function restore(path) {
 
 // Writes files that do not exist: the config, unless it does, and its datasets.
 async function saveAgain(values, entries) {
+  state.gone = "";
   if (values) {
     Object.assign(state, { etag: null, file: {}, values });
     if (!(await put(`/api/configs/${state.config}`, { values }, null, takeConfig))) return false;
@@ -262,21 +303,38 @@ async function saveAgain(values, entries) {
   return save();
 }
 
+// The entries of a dataset file by their ids, which may be missing or repeated while somebody types.
+function byName(entries) {
+  const named = {};
+  for (const [index, entry] of entries.entries()) named[!entry.id || entry.id in named ? `${entry.id ?? ""}[${index}]` : entry.id] = entry;
+  return named;
+}
+
+// What the file has now, with what was changed here: entries that were removed here are left out, and those that were
+// removed in the file come back if they were changed here.
+function merged(theirs, mine, file) {
+  const isKept = (name) => (name in mine ? name in theirs || !same(mine[name], file[name]) : !(name in file));
+  const entry = (name) => (name in theirs && name in mine ? changed(theirs[name], changes(mine[name], file[name] ?? {})) : (theirs[name] ?? mine[name]));
+  return Object.keys({ ...theirs, ...mine }).filter(isKept).map(entry);
+}
+
 // Asks which of two versions to keep; resolves to whether one was saved or taken.
 async function settle(answer, take) {
-  const { data } = answer, dialog = page("#conflict"), byId = (entries) => Object.fromEntries(entries.map((entry) => [entry.id, entry]));
-  const [theirs, mine] = data.entries ? [byId(data.entries), byId(state.datasets.entries)] : [data.values, state.values];
-  const own = changes(), kept = data.entries ? state.datasets.entries : { ...data.values, ...own };
+  const { data } = answer, dialog = page("#conflict"), isDatasets = Boolean(data.entries);
+  const [theirs, mine, file] = isDatasets ? [data.entries, state.datasets.entries, state.datasets.file].map(byName) : [data.values, state.values, state.file].map((values) => ({ "": values }));
   const cell = (value) => element("td", { className: "key", textContent: value === undefined ? "not set" : written(value) });
-  const rows = Object.keys({ ...theirs, ...mine }).filter((key) => !same(theirs[key], mine[key]));
+  const rows = Object.keys({ ...theirs, ...mine }).flatMap((name) => {
+    const own = changes(mine[name] ?? {}, file[name] ?? {}), differing = Object.keys(changes(mine[name] ?? {}, theirs[name] ?? {}));
+    return differing.map((key) => [name ? `${name}: ${key}` : key, theirs[name]?.[key], key in own ? mine[name]?.[key] : "not changed by you"]);
+  });
   dialog.querySelector(".what").textContent = `${data.path} has changed since it was opened. Nothing was saved, and nothing is lost: this is what differs.`;
-  dialog.querySelector("tbody").replaceChildren(...rows.map((key) => element("tr", {}, cell(key), cell(theirs[key]), cell(data.entries || key in own ? mine[key] : "not changed by you"))));
-  const choice = await ask(dialog);
+  dialog.querySelector("tbody").replaceChildren(...rows.map((cells) => element("tr", {}, ...cells.map(cell))));
+  const kept = merged(theirs, mine, file), choice = await ask(dialog);
   if (!choice || choice === "keep") return false;
   take(answer);
   if (choice === "theirs") return true;
-  if (data.entries) state.datasets.entries = kept;
-  else state.values = Object.fromEntries(Object.entries(kept).filter(([, value]) => value !== null));
+  if (isDatasets) state.datasets.entries = kept;
+  else state.values = kept[0];
   return save();
 }
 

@@ -1,14 +1,7 @@
-"""What a failed run leaves behind in `output_dir/failures/step-<n>/`, and `simpletuner train --replay FOLDER`, which
-repeats the step and finds the sample at fault.
+"""Finds why a step fails: when it does (`Autopsy`), and when `simpletuner train --replay FOLDER` repeats it.
 
 A run resumes bit for bit, so the steps between the last checkpoint and the failure are the same once more. Nothing is
 saved, rendered or sent meanwhile; only missing cache entries are written.
-
-A process other than the first, if it fails alone, leaves `step-<n>-process-<rank>/`.
-
-failure.json    the cause, the step and its samples, settings, versions, memory, the last metrics
-config.json     what the user had set, as a config file for the same working directory
-traceback.txt
 """
 
 from __future__ import annotations
@@ -21,19 +14,23 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
-from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
-from pydantic import TypeAdapter, ValidationError
 from torch import Tensor, nn
 
-from simpletuner.annexes.fitting.ready import ready_plan
+from simpletuner.annexes.replay.failure import (
+    CONFIG_FILE,
+    FAILURE_FILE,
+    FOLDER,
+    Failure,
+    checkpoint_before,
+    explicit_settings,
+)
 from simpletuner.annexes.report.environment import describe_device, describe_environment
 from simpletuner.atomic import build_folder, free_path, write_atomically, write_json
 from simpletuner.budget.budget import Budget
 from simpletuner.caching.read import BatchReader
-from simpletuner.config.sources import Arguments
 from simpletuner.data.sampler import PlannedBatch
 from simpletuner.distributed.world import World
 from simpletuner.errors import Interrupted, NonFiniteError, UserError, WriteError, is_out_of_memory, shorten
@@ -41,7 +38,7 @@ from simpletuner.models.blocks import KERNELS
 from simpletuner.plan.build import Plan
 from simpletuner.plan.entries import list_entries
 from simpletuner.plan.resume import identify
-from simpletuner.redaction import HIDDEN, redact, redact_settings
+from simpletuner.redaction import redact, redact_settings
 from simpletuner.reporting.events import Event, EventStream, PhaseEnded, PhaseStarted, StepReport
 from simpletuner.reporting.metrics import METRICS_FILE, read_rows
 from simpletuner.run.caches import CacheFiller, Encoding, build_adapter, complete_catalogue
@@ -51,45 +48,14 @@ from simpletuner.run.session import Session
 from simpletuner.run.train import prepare_machine
 from simpletuner.training.assemble import make_accelerator
 from simpletuner.training.guard import gradient_size, stop_if_gradients_not_finite, stop_if_losses_not_finite
-from simpletuner.training.manifest import Checkpoint, find_checkpoints
 from simpletuner.training.recorder import peak_memory
 from simpletuner.training.state import Assembly
 from simpletuner.training.step import optimizer_step
 
-FOLDER, FAILURE_FILE, CONFIG_FILE = "failures", "failure.json", "config.json"
 LAST_STEPS = 20  # rows of the record in a failure's folder
 # What a replay sets itself, or what may be written in several ways.
 OWN_SETTINGS = {"resume_from_checkpoint", "output_dir", "cache_dir", "data_backend_config"}
-
 Answer = TypeVar("Answer")
-
-
-@dataclass(frozen=True)
-class Failure:
-    """The content of `failure.json`.
-
-    Attributes:
-        cause: in one line.
-        advice: the change that helps, and for NaN the first module whose output it was in.
-        step: that failed, counted from 1; between two steps, the one before.
-        batches: the samples of the step by micro-batch; empty if it failed between two steps.
-        checkpoint: the one to start from; None for the beginning.
-        facts: settings, versions, models and data; what is different makes another run.
-        metrics: the last rows of the record.
-        memory: in bytes, what the plan expected by phase and the peak at the end of each, and the state of a GPU's
-            allocator.
-        unread: what the device did not answer, in one line: after some errors, every call to a GPU fails.
-    """
-
-    cause: str
-    advice: str
-    step: int
-    batches: list[dict[str, Any]]
-    checkpoint: str | None
-    facts: dict[str, Any]
-    metrics: list[dict[str, Any]]
-    memory: dict[str, Any]
-    unread: str = ""
 
 
 @dataclass
@@ -166,13 +132,6 @@ class Autopsy(Companion):
         return " ".join(filter(None, (advice, failure.unread, f"What happened: {folder}")))
 
 
-def explicit_settings(plan: Plan) -> dict[str, Any]:
-    """What the user had set, except for secrets."""
-    values = redact_settings(plan.config.flat).items()
-    chosen = {key: value for key, value in values if plan.config.is_explicit(key) and value != HIDDEN}
-    return chosen | {"seed": plan.seed, "data_backend_config": str(plan.dataset_file)}
-
-
 def cause_of(
     error: Exception, during: str, session: Session, batches: Sequence[PlannedBatch], done: int
 ) -> tuple[str, str]:
@@ -244,15 +203,8 @@ def watched_outputs(model: nn.Module) -> Iterator[list[str]]:
         yield modules
 
 
-def checkpoint_before(plan: Plan, step: int) -> Checkpoint | None:
-    """The newest checkpoint with at most this many steps done."""
-    known = [*find_checkpoints(plan.output_dir)[0], *([plan.resume] if plan.resume else [])]
-    before = (each for each in known if each.step <= step)
-    return max(before, key=lambda each: (each.step, not each.rolling), default=None)
-
-
 def facts_of(plan: Plan, device: str | None = None) -> dict[str, Any]:
-    """What a repetition depends on, by name: every setting without secrets, versions, models and data.
+    """The facts that a repetition depends on, by name: settings without secrets, versions, models and data.
 
     Args:
         device: what training runs on; None asks torch.
@@ -267,46 +219,6 @@ def describe_batch(planned: PlannedBatch) -> dict[str, Any]:
     parts = zip(planned.samples, planned.captions, planned.slots, strict=True)
     samples = [{"name": sample.full_name, "caption": caption, "slot": slot} for sample, caption, slot in parts]
     return {"size": planned.size, "frames": planned.samples[0].frames, "samples": samples}
-
-
-def read_failure(folder: Path) -> Failure:
-    """What a failed run left in a folder.
-
-    Raises:
-        UserError: nothing, something damaged, or there is no step to repeat.
-    """
-    path = folder / FAILURE_FILE
-    try:
-        failure = TypeAdapter(Failure).validate_json(path.read_bytes())
-    except (OSError, ValidationError) as error:
-        why = f"cannot be read ({error.strerror})" if isinstance(error, OSError) else "is damaged"
-        raise UserError(f"--replay: {str(path)!r} {why}; a failed run leaves it in <output_dir>/failures.") from None
-    if not failure.batches:
-        raise UserError(f"--replay: {folder} has no step to repeat: the run failed between two of them.")
-    return failure
-
-
-def prepare(folder: Path, arguments: Arguments) -> tuple[Failure, Plan]:
-    """What failed, and the plan of the failed run with the settings of the command line.
-
-    Raises:
-        UserError: it cannot be repeated.
-    """
-    failure = read_failure(folder)
-    if arguments.selectors:
-        raise UserError(f"--replay has the settings of the failed run; leave out {', '.join(arguments.selectors)}.")
-    kept = failure.checkpoint and Path(failure.checkpoint).is_dir()  # it may have been removed since
-    settings = [("resume_from_checkpoint", failure.checkpoint if kept else "latest"), *arguments.settings]
-    plan, _ = ready_plan(replace(arguments, settings=settings, selectors={"config_path": str(folder / CONFIG_FILE)}))
-    if (launch := plan.config.launch).num_processes > 1:
-        size = launch.data_processes * plan.config.schedule.train_batch_size
-        whole = " sequence_parallel_size=1" if launch.sequence_parallel_size > 1 else ""
-        raise UserError(f"--replay runs in one process; add num_processes=1{whole} train_batch_size={size}.")
-    run = plan.config.run  # its caches are used, and its folder is not
-    folders = {"output_dir": str(folder / "replay"), "cache_dir": run.cache_dir or f"{run.output_dir}/cache"}
-    config = plan.config.with_values(folders, "--replay")
-    # With other data, too, the order of the samples goes on; `changes` tells what is different.
-    return failure, replace(plan, config=config, resume=checkpoint_before(plan, failure.step - 1), same_data=True)
 
 
 def replay_step(failure: Failure, plan: Plan, events: EventStream, *, bisect: bool) -> bool:
@@ -347,7 +259,7 @@ def replay_step(failure: Failure, plan: Plan, events: EventStream, *, bisect: bo
 
 
 def changes(failure: Failure, plan: Plan) -> Iterator[str]:
-    """What is no longer as it was when the run failed."""
+    """The facts that have changed since the run failed."""
     # Through JSON, as the recorded facts went: tuples are lists there.
     now = json.loads(json.dumps(facts_of(plan)))
     for name in sorted(failure.facts.keys() & now.keys() - OWN_SETTINGS):

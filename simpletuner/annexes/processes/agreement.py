@@ -1,0 +1,73 @@
+"""All processes of a run make the same plan, or stop and name what differs."""
+
+from __future__ import annotations
+
+import hashlib
+import socket
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from simpletuner.distributed.world import Value, World
+from simpletuner.errors import ConfigError, Problem, shorten
+from simpletuner.plan.build import Plan
+from simpletuner.plan.resume import identify
+
+
+def plan_together(world: World, make: Callable[[int | None], tuple[Plan, Value]]) -> tuple[Plan, Value]:
+    """The plan of all processes, made by each: first by the main one, which also draws the seed, then by one on each
+    further machine, which may download, then by the rest.
+
+    Args:
+        make: makes it with a seed; None draws one.
+
+    Raises:
+        ConfigError: this process cannot make it, or it differs from the main one's.
+    """
+    first = world.main_only(lambda: make(None))
+    seed = world.broadcast(first and first[0].seed)
+    # Processes of one machine share its download cache: the leader fills it, the rest only read.
+    made = world.leader_first(lambda: first or make(seed))
+    problems = differences(world.gather((socket.gethostname(), agreed_values(made[0]))))
+    if problems:
+        raise ConfigError(problems)
+    return made
+
+
+def agreed_values(plan: Plan) -> dict[str, str]:
+    """What must be the same in all processes, by what a person would look at."""
+    config, identity = plan.config, identify(plan)
+    step = "the beginning" if plan.resume is None else plan.resume.path.name
+    return {
+        **{key: repr(value) for key, value in {**identity.settings, **identity.order, **config.flat}.items()},
+        **{f"version of {name}": version for name, version in identity.versions.items()},
+        **{f"content of {role}": digest[:12] for role, digest in identity.weights.items()},
+        "data_backend_config": f"a list of samples with the digest {identity.datasets[:12]}",
+        "content of simpletuner": source_digest(),
+        "seed": str(plan.seed),
+        "resume_from_checkpoint": f"{config.run.resume_from_checkpoint!r}, which is {step}",
+    }
+
+
+def source_digest() -> str:
+    """Identifies this program's source: two checkouts of one version may differ."""
+    folder = Path(__file__).parents[2]
+    content = hashlib.sha256()
+    for path in sorted(folder.rglob("*.py")):
+        content.update(path.relative_to(folder).as_posix().encode() + path.read_bytes())
+    return content.hexdigest()[:12]
+
+
+def differences(described: list[tuple[str, Mapping[str, str]]]) -> list[Problem]:
+    """What differs from the first process, and in which one."""
+    _, first = described[0]
+    places: dict[tuple[str, str, str], list[str]] = {}
+    for rank, (host, values) in enumerate(described):
+        for key in first.keys() | values.keys():
+            expected, actual = first.get(key, "absent"), values.get(key, "absent")
+            if actual != expected:
+                # Processes that differ alike share one line of the error.
+                places.setdefault((key, expected, actual), []).append(f"{rank} on {host}")
+    return [
+        Problem(key, f"is {expected} in the first process, but {actual} in process {shorten(where, 4)}.")
+        for (key, expected, actual), where in sorted(places.items())
+    ]
