@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 import torch._dynamo.guards
-import torch._inductor.cpu_vec_isa
 
 from simpletuner.models.blocks import FreeSizes
 
@@ -21,10 +20,6 @@ if os.environ.get("MKLDNN") == "off":
 # time that tiny graphs take.
 torch._dynamo.config.run_gc_after_compile = False
 torch._dynamo.guards.profile_guard_manager = lambda *given: 0.0  # type: ignore[attr-defined]
-
-# inductor compiles and loads a program for every kind of vector instructions, to see whether they work here. That takes
-# as long as the kernels of a block, which compute the same without them.
-torch._inductor.cpu_vec_isa.valid_vec_isa_list = list  # type: ignore[assignment]
 
 # pytest attaches a handler to every logger that does not propagate. A handler at torch.__trace makes torch write down
 # each compilation, which takes as long as compiling; sixty more were a third of the time of a short test.

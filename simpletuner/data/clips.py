@@ -250,7 +250,7 @@ class ClipRules:
             LeftOutError: it is left out.
         """
         length, longest = clip.frames_at(self.rate), self.keys.max_frames
-        has = f"has {length} frames at {self.rate:g} a second"
+        has = f"has {length} frame{'' if length == 1 else 's'} at {self.rate:g} a second"
         if length < self.minimum:
             best = fitting_frames(length, self.stride)
             message = f"{has}, fewer than video.min_frames {self.minimum}; num_frames and min_frames {best} would work"

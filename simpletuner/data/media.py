@@ -110,7 +110,7 @@ def _png_ends(data: bytes) -> bool:
     kind = b""
     for kind, covered, checksum in _png_chunks(data):
         if kind in PNG_SHOWN and zlib.crc32(covered) != checksum:
-            raise MediaError(f"is damaged: the checksum of a {kind.decode()} chunk does not match")
+            raise MediaError(f"is damaged: the checksum of its {kind.decode()} chunk does not match")
     return kind == b"IEND"
 
 

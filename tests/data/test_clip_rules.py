@@ -184,7 +184,7 @@ def test_lengths_count_after_resampling(context: DataContext, tmp_path: Path) ->
 
 
 def test_clips_outside_the_lengths_are_counted_with_what_would_do(context: DataContext, tmp_path: Path) -> None:
-    root = films(tmp_path / "films", [10, 16, 17, 30, 40])
+    root = films(tmp_path / "films", [1, 16, 17, 30, 40])
     dataset, problems = build(context, root, {"num_frames": 17, "max_frames": 30}, delete_unwanted_images=True)
     assert lengths_of(dataset.samples) == [17, 17]
     assert dataset.counts() == {"too short": 2, "too long": 1}
@@ -192,9 +192,10 @@ def test_clips_outside_the_lengths_are_counted_with_what_would_do(context: DataC
     assert uses["film_016.mp4"] == (
         "has 16 frames at 24 a second, fewer than video.min_frames 17; num_frames and min_frames 13 would work"
     )
+    assert uses["film_001.mp4"].startswith("has 1 frame at 24 a second, ")
     assert uses["film_040.mp4"].endswith("more than video.max_frames 30; 40 would work")
     (problem,) = problems
-    assert "3 files are left out: 2 too short (film_010.mp4, film_016.mp4); 1 too long" in problem.message
+    assert "3 files are left out: 2 too short (film_001.mp4, film_016.mp4); 1 too long" in problem.message
 
 
 def test_when_no_clip_is_long_enough_the_error_says_what_would_do(context: DataContext, tmp_path: Path) -> None:
