@@ -26,7 +26,7 @@ from simpletuner.config.datasets import DatasetConfig, VideoConfig
 from simpletuner.data.buckets import Geometry
 from simpletuner.data.files import LeftOutError, MediaError, UnreadableError, UnsuitableError
 from simpletuner.data.media import AVIF_BRANDS, HEIF_BRANDS, decode, fit
-from simpletuner.errors import Problem, Reading, warning, within
+from simpletuner.errors import Problem, Reading, counted, warning, within
 
 if TYPE_CHECKING:
     from simpletuner.data.entries import DataContext
@@ -250,7 +250,7 @@ class ClipRules:
             LeftOutError: it is left out.
         """
         length, longest = clip.frames_at(self.rate), self.keys.max_frames
-        has = f"has {length} frame{'' if length == 1 else 's'} at {self.rate:g} a second"
+        has = f"has {counted(length, 'frame')} at {self.rate:g} a second"
         if length < self.minimum:
             best = fitting_frames(length, self.stride)
             message = f"{has}, fewer than video.min_frames {self.minimum}; num_frames and min_frames {best} would work"
