@@ -162,7 +162,9 @@ class Store:
         if not self._done and all(isinstance(error, UnreachableError) for error in errors.values()):
             item, error = next(iter(errors.items()))
             raise UserError(f"none of {len(items)} files can be downloaded; for instance {item.key} {error}.")
-        failures = {item.key: Attempt(item.key, item.version, reason=str(error)) for item, error in errors.items()}
+        # In the order of the source, whichever answer came first.
+        failed = [item for item in items if item in errors]
+        failures = {item.key: Attempt(item.key, item.version, reason=str(errors[item])) for item in failed}
         self._note({item.key for item in items}, failures)
 
     def _fetch(self, item: Item, errors: dict[Item, DownloadError]) -> str:
