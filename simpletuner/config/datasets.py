@@ -16,9 +16,9 @@ from pydantic import BeforeValidator
 
 from simpletuner.config import values
 from simpletuner.config.load import Layer, build_group, canonical
-from simpletuner.config.option import Group, Option, accepted, common, describe, option
+from simpletuner.config.option import Group, Option, accepted, common, describe, option, options_of
 from simpletuner.config.remote import BucketKeys, CompositeImage, HubKeys, RowFilter, TableKeys, check_written
-from simpletuner.config.schema import LARGEST_SIZE, Alignment, CaptionStrategy, SharedKeys, options_of
+from simpletuner.config.schema import LARGEST_SIZE, Alignment, CaptionStrategy, SharedKeys
 from simpletuner.config.sources import resolve_alias
 from simpletuner.config.upstream import instead_of
 from simpletuner.config.values import Flag, Integer, Json, Number, PathText, Text, TextList

@@ -330,7 +330,7 @@ def add_lycoris(
     logging.getLogger("LyCORIS").setLevel(logging.ERROR)
     transformer.requires_grad_(False)
     # Modules draw their initial weights from the global generator.
-    with seeded(seed, (parameter.device for parameter in transformer.parameters())):
+    with seeded(seed, {parameter.device for parameter in transformer.parameters()}):
         layers = file.layers(weights_of(weight_shapes(transformer)))
         modules = {name: _wrap(transformer, name, file, settings) for name, settings in layers.items()}
     for module in modules.values():

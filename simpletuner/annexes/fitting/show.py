@@ -27,7 +27,6 @@ from simpletuner.budget.disk import feature_costs, find_writings
 from simpletuner.budget.outcomes import UNCORRECTED
 from simpletuner.caching.catalogue import Entries
 from simpletuner.config.optimizers import learning_rate, peak_learning_rate
-from simpletuner.config.schema import all_options
 from simpletuner.config.values import typed
 from simpletuner.data.dataset import Dataset
 from simpletuner.data.sample import LedgerEntry
@@ -107,7 +106,7 @@ def _length_lines(plan: Plan) -> Iterator[str]:
 def changed_settings(plan: Plan) -> list[tuple[str, Any, str]]:
     """Settings that somebody set, with value and origin; secrets are redacted."""
     values, origins = redact_settings(plan.config.flat), plan.config.origins
-    return [(name, values[name], origins[name]) for name in all_options() if plan.config.is_set(name)]
+    return [(name, values[name], origins[name]) for name in plan.config.keys_set()]
 
 
 def _ledger_lines(dataset: Dataset) -> Iterator[str]:
