@@ -18,7 +18,16 @@ from simpletuner.config.schema import EmaConfig, OptimizerName, RunConfig
 from simpletuner.config.speed import compile_backend, keeps_attention, plain_math, samples_compiled
 from simpletuner.data.sample import Sample
 from simpletuner.models.adapter_kinds import planned_adapters
-from simpletuner.models.cost import BYTES, NO_ADAPTERS, BatchShape, FamilyCost, Kernels, TransformerCost, VaeLoad
+from simpletuner.models.cost import (
+    BYTES,
+    NO_ADAPTERS,
+    BatchShape,
+    FamilyCost,
+    Kernels,
+    TransformerCost,
+    VaeCost,
+    VaeLoad,
+)
 from simpletuner.models.lora_keys import Targets, weights_of
 from simpletuner.models.source import Part
 from simpletuner.models.spec import FamilySpec
@@ -193,8 +202,8 @@ class Parts:
     Attributes:
         transformer: cost of the transformer.
         targets: selection of the modules that get a LoRA.
-        vae: the VAE's config; empty if it is not on this machine.
-        vae_parameters, text_parameters: parameters of the VAE and of all text encoders.
+        vae: cost of the VAE.
+        text_parameters: parameters of all text encoders.
         text_dropped: of the text encoders, what never gets to the device: the language head, and the vision tower
             where prompts hold no picture.
         assumed: parts that are not on this machine, so that the published checkpoint's dimensions are used.
@@ -207,8 +216,7 @@ class Parts:
     spec: FamilySpec
     transformer: TransformerCost
     targets: Targets
-    vae: Mapping[str, object]
-    vae_parameters: int
+    vae: VaeCost
     text_parameters: int
     assumed: tuple[str, ...]
     techniques: tuple[TechniqueSpec, ...] = ()
@@ -226,7 +234,7 @@ class Parts:
         """About how many bytes of weights are not on this machine, as published: mostly two bytes a parameter."""
         sizes = {
             "transformer": self.transformer.parameters,
-            "VAE": self.vae_parameters,
+            "VAE": self.vae.parameters,
             "text encoders": self.text_parameters,
         }
         return sum(2 * sizes[part] for part in self.assumed)
@@ -247,7 +255,7 @@ class Parts:
 
     def encoder_bytes(self, config: RunConfig) -> tuple[float, float]:
         """Bytes of the weights of the VAE, and of the text encoders together."""
-        vae = self.vae_parameters * BYTES[vae_dtype(config.precision, config.caching)]
+        vae = self.vae.parameters * BYTES[vae_dtype(config.precision, config.caching)]
         quantised = quantised_bytes(config.precision.text_encoder_1_precision)
         return float(vae), self.text_parameters * (quantised or BYTES[text_encoder_dtype(config.precision)])
 
@@ -346,8 +354,7 @@ def parts_of(plan: Plan, *, is_gpu: bool) -> Parts:
         spec=plan.spec,
         transformer=transformer,
         targets=plan.lora_targets,
-        vae=vae or {},
-        vae_parameters=count_parameters(source["vae"]) or cost.vae.parameters,
+        vae=replace(cost.vae, settings=vae or {}, parameters=count_parameters(source["vae"]) or cost.vae.parameters),
         # The published number covers all encoders, so one that is absent replaces the whole sum.
         text_parameters=sum(counts) if all(counts) else cost.text_parameters,
         assumed=tuple(compress(absent, absent.values())),
