@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from simpletuner.budget.device import Device, compared
-from simpletuner.budget.estimate import AVERAGE, FLOAT32_SHARE, Sent, Step, StepModel, exchange_seconds, sent_bytes
+from simpletuner.budget.estimate import FLOAT32_SHARE, Sent, Step, StepModel, exchange_seconds, sent_bytes
 from simpletuner.budget.outcomes import UNCORRECTED, Outcome, find_outcome
 from simpletuner.budget.workload import Bucket, Parts, Workload, parts_of, workload_of
 from simpletuner.config.precision import vae_dtype
@@ -153,9 +153,9 @@ class Budget:
         """Bytes that each process sends in an optimizer step."""
         if not self.steps:
             return Sent()
-        largest, micro_steps = self.steps[0], self.config.schedule.gradient_accumulation_steps
-        sent = sent_bytes(self.model, self.model.added(largest.load), micro_steps)
-        return replace(sent, exchanged=micro_steps * largest.exchanged)
+        largest = self.steps[0]
+        exchanged = self.config.schedule.gradient_accumulation_steps * largest.exchanged
+        return replace(sent_bytes(self.model, self.model.added(largest.load)), exchanged=exchanged)
 
     @property
     def preview_seconds(self) -> float:
@@ -274,7 +274,7 @@ class Budget:
         device, model = self.device, self.model
         room = device.host_memory if device.is_gpu else device.memory
         # Weights as trained and as published, optimizer state, and both of the average.
-        copied = 2 * model.number_bytes + model.state_bytes + (AVERAGE + model.number_bytes if model.averaged else 0.0)
+        copied = 2 * model.number_bytes + model.state_bytes + model.average_bytes
         # torch rounds page-locked memory up to powers of two.
         copies = model.trained_numbers * copied * (2 if device.is_gpu else 1)
         taken = max(each.on_host(device) if device.is_gpu else each.needed(device) for each in self.phases)

@@ -8,14 +8,12 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import compress
-from typing import Literal
 
 from simpletuner.budget import device
 from simpletuner.budget.estimate import StepModel
-from simpletuner.config.optimizers import OPTIMIZERS, optimizer_name, trained_precision, widens_second_moment
-from simpletuner.config.precision import quantisation, text_encoder_dtype, transformer_dtype, vae_dtype
-from simpletuner.config.schema import EmaConfig, OptimizerName, RunConfig
-from simpletuner.config.speed import compile_backend, keeps_attention, plain_math, samples_compiled
+from simpletuner.config.precision import quantised_bytes, text_encoder_dtype, vae_dtype
+from simpletuner.config.schema import RunConfig
+from simpletuner.config.speed import compile_backend, plain_math
 from simpletuner.data.sample import Sample
 from simpletuner.models.adapter_kinds import planned_adapters
 from simpletuner.models.cost import (
@@ -260,72 +258,10 @@ class Parts:
         return float(vae), self.text_parameters * (quantised or BYTES[text_encoder_dtype(config.precision)])
 
     def model(self, config: RunConfig) -> StepModel:
-        """The transformer with the settings that determine memory and time."""
-        is_lora, offload = config.model.model_type == "lora", config.offload
-        precision, launch = config.precision, config.launch
-        optimizer = optimizer_name(config.optimizer, precision.mixed_precision)
-        trained = trained_precision(config.optimizer, precision)
-        widened = widens_second_moment(config.optimizer, precision.mixed_precision)
-        weights, adapted = weights_of(self.transformer.shapes), is_lora and self.trains
-        return StepModel(
-            cost=self.transformer,
-            # A full fine-tune computes in the dtype of the weights that it trains.
-            dtype=transformer_dtype(precision) if is_lora else trained,
-            number_bytes=BYTES[trained],
-            state_bytes=optimizer_state_bytes(optimizer, BYTES[trained], is_bf16=trained == "bf16", widened=widened),
-            adapters=planned_adapters(config.lora, self.spec, self.targets, weights) if adapted else NO_ADAPTERS,
-            optimizer=optimizer,
-            checkpoint_interval=precision.checkpoint_interval,
-            kept_blocks=precision.gradient_checkpointing_kept_blocks,
-            keep_attention=precision.gradient_checkpointing and keeps_attention(config.speed),
-            # Only frozen weights stream: evicted ones are never copied back.
-            streamed=offload.enable_group_offload and is_lora,
-            residents=offload.group_offload_resident_blocks,
-            group=offload.group_offload_blocks_per_group,
-            overlapped=offload.group_offload_use_stream,
-            inputs_on_host=offload.offload_block_inputs and precision.gradient_checkpointing,
-            quantised=quantised_bytes(precision.base_model_precision),
-            released=config.optimizer.optimizer_release_gradients and not is_lora,
-            state_on_host=offload.offload_optimizer_state,
-            multiplies=precision.quantized_matmul,
-            averaged=average_place(config.ema),
-            routes=tuple(route for technique in self.techniques for route in technique.routes),
-            techniques=self.techniques,
-            trains=self.trains,
-            processes=launch.num_processes,
-            sequence=launch.sequence_parallel_size,
-            sharers=launch.sharers,
-            reshards=launch.fsdp_reshard_after_forward,
-            whole_gradients=launch.fsdp_whole_gradients and config.schedule.gradient_accumulation_steps > 1,
-            samples_compiled=samples_compiled(config),
-            from_base=is_lora and config.lora.starts_from_base,
-        )
-
-
-def average_place(ema: EmaConfig) -> Literal["", "device", "host"]:
-    """Where the moving average is kept; empty without one."""
-    if not ema.use_ema:
-        return ""
-    return "host" if ema.ema_cpu_only or ema.ema_device == "cpu" else "device"
-
-
-def optimizer_state_bytes(name: OptimizerName, number_bytes: float, *, is_bf16: bool, widened: bool = False) -> float:
-    """Bytes of optimizer state per trained number.
-
-    Args:
-        is_bf16: bf16 weights are trained, whose compensated summation needs one more tensor.
-        widened: their second moment is float32.
-    """
-    spec = OPTIMIZERS[name]
-    size = number_bytes if spec.moment_bytes is None else spec.moment_bytes
-    compensation = number_bytes if is_bf16 and not spec.rounds_randomly else 0.0
-    return spec.moments * size + compensation + (BYTES["fp32"] - size if is_bf16 and widened else 0.0)
-
-
-def quantised_bytes(precision: str) -> float:
-    """Bytes per weight of a quantising precision; 0 for a plain one."""
-    stored = quantisation(precision)
-    return stored.bytes_per_weight if stored else 0.0
+        """The transformer under some settings."""
+        weights, adapted = weights_of(self.transformer.shapes), config.model.model_type == "lora" and self.trains
+        adapters = planned_adapters(config.lora, self.spec, self.targets, weights) if adapted else NO_ADAPTERS
+        return StepModel(self.transformer, config, adapters, self.trains, self.techniques)
 
 
 def kernels_on(config: RunConfig, spec: FamilySpec, *, is_gpu: bool) -> Kernels:
