@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from simpletuner.budget.device import Device, compared
-from simpletuner.budget.estimate import AVERAGE, FLOAT32_SHARE, Sent, Step, StepModel, exchange_seconds, sent_bytes
+from simpletuner.budget.estimate import FLOAT32_SHARE, Sent, Step, StepModel, exchange_seconds, sent_bytes
 from simpletuner.budget.outcomes import UNCORRECTED, Outcome, find_outcome
 from simpletuner.budget.workload import Bucket, Parts, Workload, parts_of, workload_of
 from simpletuner.config.precision import vae_dtype
@@ -153,9 +153,9 @@ class Budget:
         """Bytes that each process sends in an optimizer step."""
         if not self.steps:
             return Sent()
-        largest, micro_steps = self.steps[0], self.config.schedule.gradient_accumulation_steps
-        sent = sent_bytes(self.model, self.model.added(largest.load), micro_steps)
-        return replace(sent, exchanged=micro_steps * largest.exchanged)
+        largest = self.steps[0]
+        exchanged = self.config.schedule.gradient_accumulation_steps * largest.exchanged
+        return replace(sent_bytes(self.model, self.model.added(largest.load)), exchanged=exchanged)
 
     @property
     def preview_seconds(self) -> float:
@@ -274,7 +274,7 @@ class Budget:
         device, model = self.device, self.model
         room = device.host_memory if device.is_gpu else device.memory
         # Weights as trained and as published, optimizer state, and both of the average.
-        copied = 2 * model.number_bytes + model.state_bytes + (AVERAGE + model.number_bytes if model.averaged else 0.0)
+        copied = 2 * model.number_bytes + model.state_bytes + model.average_bytes
         # torch rounds page-locked memory up to powers of two.
         copies = model.trained_numbers * copied * (2 if device.is_gpu else 1)
         taken = max(each.on_host(device) if device.is_gpu else each.needed(device) for each in self.phases)
@@ -282,7 +282,7 @@ class Budget:
 
     def _vae_bytes(self, loads: Sequence[VaeLoad]) -> float:
         """Peak memory of the VAE's activations while it encodes these batches."""
-        numbers = [self.parts.cost.vae.encode(self.parts.vae, self._as_configured(load)) for load in loads]
+        numbers = [self.parts.vae.encode(self._as_configured(load)) for load in loads]
         return max(numbers) * BYTES[vae_dtype(self.config.precision, self.config.caching)]
 
     def _as_configured(self, load: VaeLoad) -> VaeLoad:
@@ -298,7 +298,7 @@ class Budget:
 
     def _teaching(self, bucket: Bucket) -> float:
         """Peak memory of computing the features of one clip."""
-        numbers = self.parts.cost.vae.decode(self.parts.vae, self._as_configured(bucket.clip))
+        numbers = self.parts.vae.decode(self._as_configured(bucket.clip))
         return self._teacher(bucket) + numbers * BYTES[vae_dtype(self.config.precision, self.config.caching)]
 
     def _kept_for_previews(self) -> float:
@@ -324,7 +324,7 @@ class Budget:
         tiled, tile = (True, TILE) if how == "tiles" else (self.config.caching.vae_enable_tiling, VaeLoad.tile)
         picture = replace(largest.clip, tiled=tiled, strips=how != "whole", tile=tile)
         workspace = WORKSPACE if how == "whole" and largest.frames > 1 and parts.on_gpu else 0.0
-        return parts.cost.vae.decode(parts.vae, picture) * BYTES[self.preview_dtype] * (1 + workspace)
+        return parts.vae.decode(picture) * BYTES[self.preview_dtype] * (1 + workspace)
 
     @property
     def preview_dtype(self) -> str:
@@ -345,7 +345,7 @@ def with_strips(budget: Budget) -> Budget:
 def check_decoding(budget: Budget) -> Iterator[Problem]:
     """Whether previews are small enough for torch to decode them whole."""
     sizes = budget.workload.previews if budget.config.validation.validation_decoding == "whole" else ()
-    numbers = {each.label: budget.parts.cost.vae.upsampled(budget.parts.vae, each.clip) for each in sizes}
+    numbers = {each.label: budget.parts.vae.upsampled(each.clip) for each in sizes}
     if large := [label for label, count in numbers.items() if count >= MOST_UPSAMPLED]:
         message = f"'whole': {', '.join(large)} upsamples 2**31 numbers or more, which kernels of torch get wrong;"
         yield warning(DECODING, f"{message} strips and tiles do not.")
@@ -381,7 +381,7 @@ def _faster_previews(budget: Budget) -> Iterator[str]:
 def decoding_seconds(budget: Budget) -> float:
     """Seconds of decoding a preview of each size."""
     parts, device = budget.parts, budget.device
-    flops = sum(parts.cost.vae.decode_flops(parts.vae, each.clip) for each in budget.workload.previews)
+    flops = sum(parts.vae.decode_flops(each.clip) for each in budget.workload.previews)
     on_gpu = GPU_CONVOLUTIONS * (FLOAT32_SHARE if budget.preview_dtype == "fp32" else 1.0)
     return flops / ((on_gpu if device.is_gpu else CPU_CONVOLUTIONS) * device.rates.matmul)
 

@@ -10,7 +10,6 @@ from pathlib import Path
 
 from simpletuner.budget.budget import Budget
 from simpletuner.budget.device import gigabytes
-from simpletuner.budget.estimate import AVERAGE
 from simpletuner.caching.catalogue import FeatureCost
 from simpletuner.config.precision import text_encoder_dtype
 from simpletuner.errors import Problem, warning
@@ -39,8 +38,7 @@ def find_writings(plan: Plan, budget: Budget) -> Iterator[Writing]:
     model, limits = budget.model, plan.config.checkpoints
     # A LoRA is saved twice: exactly, to resume from, and as the file for pipelines.
     copies = 1 if model.is_full else 2
-    average = AVERAGE + model.number_bytes if model.averaged else 0.0  # saved as state, and as weights
-    one = model.trained_numbers * (copies * model.number_bytes + model.state_bytes + average)
+    one = model.trained_numbers * (copies * model.number_bytes + model.state_bytes + model.average_bytes)
     saves = -(-plan.length.total_steps // limits.checkpoint_step_interval)
     kept = min(saves, limits.checkpoints_total_limit or saves) + 1  # a new one is written before the oldest is removed
     kept += limits.checkpoints_rolling_total_limit if limits.checkpointing_rolling_steps else 0

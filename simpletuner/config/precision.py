@@ -174,6 +174,12 @@ def quantisation(name: str) -> Quantisation | None:
     return QUANTISATIONS.get(name if "-" in name else f"{name}-quanto")
 
 
+def quantised_bytes(name: str) -> float:
+    """Bytes per weight of a precision that quantises; 0 for a plain one."""
+    stored = quantisation(name)
+    return stored.bytes_per_weight if stored else 0.0
+
+
 def check_products(config: PrecisionConfig) -> Iterator[Problem]:
     """Whether `quantized_matmul` can multiply the weights as they are stored."""
     stored = quantisation(config.base_model_precision)

@@ -280,6 +280,11 @@ class EmaConfig(Group):
     ema_foreach_disable: Flag = option(False)
     """Plain loops instead of fused updates; the result is the same."""
 
+    @property
+    def is_on_host(self) -> bool:
+        """Whether the average is kept in host memory."""
+        return self.ema_cpu_only or self.ema_device == "cpu"
+
 
 SLOTS = 2  # of the ring buffer for streamed blocks, in groups: one computes while the next is copied
 

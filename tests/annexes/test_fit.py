@@ -68,7 +68,7 @@ def parts(family: str, flavour: str) -> Parts:
     spec = FAMILIES[family]
     cost, targets = spec.cost, list(spec.lora_targets)
     transformer = cost.of_flavour(flavour, Kernels(tile_lists=True))
-    return Parts(spec, transformer, targets, {}, cost.vae.parameters, cost.text_parameters, ())
+    return Parts(spec, transformer, targets, cost.vae, cost.text_parameters, ())
 
 
 def complaint(*arguments: Any, **settings: Any) -> str:
@@ -527,7 +527,7 @@ def test_cudnn_needs_room_beside_whole_clips_on_a_gpu() -> None:
         found = Budget(settings, parts, replace(before.workload, previews=[preview]), gpu(80), None)
         return next(each.device for each in found.phases if each.name == PREVIEWS)
 
-    decoding = 2 * VIDEO_COST.vae.decode({}, VaeLoad(1, 61, 768, 512))
+    decoding = 2 * VIDEO_COST.vae.decode(VaeLoad(1, 61, 768, 512))
     more = rendering(on_gpu, "whole") - rendering(before.parts, "whole")
     assert more == pytest.approx(0.3 * decoding)
     assert 0.2 * 15e9 < more < 0.4 * 16e9
@@ -585,10 +585,9 @@ def test_guidance_is_one_batch_where_previews_have_room_to_spare() -> None:
 def test_previews_take_as_long_as_sampling_and_decoding(flavour: str, share: float) -> None:
     """The VAE of Sana Video decodes in float32."""
     found = with_previews(budget(gpu(80), flavour=flavour, num_validation_images=2))
-    spec = found.parts.spec
-    free = replace(spec, cost=replace(spec.cost, vae=replace(spec.cost.vae, flops={})))
-    sampling = replace(found, parts=replace(found.parts, spec=free)).preview_seconds
-    flops = spec.cost.vae.decode_flops({}, VaeLoad(1, LITE.frames, LITE.width, LITE.height))
+    vae = found.parts.vae
+    sampling = replace(found, parts=replace(found.parts, vae=replace(vae, flops={}))).preview_seconds
+    flops = vae.decode_flops(VaeLoad(1, LITE.frames, LITE.width, LITE.height))
     assert found.preview_seconds - sampling == pytest.approx(2 * flops / (share * found.device.rates.matmul))
     assert 0 < flops / found.device.rates.matmul < sampling
 
