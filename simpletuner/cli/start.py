@@ -7,12 +7,17 @@ import signal
 import subprocess
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from simpletuner.cli.sample import sweep_folder
+from simpletuner.errors import ConfigError, Problem, UserError
+
+if TYPE_CHECKING:
+    from simpletuner.annexes.start.recipe import Start
 
 STRENGTHS = "0.75,1.0"  # that the sweep compares; a LoRA of few files is often best below 1
 
@@ -37,7 +42,6 @@ def start(
     from simpletuner.config.load import canonical
     from simpletuner.config.schema import main_name
     from simpletuner.config.sources import parse_arguments
-    from simpletuner.errors import Problem
     from simpletuner.models.lora_keys import LORA_FILE
 
     arguments = parse_arguments(context.args)
@@ -49,6 +53,8 @@ def start(
     arguments.problems.raise_if_fatal()
     given = {"purpose": purpose, "trigger": trigger, "model": model, "name": name}
     made = ask(folder, Talk(defaults=yes), given, settings, captions=caption)
+    if not dry_run:
+        _check_training(made)
     made.save()
     print(f"Written: {made.folder}/config.json, multidatabackend.json and user_prompt_library.json", flush=True)
     if made.held_out:
@@ -67,6 +73,32 @@ def start(
         files = f"the {made.held_out} files that were held out, and so could not be memorised"
         print(f"Lowest loss on {files}: {best}")
     print("Columns of the sheet are checkpoints, rows are strengths; docs/CHOOSING.md says what to look for.")
+
+
+def _check_training(made: Start) -> None:
+    """Plan the run before anything is written.
+
+    Raises:
+        ConfigError: training would refuse it.
+    """
+    from simpletuner.cli.train import agreed
+
+    try:
+        agreed(*made.ready(), yes=False)
+    except ConfigError as error:
+        raise ConfigError(_with_ways(each, made.material.tiny) for each in error.problems) from None
+
+
+def _with_ways(problem: Problem, tiny: str) -> Problem:
+    """A problem; if the run is too large for a machine without a GPU, with what to add to the command."""
+    from simpletuner.annexes.fitting.ready import CONSENT
+    from simpletuner.annexes.fitting.show import MISSING_GPU
+
+    if problem.where != MISSING_GPU and not (problem.where == "memory" and tiny):
+        return problem
+    small = f"--model {tiny} to train a tiny model that draws simple shapes, in minutes; " if tiny else ""
+    ways = f"{small}--dry-run to write the config for another machine; or i_know_what_i_am_doing=true to train here"
+    return replace(problem, message=f"{problem.message.removesuffix(CONSENT).strip()} Add {ways} all the same.")
 
 
 def _best(output: Path) -> str:
@@ -97,7 +129,8 @@ def _run(commands: Sequence[Sequence[str]]) -> None:
         for number, command in enumerate(commands):
             print(f"$ {shown[number]}", flush=True)
             if code := subprocess.call([sys.executable, "-m", "simpletuner", *command]):
-                print(f"Stopped. To go on: {' && '.join(shown[number:])}", file=sys.stderr)
+                when = "Once that is fixed, go on with" if code == UserError.exit_code else "To go on"
+                print(f"Stopped. {when}: {' && '.join(shown[number:])}", file=sys.stderr)
                 raise typer.Exit(code if code > 0 else 128 - code)  # negative: of the signal that killed it
     finally:
         signal.signal(signal.SIGINT, before)
