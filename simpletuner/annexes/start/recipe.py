@@ -410,9 +410,9 @@ class Start:
         with TemporaryDirectory() as name, suppress(ConfigError):
             judged.write(Path(name))
             files: list[tuple[str, object]] = [(key, f"{name}/{file}") for key, file in FILES.items()]
-            plan, budget = weigh_plan(Arguments(files, problems=problems, base=configured(judged.config())))
+            budget = weigh_plan(Arguments(files, problems=problems, base=configured(judged.config())))
             fits = not any(problem.where == "memory" for problem in problems)
-            time = duration(budget.step_seconds * plan.length.total_steps)
+            time = duration(budget.step_seconds * budget.plan.length.total_steps)
             return fits, f"fits, about {time} without previews" if fits else "does not fit this GPU"
         return False, "cannot be planned"
 
