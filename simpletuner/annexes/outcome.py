@@ -40,7 +40,7 @@ class Comparison(Companion):
         self.events.subscribe(self._note)
 
     def around(self, session: Session, budget: Budget) -> AbstractContextManager[object]:
-        self.planned, self.began = replace(budget, plan=session.plan), (time.perf_counter(), _seconds_without_core())
+        self.planned, self.began = budget, (time.perf_counter(), _seconds_without_core())
         return nullcontext()
 
     def _note(self, event: Event) -> None:

@@ -455,8 +455,7 @@ def steps_per_epoch(plan: Plan) -> float:
 
 def find_rounds(budget: Budget) -> dict[str, Rounds]:
     """Previews, evaluations, saves and re-encoding of new crops, by kind, with their expected duration."""
-    plan = budget.plan
-    evaluation, epoch = plan.config.evaluation, steps_per_epoch(plan)
+    plan, evaluation, epoch = budget.plan, budget.config.evaluation, steps_per_epoch(budget.plan)
     rounds = {SAVING: Rounds(plan.config.checkpoints.checkpoint_step_interval, at_end=True)}
     if plan.prompts:
         rounds[PREVIEW_ROUNDS] = Rounds(preview_interval(plan), round_seconds(budget), at_end=True)
@@ -505,5 +504,4 @@ def _previews_alone(plan: Plan) -> float:
 
 def remaining_seconds(budget: Budget) -> tuple[float, float]:
     """Seconds of training and of previews left for a session that starts now."""
-    plan = budget.plan
-    return remaining_steps(plan) * budget.step_seconds, preview_rounds(plan) * round_seconds(budget)
+    return remaining_steps(budget.plan) * budget.step_seconds, preview_rounds(budget.plan) * round_seconds(budget)

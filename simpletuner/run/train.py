@@ -11,6 +11,7 @@ import shlex
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing, contextmanager
+from dataclasses import replace
 
 import torch
 
@@ -80,6 +81,7 @@ def run_plan(
         # `caches.plan` lacks files that could not be decoded, so it replaces the plan from here on.
         session = Session.open(caches, accelerator, world)
         plan, state, loader = session.plan, session.state, session.loader
+        budget = replace(budget, plan=plan)
         if plan.resume:
             events.say(f"Continuing from {plan.resume.path.name}")
         held.enter_context(closing(loader))

@@ -129,14 +129,13 @@ def weigh(plan: Plan) -> Reading[Budget]:
 
 def _sparing(budget: Budget) -> dict[str, object]:
     """Settings that keep features off a disk that is too small for them."""
-    plan = budget.plan
-    kinds = (kind for technique in plan.techniques for kind in technique.features)
+    kinds = (kind for technique in budget.plan.techniques for kind in technique.features)
     sparing = {key: value for kind in kinds for key, value in kind.spared_by.items()}
-    features = feature_costs(plan.spec, budget.listing).stored
+    features = feature_costs(budget.parts.spec, budget.listing).stored
     if not (features and sparing):
         return {}
-    # The disk that holds the latents.
-    return sparing if features > FEATURE_SHARE * shutil.disk_usage(existing(plan.datasets[0].latent_dir)).free else {}
+    latents = existing(budget.plan.datasets[0].latent_dir)
+    return sparing if features > FEATURE_SHARE * shutil.disk_usage(latents).free else {}
 
 
 def _chosen(budget: Budget) -> Budget:
