@@ -387,7 +387,7 @@ LARGEST_SCALE = 1e3
 def vae_fault(config: Mapping[str, Any]) -> str | None:
     """A value in a VAE's config that would spoil all latents, or None. Absent values are the class's defaults."""
     for key, lowest in LOWEST.items():
-        value = config.get(key)
+        value: Any = config.get(key)
         if key not in config or (value is None and key != "scaling_factor"):
             continue
         form, numbers = ("a list of numbers", value) if key.startswith("latents_") else ("a number", [value])

@@ -75,7 +75,7 @@ def check_fit(budget: Budget) -> Iterator[Problem]:
         # The same shortage after all changes: none of them touches that phase.
         advice = f"Even with every setting that helps, {rest}." if rest != lacking[0] else "No setting makes it fit."
     if not budget.device.is_gpu:
-        advice += " To plan for a GPU elsewhere: simpletuner plan --device-memory 24."
+        advice += " To plan for a GPU elsewhere, run simpletuner plan with --device-memory 24."
     if fatal := not budget.config.run.i_know_what_i_am_doing:
         advice += " To run anyway, set i_know_what_i_am_doing."
     others = len(lacking) - 1

@@ -39,6 +39,7 @@ DAY = 86400.0
 # What only frozen weights allow, and its value in full fine-tunes, which save memory in another way.
 FOR_LORA = {"enable_group_offload": False, "base_model_precision": "no_change"}
 AUTO = {"offload": "auto"}
+CONSENT = "To train on the CPU, run train --yes or set i_know_what_i_am_doing."
 
 
 def ready_plan(arguments: Arguments) -> Budget:
@@ -167,7 +168,7 @@ def check_gpu(budget: Budget, *, yes: bool = False) -> Iterator[Problem]:
             why += ", since its CPU build is installed"
             advice = " Run pip uninstall torch, then pip install torch."
     if needs_consent(budget) and not yes:
-        advice += " To train on the CPU, run train --yes or set i_know_what_i_am_doing."
+        advice += f" {CONSENT}"
     time = f"about {duration(seconds)} on the CPU, {duration(budget.step_seconds)} a step"
     yield warning(MISSING_GPU, f"{why}: {time}.{advice}")
 

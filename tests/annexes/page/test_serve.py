@@ -127,7 +127,7 @@ def test_everybody_is_let_in_with_a_warning_in_red(
 ) -> None:
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
     assert find_access("127.0.0.1", None, no_auth=True) == Access("127.0.0.1")
-    assert capsys.readouterr().err.startswith("\x1b[31mwarning: --no-auth lets everybody who can reach 127.0.0.1 use")
+    assert capsys.readouterr().err.startswith("\x1b[31mwarning: --no-auth lets anyone who can reach 127.0.0.1 use")
     assert main(["train", "--no-auth"]) == 2
     assert "--no-auth needs --page" in capsys.readouterr().err
 
