@@ -33,14 +33,14 @@ class Comparison(Companion):
     densities: defaultdict[int, list[float]] = field(default_factory=lambda: defaultdict(list), init=False)
     rounds: list[float] = field(default_factory=list, init=False)
     peak: float = field(default=0.0, init=False)
-    planned: tuple[Plan, Budget] | None = field(default=None, init=False)
+    planned: Budget | None = field(default=None, init=False)
     began: tuple[float, float] = field(default=(0.0, 0.0), init=False)
 
     def begin(self, plan: Plan, step: int) -> None:
         self.events.subscribe(self._note)
 
     def around(self, session: Session, budget: Budget) -> AbstractContextManager[object]:
-        self.planned, self.began = (session.plan, budget), (time.perf_counter(), _seconds_without_core())
+        self.planned, self.began = budget, (time.perf_counter(), _seconds_without_core())
         return nullcontext()
 
     def _note(self, event: Event) -> None:
@@ -55,13 +55,12 @@ class Comparison(Companion):
                 self.rounds.append(event.seconds)
 
     def finish(self, ledger: Ledger) -> str:
-        count = sum(map(len, self.steps.values()))
-        if self.planned is None or count < FEWEST:
+        count, budget = sum(map(len, self.steps.values())), self.planned
+        if budget is None or count < FEWEST:
             return ""
-        plan, budget = self.planned
         # Medians, since the first step of a shape also compiles.
         step = sum(len(each) * median(each) for each in self.steps.values()) / count
-        known, expected = budget.outcome, round_seconds(plan, budget)
+        known, expected = budget.outcome, round_seconds(budget)
         parts = [_compared("step", step, budget.step_seconds)]
         previews = known.previews
         if self.rounds and expected:
@@ -75,7 +74,7 @@ class Comparison(Companion):
         # The next estimate knows the densities: only what they do not explain corrects it.
         informed = replace(budget, parts=budget.parts.with_densities(densities))
         outcome = Outcome(day, known.step * step / informed.step_seconds, previews, densities)
-        if problem := self._problem() or _stored(plan, budget, outcome):
+        if problem := self._problem() or _stored(budget, outcome):
             parts.append(f"not stored for the next estimate: {problem}")
         return f"Estimate and run: {'; '.join(parts)}."
 
@@ -86,10 +85,10 @@ class Comparison(Companion):
         return f"for {share:.0%} of the time, other programs had the core it needed" if share > CONTENDED else ""
 
 
-def _stored(plan: Plan, budget: Budget, outcome: Outcome) -> str:
+def _stored(budget: Budget, outcome: Outcome) -> str:
     """Store an outcome; returns why that failed, which ends no run."""
     try:
-        remember(plan, budget.workload, budget.device, outcome)
+        remember(budget.plan, budget.workload, budget.device, outcome)
     except (OSError, WriteError) as error:
         return str(error)
     return ""

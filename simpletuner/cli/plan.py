@@ -48,16 +48,17 @@ def print_plan(arguments: Arguments, *, as_json: bool = False) -> None:
 
     try:
         with uncollected():
-            plan, budget = weigh_plan(arguments)
+            budget = weigh_plan(arguments)
     except ConfigError as error:
         if as_json:
             # Programs read stdout; the raised error is printed on stderr.
             print(plan_json(None, error.problems))
         raise
+    plan = budget.plan
     if as_json:
-        print(plan_json((plan, budget), [*plan.warnings, *arguments.problems]))
+        print(plan_json(budget, [*plan.warnings, *arguments.problems]))
     else:
-        show_plan(plan, budget, sys.stdout)
+        show_plan(budget, sys.stdout)
         if plan.is_finished and (ledger := read_ledger(plan.output_dir)):
             print(f"\nAn earlier session has not finished: {ledger}. `simpletuner train` does this first.")
     arguments.problems.raise_if_fatal()  # after the numbers that show why a run does not fit

@@ -133,7 +133,8 @@ def prepared_samples(
 
     arguments = request.arguments
     plan, weights = plan_samples(request)
-    plan, budget = arguments.problems.take(weigh(plan))
+    budget = arguments.problems.take(weigh(plan))
+    plan = budget.plan
     arguments.problems.raise_if_fatal()
     prepare_output(plan.output_dir)
     with shown as events:

@@ -84,7 +84,7 @@ def _check_training(made: Start) -> None:
     from simpletuner.cli.train import agreed
 
     try:
-        agreed(*made.ready(), yes=False)
+        agreed(made.ready(), yes=False)
     except ConfigError as error:
         raise ConfigError(_with_ways(each, made.material.tiny) for each in error.problems) from None
 

@@ -88,41 +88,42 @@ def _start(arguments: Arguments, command: list[str], take_page: TakePage | None,
         from simpletuner.annexes.processes.launching import joined
 
         with joined(place, start_limit(arguments)) as world:
-            plan, budget = plan_together(world, lambda seed: ready_plan(arguments.with_seed(seed)))
-            _train(world, agreed(plan, budget, yes=yes), budget, take_page, yes=yes)
+            budget = plan_together(world, lambda seed: ready_plan(arguments.with_seed(seed)))
+            _train(world, agreed(budget, yes=yes), take_page, yes=yes)
         return
     with uncollected():
-        plan, budget = ready_plan(arguments)
-    plan = agreed(plan, budget, yes=yes)
+        budget = ready_plan(arguments)
+    budget = agreed(budget, yes=yes)
     # The number of processes is part of the plan. Planning before the launch prints its problems once.
-    if plan.config.launch.num_processes > 1:
+    if budget.config.launch.num_processes > 1:
         from simpletuner.annexes.processes.launching import start_processes
 
-        start_processes(plan.config.launch, command)
+        start_processes(budget.config.launch, command)
     else:
-        _train(World(), plan, budget, take_page, yes=yes)
+        _train(World(), budget, take_page, yes=yes)
 
 
-def agreed(plan: Plan, budget: Budget, *, yes: bool) -> Plan:
-    """The plan, unless it would train for days on a CPU without consent. torch may find a GPU that the plan did not.
+def agreed(budget: Budget, *, yes: bool) -> Budget:
+    """The estimated plan, unless it would train for days on a CPU without consent. torch may find a GPU that the plan
+    did not.
 
     Raises:
         ConfigError: consent is needed.
     """
-    from simpletuner.annexes.fitting.ready import check_gpu, needs_consent
+    from simpletuner.annexes.fitting.ready import check_gpu, needs_consent, with_warnings
 
-    if slow := list(check_gpu(plan, budget)):
-        others = [warning for warning in plan.warnings if warning not in slow]
+    if slow := list(check_gpu(budget)):
+        others = [warning for warning in budget.plan.warnings if warning not in slow]
         with uncollected():
             import torch
 
         # An Apple or AMD GPU, which nvidia-smi does not list.
         if torch.accelerator.is_available():
-            return replace(plan, warnings=others)
-        if needs_consent(plan, budget) and not yes:
+            return with_warnings(budget, others)
+        if needs_consent(budget) and not yes:
             raise ConfigError(replace(warning, fatal=True) for warning in slow)
-        return replace(plan, warnings=[*others, *check_gpu(plan, budget, yes=yes)])
-    return plan
+        return with_warnings(budget, [*others, *check_gpu(budget, yes=yes)])
+    return budget
 
 
 def start_limit(arguments: Arguments) -> float:
@@ -149,20 +150,20 @@ def _replay(folder: Path, arguments: Arguments, bisect: bool) -> None:
             raise typer.Exit(1)
 
 
-def _train(world: World, plan: Plan, budget: Budget, take_page: TakePage | None, *, yes: bool) -> None:
+def _train(world: World, budget: Budget, take_page: TakePage | None, *, yes: bool) -> None:
     """Train in this process, and serve the page of the run."""
     from simpletuner.annexes.display.log import setup_logging
     from simpletuner.annexes.display.progress import shown_events
     from simpletuner.annexes.fitting.show import log_plan
 
-    serve_page = world.main_only(take_page) if take_page else None
+    plan, serve_page = budget.plan, world.main_only(take_page) if take_page else None
     prepare_output(plan.output_dir)
     setup_logging(process=world.label)
-    world.main_only(lambda: log_plan(plan, budget))
+    world.main_only(lambda: log_plan(budget))
     with ExitStack() as stack:
         events = stack.enter_context(recorded_events(plan, world, shown_events()))
         stack.enter_context(serve_page(plan.output_dir, events) if serve_page else nullcontext())
-        run_checked(plan, budget, events, world, yes=yes)
+        run_checked(budget, events, world, yes=yes)
 
 
 @contextmanager
@@ -202,7 +203,7 @@ def recorded_events(plan: Plan, world: World, shown: AbstractContextManager[Even
         yield events
 
 
-def run_checked(plan: Plan, budget: Budget, events: EventStream, world: World, *, yes: bool) -> None:
+def run_checked(budget: Budget, events: EventStream, world: World, *, yes: bool) -> None:
     """Announce the run, make the checks that the plan could not, and train."""
     from simpletuner.annexes.fitting.ready import check_gpu, on_cpu
     from simpletuner.annexes.fitting.show import start_lines
@@ -212,6 +213,7 @@ def run_checked(plan: Plan, budget: Budget, events: EventStream, world: World, *
     from simpletuner.reporting.events import StateChanged
     from simpletuner.run.companions import read_ledger
 
+    plan = budget.plan
     _warn(events, plan.warnings)
     for decision in budget.decisions:
         events.say(f"offload auto: {decision}")
@@ -229,7 +231,7 @@ def run_checked(plan: Plan, budget: Budget, events: EventStream, world: World, *
         events.say(f"All {ledger.step} steps are done. An earlier session has not finished: {ledger}.")
         finish_run(plan, ledger, events, open_companions(plan, places, events, world))
         return
-    events.publish(StateChanged("starting", begun, plan.length.total_steps, "\n".join(start_lines(plan, budget))))
+    events.publish(StateChanged("starting", begun, plan.length.total_steps, "\n".join(start_lines(budget))))
     keep_compiled(machine_folder(plan))
     # torch is imported after all checks that do not need it.
     with events.phase("Loading torch", stage="init_torch"), uncollected():
@@ -240,11 +242,11 @@ def run_checked(plan: Plan, budget: Budget, events: EventStream, world: World, *
         load_adapter(plan.spec)
     # nvidia-smi lists a GPU that this torch cannot use: a CPU wheel, or one for a newer driver.
     if budget.device.is_gpu and not torch.accelerator.is_available():
-        budget = on_cpu(plan, budget)
-        _warn(events, check_gpu(plan, budget))
+        budget = on_cpu(budget)
+        _warn(events, check_gpu(budget))
         with announced_end(plan, events, world):
-            agreed(plan, budget, yes=yes)
-    run_plan(plan, budget, events, open_companions(plan, places, events, world), world)
+            agreed(budget, yes=yes)
+    run_plan(budget, events, open_companions(plan, places, events, world), world)
 
 
 def keep_compiled(folder: Path) -> None:

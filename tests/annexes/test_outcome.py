@@ -140,7 +140,7 @@ def test_the_next_estimate_knows_how_many_tiles_are_visited(monkeypatch: pytest.
     monkeypatch.setattr(outcome, "round_seconds", lambda *given: 0.0)
     monkeypatch.setattr(outcome, "remember", lambda *given: kept.append(given[-1]))
     comparison, unused = Comparison(EventStream()), cast(Any, None)
-    comparison.planned = unused, before
+    comparison.planned = before
     for step, density in enumerate((0.4, 0.6) * FEWEST):
         comparison._note(StepReport(step, 1, {}, 2 * informed.step_seconds, densities={tokens: density}))
     comparison.finish(unused)

@@ -88,8 +88,8 @@ def in_phase(kind: str, done: int = 0) -> Callable[[Event], bool]:
 def train(workspace: Workspace, *subscribers: Callable[[Event], None]) -> None:
     events = EventStream(*subscribers)
     with workspace.inside():
-        plan, budget = ready_plan(parse_arguments([]))
-        run_plan(plan, budget, events, open_companions(plan, (), events, World()))
+        budget = ready_plan(parse_arguments([]))
+        run_plan(budget, events, open_companions(budget.plan, (), events, World()))
 
 
 def media(workspace: Workspace) -> list[dict[str, Any]]:
@@ -297,7 +297,7 @@ def die_at(moment: str) -> None:
     trigger = Trigger(MOMENTS[moment], lambda: os._exit(9))
     # After the record: what was published before the kill is what the record has.
     events = EventStream()
-    plan, budget = ready_plan(parse_arguments([]))
+    budget = ready_plan(parse_arguments([]))
     subscribe = events.subscribe
 
     def last(subscriber: Callable[[Event], None]) -> None:
@@ -306,7 +306,7 @@ def die_at(moment: str) -> None:
 
     events.subscribe = last
     events.subscribe(trigger)
-    run_plan(plan, budget, events, open_companions(plan, (), events, World()))
+    run_plan(budget, events, open_companions(budget.plan, (), events, World()))
 
 
 def train_into(pipe: str, log: str) -> None:

@@ -39,8 +39,8 @@ def run(workspace: Workspace, *, rehearsed: bool | None) -> list[str]:
     lines: list[str] = []
     events = EventStream(lambda event: lines.append(event.text) if isinstance(event, Notice) else None)
     with workspace.inside():
-        plan, budget = ready_plan(parse_arguments([]))
-        run_plan(plan, budget, events, open_companions(plan, (), events, World()), rehearsed=rehearsed)
+        budget = ready_plan(parse_arguments([]))
+        run_plan(budget, events, open_companions(budget.plan, (), events, World()), rehearsed=rehearsed)
     return lines
 
 

@@ -56,8 +56,7 @@ class Change:
 
     def of(self, budget: Budget) -> Budget:
         """The budget after this change."""
-        config = budget.config.with_values(self.values, CHOSEN)
-        return replace(budget, config=config, workload=self.apply(budget.workload))
+        return replace(budget.under(self.values, CHOSEN), workload=self.apply(budget.workload))
 
 
 def _after(budget: Budget, changes: Sequence[Change]) -> Budget:
@@ -406,10 +405,10 @@ def find_ways(budget: Budget) -> dict[str, Budget | str]:
 def _other_way(budget: Budget, name: str) -> Budget | str:
     if name == way_of(budget.config):
         return budget
-    config = budget.config.with_values(WAYS[name], CHOSEN)
-    problems = (*conflicts(config), *check_launch(config), *check_offload(config))
+    other = budget.under(WAYS[name], CHOSEN)
+    problems = (problem for rule in (conflicts, check_launch, check_offload) for problem in rule(other.config))
     excluded = next((problem for problem in problems if problem.fatal), None)
-    return f"{excluded.where} {excluded.message}" if excluded else replace(budget, config=config)
+    return f"{excluded.where} {excluded.message}" if excluded else other
 
 
 def check_ways(budget: Budget) -> Iterator[Problem]:

@@ -44,22 +44,23 @@ MOST_LEFT_OUT = 200  # files of a dataset that are listed with their reason; the
 MISSING_GPU = "device"  # `where` of the warning about a missing GPU, which is shown first
 
 
-def log_plan(plan: Plan, budget: Budget) -> None:
+def log_plan(budget: Budget) -> None:
     """Write all settings, without secrets, and the plan to the debug log, for bug reports."""
-    logger.debug("settings %s", json.dumps(redact_settings(plan.config.flat), ensure_ascii=False))
-    for line in plan_lines(plan, budget):
+    logger.debug("settings %s", json.dumps(redact_settings(budget.config.flat), ensure_ascii=False))
+    for line in plan_lines(budget):
         logger.debug("plan %s", line)
 
 
-def show_plan(plan: Plan, budget: Budget, stream: TextIO) -> None:
+def show_plan(budget: Budget, stream: TextIO) -> None:
     """Write the whole plan as text; a missing GPU is red on a terminal."""
-    urgent = {str(warning) for warning in plan.warnings if warning.where == MISSING_GPU}
-    for line in plan_lines(plan, budget):
+    urgent = {str(warning) for warning in budget.plan.warnings if warning.where == MISSING_GPU}
+    for line in plan_lines(budget):
         print(in_red(line, stream) if line in urgent else line, file=stream)
 
 
-def plan_lines(plan: Plan, budget: Budget) -> Iterator[str]:
+def plan_lines(budget: Budget) -> Iterator[str]:
     """The plan, line by line."""
+    plan = budget.plan
     urgent = [warning for warning in plan.warnings if warning.where == MISSING_GPU]
     yield from map(str, urgent)
     yield f"{plan.spec.title} {plan.flavour.name}, {plan.config.model.model_type}"
@@ -81,10 +82,10 @@ def plan_lines(plan: Plan, budget: Budget) -> Iterator[str]:
         if (learned := _learned(dataset)) is not None:
             yield f"  masks: {learned:.1%} is learned on average"
     yield ""
-    yield from _cache_lines(plan, budget)
+    yield from _cache_lines(budget)
     yield from _preview_lines(plan)
     yield ""
-    yield from budget_lines(plan, budget)
+    yield from budget_lines(budget)
     if len(plan.warnings) > len(urgent):
         yield ""
         yield "Warnings:"
@@ -136,8 +137,8 @@ def _fate(entry: LedgerEntry) -> str:
     return f"{original}, {frames}{fitted}, {counted(entry.captions, 'caption')}{note}"
 
 
-def _cache_lines(plan: Plan, budget: Budget) -> Iterator[str]:
-    listing = budget.listing
+def _cache_lines(budget: Budget) -> Iterator[str]:
+    plan, listing = budget.plan, budget.listing
     if listing is None:
         transformer = plan.source["transformer"]
         absence = transformer.absence()
@@ -180,7 +181,7 @@ def _preview_lines(plan: Plan) -> Iterator[str]:
 SHOWN_BUCKETS = 4
 
 
-def budget_lines(plan: Plan, budget: Budget) -> Iterator[str]:
+def budget_lines(budget: Budget) -> Iterator[str]:
     """The estimates of memory, time and disk, line by line."""
     device, launch = budget.device, budget.config.launch
     room = "unknown memory" if device.memory is None else gigabytes(device.memory)
@@ -197,16 +198,16 @@ def budget_lines(plan: Plan, budget: Budget) -> Iterator[str]:
     yield from _phase_lines(budget)
     yield from _bucket_lines(budget)
     yield from _density_lines(budget)
-    yield from _time_lines(plan, budget)
+    yield from _time_lines(budget)
     yield from _way_lines(budget)
     added = budget.model.added(budget.steps[0].load)  # which the estimates above include
     kinds = ((added.forwards, "forward"), (added.passes, "forward and backward"))
     if extra := " and ".join(f"{count:.2g} extra {kind} passes" for count, kind in kinds if count):
         yield f"  with {extra} a micro-step on average"
-    disk = ", ".join(f"{writing.what} up to {gigabytes(writing.total)}" for writing in find_writings(plan, budget))
+    disk = ", ".join(f"{writing.what} up to {gigabytes(writing.total)}" for writing in find_writings(budget))
     yield f"  disk: {disk}"
     if budget.parts.assumed:
-        yield f"  {', '.join(budget.parts.assumed)}: not on this machine, sizes assumed from {plan.flavour.name}"
+        yield f"  {', '.join(budget.parts.assumed)}: not on this machine, sizes assumed from {budget.plan.flavour.name}"
     for decision in budget.decisions:
         yield f"  offload auto: {decision}"
 
@@ -254,11 +255,12 @@ def _density_lines(budget: Budget) -> Iterator[str]:
         yield f"  attention density (share of the tiles visited): {', '.join(shares)}"
 
 
-def _time_lines(plan: Plan, budget: Budget) -> Iterator[str]:
+def _time_lines(budget: Budget) -> Iterator[str]:
+    plan = budget.plan
     if plan.is_finished:
         yield "  no steps remain: this run is finished"
         return
-    training, previews = remaining_seconds(plan, budget)
+    training, previews = remaining_seconds(budget)
     beside = f", and {duration(previews)} for previews" if previews else ""
     step, whole, steps = duration(budget.step_seconds), duration(training), remaining_steps(plan)
     yield f"  about {step} a step, {whole} for {steps} steps{beside}; without filling the caches"
@@ -296,8 +298,9 @@ def _way_lines(budget: Budget) -> Iterator[str]:
         yield f"{_row(name, 17, *memory, duration(way.step_seconds))}  {verdict}"
 
 
-def start_lines(plan: Plan, budget: Budget) -> Iterator[str]:
+def start_lines(budget: Budget) -> Iterator[str]:
     """A summary of the plan for the start of a run: model, data, duration, output folder, and whether it fits."""
+    plan = budget.plan
     kind = plan.config.lora.kind if plan.config.model.model_type == "lora" else "full fine-tune"
     yield f"{kind} on {plan.spec.title} {plan.flavour.name}"
     names = [dataset.id for dataset in plan.trained]
@@ -305,7 +308,7 @@ def start_lines(plan: Plan, budget: Budget) -> Iterator[str]:
     yield f"  on {samples} {plan.spec.media_noun} (dataset{'s' if len(names) > 1 else ''} {', '.join(names)})"
     steps = remaining_steps(plan)
     rounds = preview_rounds(plan)
-    seconds = sum(remaining_seconds(plan, budget))
+    seconds = sum(remaining_seconds(budget))
     after = f" after step {plan.resume.step}" if plan.resume else ""
     shown = f" and {counted(rounds, 'round')} of previews" if rounds else ""
     yield f"  {counted(steps, 'step')}{after}{shown}, about {duration(seconds)}; saved to {plan.output_dir}"
@@ -321,7 +324,7 @@ def fit_line(budget: Budget) -> str:
     return f"  {verdict}: up to {gigabytes(peak.needed(device))}{room} on {device.name}, while {peak.name}"
 
 
-def plan_json(weighed: tuple[Plan, Budget] | None, problems: Sequence[Problem]) -> str:
+def plan_json(budget: Budget | None, problems: Sequence[Problem]) -> str:
     """The document; if a fatal problem prevents a plan, it holds only the problems.
 
     Bytes and seconds are plain numbers; unknown values are `null`.
@@ -329,14 +332,15 @@ def plan_json(weighed: tuple[Plan, Budget] | None, problems: Sequence[Problem]) 
     # Checks of the plan and of the budget may report the same problem.
     listed = [each.to_json() for each in dict.fromkeys(problems)]
     judged = {"problems": listed, "ok": not any(problem.fatal for problem in problems)}
-    described = _described(*weighed) if weighed else {}
+    described = _described(budget) if budget else {}
     return json.dumps(judged | described, indent=2, ensure_ascii=False)
 
 
-def _described(plan: Plan, budget: Budget) -> dict[str, Any]:
-    device, launch, length, density = budget.device, budget.config.launch, plan.length, budget.parts.transformer.density
+def _described(budget: Budget) -> dict[str, Any]:
+    plan, device, launch = budget.plan, budget.device, budget.config.launch
+    length, density = plan.length, budget.parts.transformer.density
     model = {"family": plan.spec.name, "flavour": plan.flavour.name, "type": plan.config.model.model_type}
-    training, previews = remaining_seconds(plan, budget)
+    training, previews = remaining_seconds(budget)
     seconds = {"step": budget.step_seconds, "training": training, "previews": previews, "total": training + previews}
     return {
         "model": {**model, "location": plan.source["transformer"].location, "download": budget.parts.download},
@@ -352,7 +356,7 @@ def _described(plan: Plan, budget: Budget) -> dict[str, Any]:
             "finished": plan.is_finished,
         },
         "device": {"name": device.name, "memory": device.memory, "usable": device.usable, "note": device.note},
-        "assumed": [line.strip() for line in [*budget_lines(plan, budget)][1:] if "assumed" in line],
+        "assumed": [line.strip() for line in [*budget_lines(budget)][1:] if "assumed" in line],
         "memory": [{"phase": phase.name, "device": phase.device, "host": phase.host} for phase in budget.phases],
         "buckets": [
             {
@@ -376,7 +380,7 @@ def _described(plan: Plan, budget: Budget) -> dict[str, Any]:
         },
         "disk": [
             {"what": writing.what, "folder": str(writing.folder), "bytes": writing.total}
-            for writing in find_writings(plan, budget)
+            for writing in find_writings(budget)
         ],
         "offload_auto": list(budget.decisions),
     }

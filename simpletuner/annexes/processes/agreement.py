@@ -7,15 +7,16 @@ import socket
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from simpletuner.distributed.world import Value, World
+from simpletuner.budget.budget import Budget
+from simpletuner.distributed.world import World
 from simpletuner.errors import ConfigError, Problem, shorten
 from simpletuner.plan.build import Plan
 from simpletuner.plan.resume import identify
 
 
-def plan_together(world: World, make: Callable[[int | None], tuple[Plan, Value]]) -> tuple[Plan, Value]:
-    """The plan of all processes, made by each: first by the main one, which also draws the seed, then by one on each
-    further machine, which may download, then by the rest.
+def plan_together(world: World, make: Callable[[int | None], Budget]) -> Budget:
+    """The plan of all processes, and its estimate, made by each: first by the main one, which also draws the seed, then
+    by one on each further machine, which may download, then by the rest.
 
     Args:
         make: makes it with a seed; None draws one.
@@ -24,10 +25,10 @@ def plan_together(world: World, make: Callable[[int | None], tuple[Plan, Value]]
         ConfigError: this process cannot make it, or it differs from the main one's.
     """
     first = world.main_only(lambda: make(None))
-    seed = world.broadcast(first and first[0].seed)
+    seed = world.broadcast(first.plan.seed if first else None)
     # Processes of one machine share its download cache: the leader fills it, the rest only read.
     made = world.leader_first(lambda: first or make(seed))
-    problems = differences(world.gather((socket.gethostname(), agreed_values(made[0]))))
+    problems = differences(world.gather((socket.gethostname(), agreed_values(made.plan))))
     if problems:
         raise ConfigError(problems)
     return made
