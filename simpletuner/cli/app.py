@@ -6,6 +6,7 @@ import errno
 import functools
 import io
 import os
+import re
 import sys
 import traceback
 from collections.abc import Sequence
@@ -73,7 +74,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         code = get_command(app)(list(sys.argv[1:] if arguments is None else arguments), standalone_mode=False)
     except TyperException as error:
         # Without a command the help has been printed already. pydantic's type of error says nothing to a user.
-        text = error.format_message().replace("Value error, ", "")
+        text = error.format_message().replace("Value error, ", "").replace("Input should be", "it must be")
+        text = re.sub(r"(, unable to parse.*|(?<=[^.?]))$", ".", text, count=1)
         # Errors of usage know their command; typer does not publish their class.
         if (context := vars(error).get("ctx")) is not None and "Did you mean" not in text:
             text += f" See `{context.command_path} -h`."
