@@ -306,7 +306,7 @@ def read_datasets(path: Path, *, placeholders: dict[str, str]) -> Reading[list[D
     """
     if not path.is_file():
         ways = "`simpletuner start FOLDER` writes one, and docs/DATALOADER.md begins with one."
-        yield Problem("data_backend_config", f"the dataset file {str(path)!r} does not exist. {ways}")
+        yield Problem("data_backend_config", f"the dataset file {str(path)!r} {values.no_file(path)}. {ways}")
         return []
     content = yield from values.read_json(path, list, "a JSON list of datasets")
     if content is None:

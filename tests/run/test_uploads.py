@@ -293,7 +293,7 @@ def test_the_next_start_finishes_what_a_kill_has_cut_short(
         capsys.readouterr()
         assert killed.train("max_train_steps=2") == 0
         shown = capsys.readouterr().out
-        assert "All 2 steps are done. An earlier session has not finished: " in shown
+        assert "Training is done, to step 2. An earlier session has not finished: " in shown
         assert ("Uploaded" in shown) is (killed is not moments[-1])
         assert {path.name for path in killed.path("output").iterdir()} == {
             path.name for path in workspace.path("output").iterdir()

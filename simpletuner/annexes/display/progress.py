@@ -15,6 +15,7 @@ from typing import TextIO
 
 from simpletuner import STARTED
 from simpletuner.annexes.figures import Pace, ending, line_of, reached
+from simpletuner.errors import counted
 from simpletuner.reporting import events
 from simpletuner.reporting.pace import clock, pace_text, size_text
 
@@ -197,7 +198,7 @@ class PlainDisplay(Display):
         self._every = max(1, -(-(pace.total_steps - pace.step) // TRAINING_LINES))
         self._printed_at = self._now()
         note = f", continuing after step {pace.step}" if pace.step else ""
-        self.say(f"Training: {pace.total_steps} steps{note}")
+        self.say(f"Training: {counted(pace.total_steps, 'step')}{note}")
 
     def _advance(self, event: events.PhaseAdvanced) -> None:
         """Print the progress of a phase if it is worth a line."""

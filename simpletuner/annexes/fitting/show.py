@@ -38,7 +38,7 @@ from simpletuner.redaction import redact_settings
 logger = logging.getLogger(__name__)
 # Of longer ledgers, only counts and rejected files are shown.
 LONGEST_LEDGER = 60
-PREVIEW_INTERVALS = {"steps": "validation_step_interval", "epochs": "validation_epoch_interval"}
+PREVIEW_INTERVALS = {"step": "validation_step_interval", "epoch": "validation_epoch_interval"}
 NEARLY_HALF = 0.6  # of the rounds of previews
 MOST_LEFT_OUT = 200  # files of a dataset that are listed with their reason; the plan in the terminal lists all
 MISSING_GPU = "device"  # `where` of the warning about a missing GPU, which is shown first
@@ -112,7 +112,7 @@ def changed_settings(plan: Plan) -> list[tuple[str, Any, str]]:
 
 def _ledger_lines(dataset: Dataset) -> Iterator[str]:
     total = len(dataset.samples) + len(dataset.rejected)
-    yield f"Dataset {dataset.id}: {len(dataset.samples)} of {total} files are used"
+    yield f"Dataset {dataset.id}: {len(dataset.samples)} of {counted(total, 'file')} used"
     if dataset.changes_each_epoch:
         yield "  crops are redrawn and re-encoded each epoch (vae_cache_clear_each_epoch false keeps the first)"
     for label, count in sorted(dataset.sizes().items()):
@@ -172,7 +172,8 @@ def _preview_lines(plan: Plan) -> Iterator[str]:
         count, subjects = previews_of_a_round(plan)
         more = f", {count} {plan.spec.media_noun} a round" if subjects > len(plan.prompts) else ""
         flat = plan.config.flat
-        often = " and ".join(f"every {flat[key]} {unit}" for unit, key in PREVIEW_INTERVALS.items() if flat[key])
+        intervals = [(flat[key], unit) for unit, key in PREVIEW_INTERVALS.items() if flat[key]]
+        often = " and ".join(f"every {unit if many == 1 else counted(many, unit)}" for many, unit in intervals)
         yield f"Previews {often} at {sizes}: {names}{more}"
     for hook in plan.config.webhooks.hooks:
         yield f"Events are sent to a {hook}"
@@ -262,8 +263,8 @@ def _time_lines(budget: Budget) -> Iterator[str]:
         return
     training, previews = remaining_seconds(budget)
     beside = f", and {duration(previews)} for previews" if previews else ""
-    step, whole, steps = duration(budget.step_seconds), duration(training), remaining_steps(plan)
-    yield f"  about {step} a step, {whole} for {steps} steps{beside}; without filling the caches"
+    step, whole, steps = duration(budget.step_seconds), duration(training), counted(remaining_steps(plan), "step")
+    yield f"  about {step} a step, {whole} for {steps}{beside}; without filling the caches"
     if previews:
         count, share = preview_rounds(plan), previews / (training + previews)
         yield f"  {counted(count, 'round')} of previews, {share:.0%} of that time; {halved_previews(plan)} halves it"

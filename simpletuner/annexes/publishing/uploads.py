@@ -19,7 +19,7 @@ from simpletuner.annexes.publishing.card import CARD_FOLDER, NOBODY, describe_ru
 from simpletuner.atomic import TEMPORARY_SUFFIX, UNFINISHED_FOLDER_SUFFIX, sweep_folders
 from simpletuner.config.publishing import PLACEHOLDERS, BucketConfig, PublishConfig, repository_name
 from simpletuner.distributed.requests import FOLDER as REQUESTS
-from simpletuner.errors import Interrupted, UserError
+from simpletuner.errors import Interrupted, UserError, counted
 from simpletuner.reporting.events import UPLOADING, CheckpointSaved, Event, EventStream, Uploaded
 from simpletuner.run.companions import LEDGER_FILE, Companion, Ledger, Task, strike
 from simpletuner.run.lock import LOCK_FILE
@@ -277,7 +277,7 @@ def contents(output_dir: Path, folder: Path, step: int, checkpoints: Iterable[Pa
     files = loaded_files(folder) | _relative(card, card.rglob("*"))
     for checkpoint in checkpoints:
         files |= {f"{checkpoint.name}/{path}": local for path, local in loaded_files(checkpoint).items()}
-    return files, read_notes(card).get("summary", f"Trained for {step} steps.")
+    return files, read_notes(card).get("summary", f"Trained for {counted(step, 'step')}.")
 
 
 @dataclass
