@@ -168,7 +168,7 @@ def test_each_process_needs_a_device(tmp_path: Any, monkeypatch: pytest.MonkeyPa
     there = "1 GPU" if visible == "GPU-bb" else "2 GPUs"
     assert list(check_devices(int(there[0]))) == []
     (problem,) = check_devices(3)
-    assert str(problem).startswith(f"num_processes: 3 processes on this machine, which has {there};")
+    assert str(problem).startswith(f"num_processes: 3 processes need as many GPUs, but this machine has {there}.")
     for name, value in {"RANK": "0", "WORLD_SIZE": "3", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "3"}.items():
         monkeypatch.setenv(name, value)
     assert list(check_devices(3)) == [], "a launcher may have shown each process its own"

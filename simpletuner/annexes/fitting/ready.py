@@ -1,4 +1,4 @@
-"""Makes a plan that fits: `make_plan`, then the checks of memory, disk and devices."""
+"""Makes a plan that fits: `make_plan`, then checks of memory, disk and devices."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ from simpletuner.errors import ConfigError, Problem, Problems, Reading, counted,
 from simpletuner.plan.build import Plan, make_plan
 from simpletuner.plan.environment import existing, why_not_writable
 
-FEATURE_SHARE = 0.2  # of the free space, at most, for features of techniques
-FULL_SIZE = 1e9  # parameters: published transformers have 2e9 and more, those of demos and tests far fewer
+FEATURE_SHARE = 0.2  # of the free disk space, at most, for features of techniques
+FULL_SIZE = 1e9  # parameters; published transformers have at least 2e9, models of demos and tests far fewer
 DAY = 86400.0
-# What only frozen weights allow, and its value in full fine-tunes, which save memory in another way.
+# Settings that need frozen weights, with their values in full fine-tunes.
 FOR_LORA = {"enable_group_offload": False, "base_model_precision": "no_change"}
 AUTO = {"offload": "auto"}
 
@@ -45,7 +45,7 @@ def ready_plan(arguments: Arguments) -> tuple[Plan, Budget]:
     """The plan and its budget; with `offload: auto` the plan has the chosen settings.
 
     Raises:
-        ConfigError: with all problems at once, including a run that does not fit.
+        ConfigError: lists all problems, including a run that does not fit.
     """
     problems, (plan, budget) = arguments.problems, weigh_plan(arguments)
     problems.extend(check_devices(plan.config.launch.local_processes))
@@ -55,17 +55,17 @@ def ready_plan(arguments: Arguments) -> tuple[Plan, Budget]:
 
 
 def check_devices(processes: int) -> Iterator[Problem]:
-    """Each process needs a device of its own. A launcher may have shown each process only its own already."""
+    """Check that there is a device for every process. Skipped under a launcher, which may expose only one."""
     count = devices.count_gpus()
-    # 0 may mean that the driver does not answer, which torch reports.
+    # 0 may mean that the driver does not respond, which torch reports.
     if 0 < count < processes and launched(os.environ) is None:
         gpus = counted(count, "GPU")
-        message = f"{processes} processes on this machine, which has {gpus}; each needs one of its own."
+        message = f"{processes} processes need as many GPUs, but this machine has {gpus}."
         yield Problem("num_processes", message)
 
 
 def weigh_plan(arguments: Arguments) -> tuple[Plan, Budget]:
-    """Like `ready_plan`, but a run that does not fit is only added to the problems of the arguments.
+    """Like `ready_plan`, but adds a run that does not fit to the problems of the arguments instead of raising.
 
     Raises:
         ConfigError: other problems prevent a plan.
@@ -80,14 +80,14 @@ def weigh_plan(arguments: Arguments) -> tuple[Plan, Budget]:
 
 
 def _with_equivalent(problem: Problem, arguments: Arguments) -> Problem:
-    """A problem; if a full fine-tune was asked for what only a LoRA can save, with what saves memory there."""
+    """The problem; if a full fine-tune has a memory setting for LoRAs only, with settings that would fit instead."""
     if not problem.fatal or problem.where not in FOR_LORA:
         return problem
     ways: dict[str, Change] = {}
     for values in (AUTO, STATE_ON_HOST):
         change = Change({problem.where: FOR_LORA[problem.where], **values})
         settings = [*arguments.settings, *FOR_LORA.items(), *values.items()]
-        with suppress(ConfigError):  # such as datasets that do not exist, which the error names already
+        with suppress(ConfigError):  # such as missing datasets, which the error already names
             plan, budget = result_of(weigh(make_plan(replace(arguments, settings=settings, problems=Problems()))))
             if plan.config.model.model_type == "full" and budget.device.is_gpu and budget.fits:
                 ways.setdefault("{} on the device and {} on the host".format(*map(gigabytes, budget.peaks)), change)
@@ -99,14 +99,14 @@ def _with_equivalent(problem: Problem, arguments: Arguments) -> Problem:
 
 
 def weigh(plan: Plan) -> Reading[tuple[Plan, Budget]]:
-    """A plan and its budget, with what `offload: auto` and the other automatic settings choose."""
+    """The plan and its budget, with the choices of `offload: auto` and the other automatic settings."""
     offload = plan.config.offload
     device = devices.find_device(offload.plan_device_memory_gb, plan.output_dir, offload.plan_device)
     if plan.config.launch.num_processes > 1:
         device = devices.one_of_several(device, is_planned=offload.plans_elsewhere)
     budget = with_strips(make_budget(plan, device))
     plan = replace(plan, config=budget.config)
-    # Before `offload: auto`, whose choice depends on whether features are cached.
+    # Before `offload: auto`, since its choice depends on whether features are cached.
     if sparing := _sparing(plan, budget):
         plan = replace(plan, config=plan.config.with_values(sparing, f"chosen by {', '.join(sparing)} auto"))
         budget = make_budget(plan, device)
@@ -118,7 +118,7 @@ def weigh(plan: Plan) -> Reading[tuple[Plan, Budget]]:
     writings = [*find_writings(plan, budget)]
     judged += filter(None, (why_not_writable(each.what, each.folder) for each in writings))
     judged += check_disk(plan, writings)
-    # Of another machine's GPU it is unknown which products it has.
+    # Capabilities of another machine's GPU are unknown.
     if multiplied(plan.config.precision) and not offload.plans_elsewhere:
         judged += check_capability(plan.config.precision, devices.compute_capability())
     yield from judged
@@ -126,7 +126,7 @@ def weigh(plan: Plan) -> Reading[tuple[Plan, Budget]]:
 
 
 def _sparing(plan: Plan, budget: Budget) -> dict[str, object]:
-    """Settings that keep features off a disk that is too small for them."""
+    """Settings that avoid storing features if the disk is too small for them."""
     kinds = (kind for technique in plan.techniques for kind in technique.features)
     sparing = {key: value for kind in kinds for key, value in kind.spared_by.items()}
     features = feature_costs(plan.spec, budget.listing).stored
@@ -137,11 +137,11 @@ def _sparing(plan: Plan, budget: Budget) -> dict[str, object]:
 
 
 def _chosen(plan: Plan, budget: Budget) -> tuple[Plan, Budget]:
-    """The plan and its budget with what `offload: auto` chooses."""
+    """The plan and its budget with the choice of `offload: auto`."""
     budget = choose(budget)
     if batch := free_batch(budget, steps_per_epoch(plan)):
-        # It changes results, so that it is only proposed.
-        advice = f"train_batch_size {batch} would be as fast a step: the GPU waits for the host"
+        # Only proposed, since it changes results.
+        advice = f"with train_batch_size {batch} a step would take as long: the GPU waits for the host"
         budget = replace(budget, decisions=[*budget.decisions, advice])
     chosen = replace(plan, config=budget.config)
     if budget.config.caching.vae_enable_tiling != plan.config.caching.vae_enable_tiling:
@@ -151,17 +151,17 @@ def _chosen(plan: Plan, budget: Budget) -> tuple[Plan, Budget]:
 
 
 def check_gpu(plan: Plan, budget: Budget, *, yes: bool = False) -> Iterator[Problem]:
-    """A warning about a published model without a GPU; `train` refuses it if consent is needed and not given.
+    """Warn about training a published model without a GPU; `train` refuses to without consent, if it takes days.
 
     Args:
-        yes: it was given on the command line, so it is not asked for.
+        yes: consent was given on the command line.
     """
     device, seconds = budget.device, sum(remaining_seconds(plan, budget))
     if device.is_gpu or not seconds or budget.parts.transformer.parameters < FULL_SIZE:
         return
     why, advice = "no GPU can be used here", ""
     if device.idle:
-        why, advice = f"torch cannot use the {device.idle} of this machine", " docs/INSTALL.md says what to do."
+        why, advice = f"torch cannot use the {device.idle} of this machine", " See docs/INSTALL.md."
         if not devices.torch_uses_gpus():
             why += ", since its CPU build is installed"
             advice = " Run pip uninstall torch, then pip install torch."
@@ -172,12 +172,12 @@ def check_gpu(plan: Plan, budget: Budget, *, yes: bool = False) -> Iterator[Prob
 
 
 def needs_consent(plan: Plan, budget: Budget) -> bool:
-    """Whether a run takes more than a day, and its settings do not say that this is meant."""
+    """Whether a run takes more than a day without `i_know_what_i_am_doing`."""
     return sum(remaining_seconds(plan, budget)) > DAY and not plan.config.run.i_know_what_i_am_doing
 
 
 def on_cpu(plan: Plan, budget: Budget) -> Budget:
-    """The budget of the same run on this machine's processor, for when torch cannot use the planned GPU."""
+    """The budget of the same run on this machine's CPU, for when torch cannot use the planned GPU."""
     device = devices.find_device(output_dir=plan.output_dir)
     if device.is_gpu:
         device = devices.with_measured(devices.this_cpu(idle=device.name), plan.output_dir)
