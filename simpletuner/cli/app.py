@@ -6,6 +6,7 @@ import errno
 import functools
 import io
 import os
+import re
 import sys
 import traceback
 from collections.abc import Sequence
@@ -72,8 +73,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         # Typer returns the exit code of Ctrl-C and `typer.Exit` instead of raising them.
         code = get_command(app)(list(sys.argv[1:] if arguments is None else arguments), standalone_mode=False)
     except TyperException as error:
-        # Without a command the help has been printed already. "Value error" is pydantic's prefix.
-        text = error.format_message().replace("Value error, ", "")
+        # Without a command the help has been printed already. Pydantic's error type means nothing to a user.
+        text = error.format_message().replace("Value error, ", "").replace("Input should be", "it must be")
+        text = re.sub(r"(, unable to parse.*|(?<=[^.?]))$", ".", text, count=1)
         # Usage errors hold the context of their command; typer does not export their class.
         if (context := vars(error).get("ctx")) is not None and "Did you mean" not in text:
             text += f" See `{context.command_path} -h`."

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from simpletuner.cli.settings import PASS_THROUGH, logged_events, planned
-from simpletuner.errors import UserError
+from simpletuner.errors import UserError, counted
 
 if TYPE_CHECKING:
     from simpletuner.plan.build import Plan
@@ -88,7 +88,8 @@ def gc(context: typer.Context, remove: Annotated[bool, typer.Option("--remove", 
     if not total:
         typer.echo("Nothing to remove: this configuration refers to every entry.")
     else:
-        typer.echo(f"{total} entries and leftovers {'removed' if remove else 'found; --remove deletes them'}.")
+        found = counted(total, "entry or leftover", "entries and leftovers")
+        typer.echo(f"{found} {'removed' if remove else 'found; --remove deletes them'}.")
 
 
 @app.command("explain", context_settings=PASS_THROUGH)

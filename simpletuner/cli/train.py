@@ -16,7 +16,7 @@ from simpletuner.cli.plan import print_plan
 from simpletuner.cli.server import PORT, open_page
 from simpletuner.cli.settings import command_settings, logged_events, prepare_output, uncollected
 from simpletuner.distributed.world import World, launched
-from simpletuner.errors import ConfigError, Interrupted, Problem, UserError, result_of
+from simpletuner.errors import ConfigError, Interrupted, Problem, UserError, counted, result_of
 
 if TYPE_CHECKING:
     from simpletuner.annexes.publishing.uploads import Destination
@@ -219,7 +219,8 @@ def run_checked(budget: Budget, events: EventStream, world: World, *, yes: bool)
         events.say(f"offload auto: {decision}")
     ledger = world.main_only(lambda: read_ledger(plan.output_dir)) if plan.is_finished else None
     if plan.is_finished and ledger is None:
-        events.say(f"This run is finished: {plan.length.total_steps} steps are done. Results: {plan.output_dir}")
+        done = counted(plan.length.total_steps, "step is done", "steps are done")
+        events.say(f"This run is finished: {done}. Results: {plan.output_dir}")
         return
     # Credentials without write access fail now instead of after hours of training.
     project, begun = plan.config.tracking.tracker_project_name, plan.resume.step if plan.resume else 0
@@ -228,7 +229,7 @@ def run_checked(budget: Budget, events: EventStream, world: World, *, yes: bool)
     if ledger:
         from simpletuner.run.train import finish_run
 
-        events.say(f"All {ledger.step} steps are done. An earlier session has not finished: {ledger}.")
+        events.say(f"Training is done, to step {ledger.step}. An earlier session has not finished: {ledger}.")
         finish_run(plan, ledger, events, open_companions(plan, places, events, world))
         return
     events.publish(StateChanged("starting", begun, plan.length.total_steps, "\n".join(start_lines(budget))))

@@ -123,7 +123,7 @@ def test_when_nothing_helps_it_says_what_is_short() -> None:
     streamed = {"group_offload_text_encoder": True, "text_encoder_1_precision": "int8-quanto"}
     told = complaint(gpu(1), encodes_text=True, **streamed)
     assert told.startswith("memory: encoding captions needs 2.8 GB on the device")
-    assert "(2 more phases lack room)" in told
+    assert "(2 more phases do not fit)" in told
     assert "No setting makes it fit." in told
 
 

@@ -104,7 +104,7 @@ def test_a_run_beside_other_programs_is_not_stored(
 ) -> None:
     monkeypatch.setattr(outcome, "_seconds_without_core", lambda: share * time.perf_counter())
     assert workspace.train("max_train_steps=10", "validation_disable=true") == 0
-    told = f"not stored for the next estimate: for {share:.0%} of the time, other programs had the core it needed."
+    told = f"not stored for the next estimate: other programs used its CPU core for {share:.0%} of the time."
     assert (told not in capsys.readouterr().out, workspace.path(KEPT).exists()) == (is_stored, is_stored)
 
 

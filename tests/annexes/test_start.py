@@ -105,8 +105,8 @@ def test_of_many_files_some_are_held_out_to_compare_checkpoints(commands: list[l
     assert intervals == [138, 138, 276]
     assert main(["plan", "env=cat", "plan_device_memory_gb=80"]) == 0
     told = capsys.readouterr().out
-    assert "15 of 17 files are used" in told
-    assert "2 of 2 files are used" in told
+    assert "15 of 17 files used" in told
+    assert "2 of 2 files used" in told
 
 
 def test_what_is_written_can_be_planned(commands: list[list[str]], capsys: Capture) -> None:
@@ -115,7 +115,7 @@ def test_what_is_written_can_be_planned(commands: list[list[str]], capsys: Captu
     assert commands == [["plan", "env=cat"]]
     capsys.readouterr()
     assert main(["plan", "env=cat", "plan_device_memory_gb=80"]) == 0
-    assert "3 of 3 files are used" in capsys.readouterr().out
+    assert "3 of 3 files used" in capsys.readouterr().out
     (trained, _) = written("cat", "multidatabackend.json")
     assert trained["instance_prompt"] == "in the style of zkt"
 
@@ -264,7 +264,7 @@ def test_captions_that_name_the_subject_stay_as_they_are(commands: list[list[str
         (["empty"], "empty holds no pictures and no clips."),
         (["run"], "It has a config: simpletuner train --config run/config.json."),
         (["mixed", "--purpose", "motion"], "--purpose 'motion' is not one of: subject, style."),
-        (["half"], "1 of 2 files have no caption (1.png is the first). --caption writes them"),
+        (["half"], "no caption for 1 of 2 files (1.png is the first). --caption writes them"),
         (["cat", "--purpose", "styel"], "--purpose 'styel' is not one of: subject, style. Did you mean 'style'?"),
         (["cat", "--model", "flux"], "--model 'flux' is not one of: kandinsky5-image."),
         (["half", "--model", "flux"], "--model 'flux' is not one of: kandinsky5-image."),  # captions or not
@@ -485,7 +485,7 @@ def test_without_a_gpu_all_can_be_tried_with_a_tiny_model(
     capsys.readouterr()
     assert main(["plan", f"env={kind}"]) == 0
     files = {"pictures": 6, "clips": 1}[kind]
-    assert f"{files} of {files} files are used" in capsys.readouterr().out
+    assert f"{files} of {files} file" in capsys.readouterr().out
     assert main(["start", kind, "--yes", "--name", "b", "--caption", "--model", model]) == 2
     assert f"--caption: the text encoder of {model} writes none" in capsys.readouterr().err
     monkeypatch.setattr("simpletuner.annexes.start.recipe.find_device", lambda: SimpleNamespace(is_gpu=True))

@@ -1,4 +1,4 @@
-"""Makes a plan that fits: `make_plan`, then the checks of memory, disk and devices."""
+"""Makes a plan that fits: `make_plan`, then checks of memory, disk and devices."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ from simpletuner.errors import ConfigError, Problem, Problems, Reading, counted,
 from simpletuner.plan.build import Plan, make_plan
 from simpletuner.plan.environment import existing, why_not_writable
 
-FEATURE_SHARE = 0.2  # of the free space, at most, for features of techniques
-FULL_SIZE = 1e9  # parameters: published transformers have 2e9 and more, those of demos and tests far fewer
+FEATURE_SHARE = 0.2  # of the free disk space, at most, for features of techniques
+FULL_SIZE = 1e9  # parameters; published transformers have at least 2e9, models of demos and tests far fewer
 DAY = 86400.0
-# What only frozen weights allow, and its value in full fine-tunes, which save memory in another way.
+# Settings that need frozen weights, with their values in full fine-tunes.
 FOR_LORA = {"enable_group_offload": False, "base_model_precision": "no_change"}
 AUTO = {"offload": "auto"}
 CONSENT = "To train on the CPU, run train --yes or set i_know_what_i_am_doing."
@@ -46,7 +46,7 @@ def ready_plan(arguments: Arguments) -> Budget:
     """The plan with its estimate; with `offload: auto` the plan has the chosen settings.
 
     Raises:
-        ConfigError: with all problems at once, including a run that does not fit.
+        ConfigError: lists all problems, including a run that does not fit.
     """
     problems, budget = arguments.problems, weigh_plan(arguments)
     problems.extend(check_devices(budget.config.launch.local_processes))
@@ -56,12 +56,12 @@ def ready_plan(arguments: Arguments) -> Budget:
 
 
 def check_devices(processes: int) -> Iterator[Problem]:
-    """Each process needs a device of its own. A launcher may have shown each process only its own already."""
+    """Check that there is a device for every process. Skipped under a launcher, which may expose only one."""
     count = devices.count_gpus()
-    # 0 may mean that the driver does not answer, which torch reports.
+    # 0 may mean that the driver does not respond, which torch reports.
     if 0 < count < processes and launched(os.environ) is None:
         gpus = counted(count, "GPU")
-        message = f"{processes} processes on this machine, which has {gpus}; each needs one of its own."
+        message = f"{processes} processes need as many GPUs, but this machine has {gpus}."
         yield Problem("num_processes", message)
 
 
@@ -86,7 +86,7 @@ def with_warnings(budget: Budget, warnings: list[Problem]) -> Budget:
 
 
 def _with_equivalent(problem: Problem, arguments: Arguments) -> Problem:
-    """A problem; if a full fine-tune was asked for what only a LoRA can save, with what saves memory there."""
+    """The problem; if a full fine-tune has a memory setting for LoRAs only, with settings that would fit instead."""
     if not problem.fatal or problem.where not in FOR_LORA:
         return problem
     ways: dict[str, Change] = {}
@@ -156,14 +156,14 @@ def check_gpu(budget: Budget, *, yes: bool = False) -> Iterator[Problem]:
     """A warning about a published model without a GPU; `train` refuses it if consent is needed and not given.
 
     Args:
-        yes: it was given on the command line, so it is not asked for.
+        yes: consent was given on the command line.
     """
     device, seconds = budget.device, sum(remaining_seconds(budget))
     if device.is_gpu or not seconds or budget.parts.transformer.parameters < FULL_SIZE:
         return
     why, advice = "no GPU can be used here", ""
     if device.idle:
-        why, advice = f"torch cannot use the {device.idle} of this machine", " docs/INSTALL.md says what to do."
+        why, advice = f"torch cannot use the {device.idle} of this machine", " See docs/INSTALL.md."
         if not devices.torch_uses_gpus():
             why += ", since its CPU build is installed"
             advice = " Run pip uninstall torch, then pip install torch."

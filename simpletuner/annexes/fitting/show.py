@@ -1,6 +1,6 @@
-"""The plan: what will run, on which data and device, with which settings and at what cost.
+"""Shows a plan: model, data, device, settings and cost.
 
-As text for people, and as one JSON document for programs (`simpletuner plan --json`).
+As text for users, and as one JSON document for programs (`simpletuner plan --json`).
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ from simpletuner.plan.entries import evaluated, previews_of_a_round
 from simpletuner.redaction import redact_settings
 
 logger = logging.getLogger(__name__)
-# Of longer ledgers, only counts and rejected files are shown.
+# Longer ledgers are reduced to counts and rejected files.
 LONGEST_LEDGER = 60
-PREVIEW_INTERVALS = {"steps": "validation_step_interval", "epochs": "validation_epoch_interval"}
+PREVIEW_INTERVALS = {"step": "validation_step_interval", "epoch": "validation_epoch_interval"}
 NEARLY_HALF = 0.6  # of the rounds of previews
 MOST_LEFT_OUT = 200  # files of a dataset that are listed with their reason; the plan in the terminal lists all
 MISSING_GPU = "device"  # `where` of the warning about a missing GPU, which is shown first
@@ -105,19 +105,19 @@ def _length_lines(plan: Plan) -> Iterator[str]:
 
 
 def changed_settings(plan: Plan) -> list[tuple[str, Any, str]]:
-    """Settings that somebody set, with value and origin; secrets are redacted."""
+    """Settings other than defaults, with value and origin; secrets are redacted."""
     values, origins = redact_settings(plan.config.flat), plan.config.origins
     return [(name, values[name], origins[name]) for name in plan.config.keys_set()]
 
 
 def _ledger_lines(dataset: Dataset) -> Iterator[str]:
     total = len(dataset.samples) + len(dataset.rejected)
-    yield f"Dataset {dataset.id}: {len(dataset.samples)} of {total} files are used"
+    yield f"Dataset {dataset.id}: {len(dataset.samples)} of {counted(total, 'file')} used"
     if dataset.changes_each_epoch:
         yield "  crops are redrawn and re-encoded each epoch (vae_cache_clear_each_epoch false keeps the first)"
     for label, count in sorted(dataset.sizes().items()):
         yield f"  bucket {label}: {count}"
-    # In a long ledger, people look for what is missing.
+    # In a long ledger, only unused files are of interest.
     shown = dataset.ledger() if total <= LONGEST_LEDGER else dataset.unused()
     for entry in shown[:LONGEST_LEDGER]:
         yield visible(f"  {entry.name}: {_fate(entry)}")
@@ -142,8 +142,8 @@ def _cache_lines(budget: Budget) -> Iterator[str]:
     if listing is None:
         transformer = plan.source["transformer"]
         absence = transformer.absence()
-        told = f"about {gigabytes(budget.parts.download)} will be downloaded first; then everything is encoded once."
-        yield f"Caches: {f'{transformer.location!r} {absence}' if absence else told}"
+        steps = f"about {gigabytes(budget.parts.download)} will be downloaded first; then everything is encoded once."
+        yield f"Caches: {f'{transformer.location!r} {absence}' if absence else steps}"
         return
     noun, later = plan.spec.media_noun, len(listing.encoded_in_training)
     for what, entries in (("captions and prompts", listing.texts), (noun, listing.ahead)):
@@ -158,7 +158,7 @@ def _cache_lines(budget: Budget) -> Iterator[str]:
 
 def _cached(what: str, entries: Entries[Any]) -> str:
     absent, total = len(entries.missing), len(entries)
-    return f"Cache of {what}: {total - absent} of {total} are there, {absent} to encode"
+    return f"Cache of {what}: {total - absent} of {total} exist, {absent} to encode"
 
 
 def _preview_lines(plan: Plan) -> Iterator[str]:
@@ -172,7 +172,8 @@ def _preview_lines(plan: Plan) -> Iterator[str]:
         count, subjects = previews_of_a_round(plan)
         more = f", {count} {plan.spec.media_noun} a round" if subjects > len(plan.prompts) else ""
         flat = plan.config.flat
-        often = " and ".join(f"every {flat[key]} {unit}" for unit, key in PREVIEW_INTERVALS.items() if flat[key])
+        intervals = [(flat[key], unit) for unit, key in PREVIEW_INTERVALS.items() if flat[key]]
+        often = " and ".join(f"every {unit if many == 1 else counted(many, unit)}" for many, unit in intervals)
         yield f"Previews {often} at {sizes}: {names}{more}"
     for hook in plan.config.webhooks.hooks:
         yield f"Events are sent to a {hook}"
@@ -194,13 +195,13 @@ def budget_lines(budget: Budget) -> Iterator[str]:
         if launch.sequence_parallel_size > 1:
             shared = f"the tokens of a sample are shared by {launch.sequence_parallel_size} processes"
             yield f"  {shared}, each of which exchanges {gigabytes(budget.sent.exchanged)} a step"
-        yield "  memory is that of one device, and on the host of all processes of a machine"
+        yield "  device memory is of one process, host memory of all processes of a machine"
     yield from _phase_lines(budget)
     yield from _bucket_lines(budget)
     yield from _density_lines(budget)
     yield from _time_lines(budget)
     yield from _way_lines(budget)
-    added = budget.model.added(budget.steps[0].load)  # which the estimates above include
+    added = budget.model.added(budget.steps[0].load)  # included in the estimates above
     kinds = ((added.forwards, "forward"), (added.passes, "forward and backward"))
     if extra := " and ".join(f"{count:.2g} extra {kind} passes" for count, kind in kinds if count):
         yield f"  with {extra} a micro-step on average"
@@ -213,7 +214,7 @@ def budget_lines(budget: Budget) -> Iterator[str]:
 
 
 def _phase_lines(budget: Budget) -> Iterator[str]:
-    """Peaks of the phases; for training, of the largest bucket."""
+    """Peak memory of the phases; for training, of the largest bucket."""
     worst = max((phase for phase in budget.phases if phase.trains), key=lambda phase: phase.device, default=None)
     shown = [phase for phase in budget.phases if not phase.trains or phase is worst]
     width = max(len(name) for name in ("peak memory", *(phase.name for phase in shown))) + 2
@@ -224,7 +225,7 @@ def _phase_lines(budget: Budget) -> Iterator[str]:
 
 
 def _row(name: str, width: int, *cells: str) -> str:
-    """A line of a table, whose names take `width` columns."""
+    """A line of a table; its name takes `width` columns."""
     return f"  {name:<{width}}" + "".join(f"{cell:>10}" for cell in cells)
 
 
@@ -235,7 +236,7 @@ def _bucket_lines(budget: Budget) -> Iterator[str]:
     yield _row("micro-step", width, "tokens", "TFLOP", "weights", "trained", "inputs", "block", "time")
     for bucket, step in buckets[:SHOWN_BUCKETS]:
         memory, cost = step.memory, step.cost
-        # The columns sum up to the peak of the step.
+        # These columns add up to the peak of the step.
         parts = memory.weights, memory.trained + memory.update, memory.inputs, memory.block + memory.outside
         tokens, flops = str(step.load.samples * step.load.tokens), f"{cost.executed.total / 1e12:.3g}"
         yield _row(bucket.label, width, tokens, flops, *map(gigabytes, parts), duration(cost.seconds))
@@ -244,7 +245,7 @@ def _bucket_lines(budget: Budget) -> Iterator[str]:
 
 
 def _density_lines(budget: Budget) -> Iterator[str]:
-    """How many tiles block-sparse attention visits in the largest buckets, which the TFLOP and the time include."""
+    """The density of block-sparse attention in the largest buckets; TFLOP and time include it."""
     density, known = budget.parts.transformer.density, budget.outcome.densities
     if density is not None:
         shown = zip(budget.workload.buckets[:SHOWN_BUCKETS], [step.load.tokens for step in budget.steps], strict=False)
@@ -262,22 +263,22 @@ def _time_lines(budget: Budget) -> Iterator[str]:
         return
     training, previews = remaining_seconds(budget)
     beside = f", and {duration(previews)} for previews" if previews else ""
-    step, whole, steps = duration(budget.step_seconds), duration(training), remaining_steps(plan)
-    yield f"  about {step} a step, {whole} for {steps} steps{beside}; without filling the caches"
+    step, whole, steps = duration(budget.step_seconds), duration(training), counted(remaining_steps(plan), "step")
+    yield f"  about {step} a step, {whole} for {steps}{beside}; without filling the caches"
     if previews:
         count, share = preview_rounds(plan), previews / (training + previews)
         yield f"  {counted(count, 'round')} of previews, {share:.0%} of that time; {halved_previews(plan)} halves it"
     if (known := budget.outcome) != UNCORRECTED:
         yield f"  corrected by earlier runs, the last on {known.day}: x{known.step:.2f}"
     if batch := free_batch(budget, steps_per_epoch(plan)):
-        yield f"  the GPU waits for the host, which launches its kernels: train_batch_size {batch} is as fast a step"
+        yield f"  the GPU waits for the host to launch kernels: with train_batch_size {batch} a step takes as long"
 
 
 def halved_previews(plan: Plan) -> str:
     """The setting that halves the time of previews."""
     flat = plan.config.flat
     intervals = {key: 2 * flat[key] for key in PREVIEW_INTERVALS.values() if flat[key] is not None}
-    # With few rounds, the first and the last are most of them.
+    # With few rounds, doubling the interval does not halve them: the first and last always take place.
     fewer = preview_rounds(replace(plan, config=plan.config.with_values(intervals, "")))
     if fewer <= NEARLY_HALF * preview_rounds(plan):
         return " and ".join(f"{key} {value}" for key, value in intervals.items())
@@ -285,7 +286,7 @@ def halved_previews(plan: Plan) -> str:
 
 
 def _way_lines(budget: Budget) -> Iterator[str]:
-    """The ways to use several devices: peak memory, bytes that each process sends in a step, and time."""
+    """The ways to use several devices, with peak memory, bytes sent per process and step, and time."""
     ways = find_ways(budget)
     if ways:
         yield _row("ways to train", 17, "device", "host", "sent", "step")
@@ -387,7 +388,7 @@ def _described(budget: Budget) -> dict[str, Any]:
 
 
 def _learned(dataset: Dataset) -> float | None:
-    """The share of its files that their masks leave to learn, on average; None without masks."""
+    """The mean share of a file that its mask leaves to learn; None without masks."""
     white = dataset.white.values()
     return sum(white) / len(white) if white else None
 

@@ -85,7 +85,7 @@ def _check_captions(material: Material, model: str | None, *, captions: bool) ->
     if not captions and missing and (captioned or material.sources):
         first = material.uncaptioned[0]
         advice = "writes them with the model's own Qwen2.5-VL, or put a .txt file of the same name beside each."
-        message = f"{missing} of {missing + captioned} files have no caption ({first} is the first). --caption {advice}"
+        message = f"no caption for {missing} of {missing + captioned} files ({first} is the first). --caption {advice}"
         yield Problem("", message)
 
 

@@ -16,7 +16,7 @@ from simpletuner.atomic import write_json
 from simpletuner.budget.budget import Budget
 from simpletuner.budget.device import gigabytes
 from simpletuner.config.sources import DATASET_FILE, Arguments, configured
-from simpletuner.errors import ConfigError, Problem, Problems
+from simpletuner.errors import ConfigError, Problem, Problems, counted
 from simpletuner.validation.clip_writer import write_mp4
 
 NO_GPU = "There is no GPU here. For an estimate, name plan_device_memory_gb below and enter the memory of yours."
@@ -54,7 +54,7 @@ def run_time(budget: Budget, *, has_data: bool) -> str:
     steps, time = budget.plan.length.total_steps, f"about {duration(budget.step_seconds)} a step"
     # Without files, the steps of an epoch are unknown.
     if has_data or budget.config.schedule.max_train_steps:
-        time += f", {duration(budget.step_seconds * steps)} for {steps} steps"
+        time += f", {duration(budget.step_seconds * steps)} for {counted(steps, 'step')}"
     return f"{time}{'' if has_data else ', for samples of the usual size'}, without previews."
 
 
