@@ -1,5 +1,4 @@
-"""What aligns a block's hidden states, CREPA and LayerSync: their keys, and the rules between them and others. Free of
-torch."""
+"""Representation alignment (CREPA and LayerSync): keys, and the rules between them and other keys. Imports no torch."""
 
 from __future__ import annotations
 
@@ -41,18 +40,18 @@ class CrepaConfig(TechniqueGroup):
     crepa_cumulative_neighbors: Flag = option(False)
     """Use all distances up to crepa_adjacent_distance, not only that one."""
     crepa_normalize_by_frames: Flag = option(True)
-    """Average over the frames instead of adding them up."""
+    """Average over the frames instead of summing."""
     crepa_normalize_neighbour_sum: Flag = option(False)
     """Divide each frame's sum by the sum of its weights."""
     crepa_spatial_align: Flag = option(True)
-    """Compare position by position; false: compare the means of frames."""
+    """Compare position by position; false: compare frame means."""
     crepa_feature_source: Literal["encoder", "backbone"] = option(
         "encoder",
         refused={"self_flow": "is not available: it needs a moving-average teacher and a timestep for every token"},
     )
     """Source of the teacher's features: a vision encoder, or a later block of the model."""
     crepa_use_backbone_features: Flag = option(False)
-    """The same as crepa_feature_source backbone."""
+    """Same as crepa_feature_source backbone."""
     crepa_teacher_block_index: Integer | None = option(
         None,
         ge=0,
@@ -60,37 +59,37 @@ class CrepaConfig(TechniqueGroup):
     )
     """The teacher's block, counted from 0, for crepa_feature_source backbone."""
     crepa_encoder: Text = common("dinov2_vitg14", aliases=("crepa_model",), label="Vision Encoder")
-    """dinov2_vits14, _vitb14, _vitl14 or _vitg14, also with _reg, or a folder or hub id of transformers."""
-    # 37 patches per side, the size at which DINOv2 ended its training.
+    """dinov2_vits14, _vitb14, _vitl14 or _vitg14, each also with _reg, or a folder or hub id in transformers format."""
+    # 37 patches per side, the final training resolution of DINOv2.
     crepa_encoder_image_size: Integer = common(518, ge=64, label="Vision Encoder Size")
-    """Pixels per side of its pictures, a multiple of 14. Smaller is faster and coarser."""
+    """Input size of the vision encoder in pixels per side, a multiple of 14. Smaller is faster and coarser."""
     crepa_encoder_resize: Literal["aspect", "square"] = option("aspect")
-    """square: frames are stretched to a square; aspect: they keep their proportions, with no more patches."""
+    """square: stretch frames to a square; aspect: keep their proportions, with no more patches than a square."""
     crepa_encoder_frames_batch_size: Integer = option(-1, ge=-1)
-    """Frames per batch of the encoder; -1 is a whole clip."""
+    """Frames per encoder batch; -1: a whole clip."""
     crepa_cache: Literal["auto", "disk", "off"] = option("auto")
-    """disk: features are stored beside the latents, so that neither encoder nor VAE is loaded in training; off: they
-    are computed in every step; auto: disk if they fit into a fifth of the free space."""
+    """disk: store features beside the latents, so that training loads neither encoder nor VAE; off: compute them in
+    every step; auto: disk if they fit into a fifth of the free space."""
     crepa_drop_vae_encoder: Flag = common(False)
     """Drop the encoder half of the teacher's VAE, which saves memory."""
     crepa_scheduler: Literal["constant", "linear", "cosine", "polynomial"] = option("constant")
     """Decay of the weight from crepa_lambda to crepa_lambda_end."""
     crepa_warmup_steps: Integer = option(0, ge=0)
-    """Steps of a linear warm-up of the weight from 0."""
+    """Steps of a linear warm-up from 0."""
     crepa_decay_steps: Integer = option(0, ge=0)
     """Last step of the decay; 0: the last step of the run."""
     crepa_lambda_end: Number = option(0.0, ge=0, label="End Weight")
-    """The weight after the decay."""
+    """Weight after the decay."""
     crepa_power: Number = option(1.0, gt=0)
     """Power of the polynomial schedule."""
     crepa_cutoff_step: Integer = option(0, ge=0)
-    """The weight is 0 from this step on; 0: never."""
+    """Step from which the weight is 0; 0: never."""
     crepa_similarity_threshold: Number | None = option(None, gt=0, le=1)
-    """Switch off when the averaged crepa_alignment_score reaches this."""
+    """Turn CREPA off when the moving average of crepa_alignment_score reaches this value."""
     crepa_similarity_ema_decay: Number = option(0.99, ge=0, lt=1)
-    """Decay of that average."""
+    """Decay of the moving average."""
     crepa_threshold_mode: Literal["permanent", "recoverable"] = option("permanent")
-    """After the threshold: off for good, or until the average falls below it."""
+    """After the threshold is reached: off permanently, or until the average falls below it."""
     irepa_enabled: Flag = option(False, requires=when("crepa_enabled", fatal=True), label="iREPA")
     """With crepa_enabled: a convolution as projector and normalised features (iREPA); also aligns pictures."""
     irepa_spatial_norm_alpha: Number = option(0.6, ge=0)
@@ -105,22 +104,22 @@ class CrepaConfig(TechniqueGroup):
 
     @property
     def needs_encoder(self) -> bool:
-        """Whether features of a vision encoder are used: not at a weight that is always 0."""
-        # Of a schedule from 0, the end counts.
+        """Whether vision encoder features are used; not if the weight is always 0."""
+        # A schedule that starts at 0 may end above it.
         decays = self.crepa_scheduler != "constant" and self.crepa_lambda_end > 0
         return self.crepa_enabled and not self.from_backbone and (self.crepa_lambda > 0 or decays)
 
     def patches(self, height: int, width: int) -> tuple[int, int]:
-        """Rows and columns of the encoder's patches for a frame of these proportions."""
+        """Rows and columns of encoder patches for a frame of these proportions."""
         side = self.crepa_encoder_image_size // PATCH
         if self.crepa_encoder_resize == "square":
             return side, side
-        # rows · columns <= side² and rows : columns ≈ height : width. 1e-9: sqrt may end just below a whole number.
+        # rows · columns <= side² and rows : columns ≈ height : width; 1e-9 in case sqrt ends just below an integer.
         rows, columns = (int(side * math.sqrt(ratio) + 1e-9) for ratio in (height / width, width / height))
         return max(rows, 1), max(columns, 1)
 
     def check(self, config: RunConfig) -> Iterator[Problem]:
-        """Contradictions between the keys."""
+        """Report contradictions between keys."""
         yield from _check_source(self, config.is_explicit)
         if self.crepa_scheduler != "constant" and 0 < self.crepa_decay_steps <= self.crepa_warmup_steps:
             message = f"{self.crepa_decay_steps} is not after crepa_warmup_steps {self.crepa_warmup_steps}, where the"
@@ -132,7 +131,7 @@ class CrepaConfig(TechniqueGroup):
             yield Problem("crepa_encoder_image_size", message)
 
     def check_model(self, spec: FamilySpec, routes: Sequence[Route], blocks: int | None) -> Iterator[Problem]:
-        """Frames to align, and blocks that the model has."""
+        """Report a model without frames to align, and blocks that it lacks."""
         if spec.media != "video" and not self.irepa_enabled:
             message = f"aligns the frames of clips, but {spec.title} makes pictures."
             yield Problem("crepa_enabled", f"{message} To align a picture, set irepa_enabled, too.")
@@ -142,7 +141,7 @@ class CrepaConfig(TechniqueGroup):
         yield from beyond_last(chosen, blocks)
 
     def check_datasets(self, config: RunConfig, datasets: Sequence[Dataset]) -> Iterator[Problem]:
-        """Pixels that are still to be encoded when the teacher is loaded."""
+        """Report datasets that are encoded during training, when the teacher is loaded."""
         for dataset in (each.config for each in datasets if self.needs_encoder and each.config.is_trained):
             reasons = {
                 "vae_cache_disable": dataset.vae_cache_disable,
@@ -150,7 +149,7 @@ class CrepaConfig(TechniqueGroup):
                 "vae_cache_clear_each_epoch": dataset.vae_cache_clear_each_epoch,
             }
             later = [key for key, is_on in reasons.items() if is_on]
-            # Clearing comes between epochs, when features are cached anew like the latents.
+            # Caches are cleared between epochs, and features are then cached again along with the latents.
             if later and later[0] != "vae_cache_clear_each_epoch" and self.crepa_cache != "off":
                 message = f"{self.crepa_cache!r} needs latents that are cached before training;"
                 yield Problem("crepa_cache", f"{message} with {later[0]} use off.")
@@ -164,9 +163,9 @@ class CrepaConfig(TechniqueGroup):
 
 
 def _check_source(crepa: CrepaConfig, is_explicit: Callable[[str], bool]) -> Iterator[Problem]:
-    """One source of features, and a teacher that is another block than the student."""
+    """Check for a single feature source, and for a teacher block after the student."""
     source, flag = crepa.crepa_feature_source, crepa.crepa_use_backbone_features
-    # A default contradicts nothing.
+    # Only explicit keys can contradict each other.
     both = is_explicit("crepa_feature_source") and is_explicit("crepa_use_backbone_features")
     if both and flag != (source == "backbone"):
         message = f"{source!r} contradicts crepa_use_backbone_features {str(flag).lower()}; remove one of them."
@@ -182,7 +181,7 @@ def _check_source(crepa: CrepaConfig, is_explicit: Callable[[str], bool]) -> Ite
         yield warning("crepa_teacher_block_index", message)
 
 
-# The authors' weights: for training from scratch, and in their LoRA for Wan, both in github.com/vita-epfl/LayerSync.
+# The authors' weights, for training from scratch and for their Wan LoRA: github.com/vita-epfl/LayerSync.
 DEFAULT_WEIGHTS = {"full": 0.2, "lora": 0.002}
 SWITCH, BLOCKS = "layersync_enabled", ("layersync_student_block", "layersync_teacher_block")
 
@@ -197,7 +196,7 @@ class LayerSyncConfig(TechniqueGroup):
     layersync_student_block: Integer | None = common(None, ge=0)
     """The aligned block, counted from 0."""
     layersync_teacher_block: Integer | None = common(None, ge=0)
-    """The deeper block to align with."""
+    """The deeper block that it is aligned with."""
     layersync_lambda: Number | None = option(None, ge=0, default_note="0.002 for a LoRA, 0.2 for full", label="Weight")
     """Weight of the loss."""
 
@@ -208,22 +207,22 @@ class LayerSyncConfig(TechniqueGroup):
 
     @property
     def blocks(self) -> dict[str, int]:
-        """The student and the teacher, as far as they are set, by their keys."""
+        """The student and teacher blocks that are set, by key."""
         return {key: block for key in BLOCKS if (block := getattr(self, key)) is not None}
 
     def check_model(self, spec: FamilySpec, routes: Sequence[Route], blocks: int | None) -> Iterator[Problem]:
-        """Two different blocks of the model whose tokens can be compared."""
-        given = self.blocks
-        for key in (key for key in BLOCKS if key not in given):
+        """Check for two different blocks of the model with comparable tokens."""
+        chosen = self.blocks
+        for key in (key for key in BLOCKS if key not in chosen):
             yield Problem(key, f"is required by {SWITCH}: a block of the transformer, counted from 0.")
-        yield from beyond_last(given, blocks)
-        if len(given) > len(set(given.values())):
+        yield from beyond_last(chosen, blocks)
+        if len(chosen) > len(set(chosen.values())):
             yield Problem(BLOCKS[1], "is the student block, too; a block always equals itself, so choose a deeper one.")
-        elif len(given) == 2 and given[BLOCKS[0]] > given[BLOCKS[1]]:
-            message = f"{given[BLOCKS[1]]} comes before {BLOCKS[0]} {given[BLOCKS[0]]}; align with a deeper block."
+        elif len(chosen) == 2 and chosen[BLOCKS[0]] > chosen[BLOCKS[1]]:
+            message = f"{chosen[BLOCKS[1]]} comes before {BLOCKS[0]} {chosen[BLOCKS[0]]}; align with a deeper block."
             yield warning(BLOCKS[1], message)
-        # One route drops the same tokens in both blocks, and a block without a route has them all.
-        touched = [route for route in routes if blocks is not None and route.among(blocks).holds(*given.values())]
+        # A single route drops the same tokens in both blocks, and a block outside all routes has every token.
+        touched = [route for route in routes if blocks is not None and route.among(blocks).holds(*chosen.values())]
         if len(touched) > 1:
             message = "and the student block are in two routes of tread_config, which keep other tokens; use one."
             yield Problem(BLOCKS[1], message)

@@ -1,6 +1,6 @@
-"""The dataset file: a JSON list of objects, one per dataset or text cache, as typed values.
+"""The dataset file: a JSON list of objects, one per dataset or text cache, parsed into typed values.
 
-A key that is unknown, misspelt or of the wrong type becomes a problem with its dataset's name; all are found at once.
+Unknown or misspelt keys and values of the wrong type become problems with the dataset's name, all reported at once.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from pydantic import BeforeValidator
 
 from simpletuner.config import values
 from simpletuner.config.load import Layer, build_group, canonical
-from simpletuner.config.option import Group, Option, accepted, common, describe, option
+from simpletuner.config.option import Group, Option, accepted, common, describe, option, options_of
 from simpletuner.config.remote import BucketKeys, CompositeImage, HubKeys, RowFilter, TableKeys, check_written
-from simpletuner.config.schema import LARGEST_SIZE, Alignment, CaptionStrategy, SharedKeys, options_of
+from simpletuner.config.schema import LARGEST_SIZE, Alignment, CaptionStrategy, SharedKeys
 from simpletuner.config.sources import resolve_alias
 from simpletuner.config.upstream import instead_of
 from simpletuner.config.values import Flag, Integer, Json, Number, PathText, Text, TextList
@@ -49,14 +49,14 @@ class ParquetConfig(Group):
     height_column: Text | None = option(None)
     """Column of heights."""
     identifier_includes_extension: Flag = option(True)
-    """false: the names lack an extension, `.png` is assumed."""
+    """false: the names have no extension; `.png` is assumed."""
 
 
 class VideoConfig(Group):
     """Clips: frames, rate, buckets."""
 
     num_frames: Integer | None = common(None, ge=1)
-    """The first n frames are trained."""
+    """Number of trained frames, from the start of a clip."""
     min_frames: Integer | None = option(None, ge=1)
     """Shorter clips are left out."""
     max_frames: Integer | None = option(None, ge=1)
@@ -66,22 +66,22 @@ class VideoConfig(Group):
     is_i2v: Flag | None = common(None, label="First Frame Is the Condition")
     """Frame 0 is the condition."""
     bucket_strategy: Literal["aspect_ratio", "resolution_frames"] = option("aspect_ratio")
-    """How clips are grouped."""
+    """How clips are grouped into buckets."""
     frame_interval: Integer | None = option(None, ge=1)
     """Round lengths down to a multiple."""
     color_matrix: Literal["bt601", "bt709"] | None = option(None)
-    """Colour matrix of untagged clips; unset: bt709 from 1280 columns or 720 rows, else bt601."""
+    """Colour matrix of untagged clips; unset: bt709 for widths from 1280 or heights from 720, else bt601."""
 
 
 class CaptionShuffle(Group):
     """Shuffle the parts of captions."""
 
     enable: Flag = option(False)
-    """Whether to shuffle at all."""
+    """Whether to shuffle."""
     count: Integer = option(1, ge=1, le=1000)
     """Shuffled alternatives per caption."""
     seed: Integer = option(0)
-    """Seed of the orders."""
+    """Seed of the shuffle."""
     split_on: Literal["comma", "space", "period"] = option("comma")
     """Separator of the parts."""
     position_start: Integer = option(0, ge=0)
@@ -98,7 +98,7 @@ def parse_ratios(value: object) -> list[tuple[float, float]]:
     """(ratio, weight) of each entry of a list of numbers, or of objects whose weights sum to 1."""
     if not isinstance(value, list) or not value:
         raise ValueError("is not a list of ratios")
-    # Plain numbers are equally likely; weights of a mixed list would be a guess.
+    # Plain numbers are equally likely; a mixed list would leave weights undefined.
     if not any(isinstance(entry, dict) for entry in value):
         return [(_positive(entry), 1.0) for entry in value]
     if not all(isinstance(entry, dict) and set(entry) == {"aspect", "weight"} for entry in value):
@@ -120,16 +120,16 @@ def _positive(value: object, *, or_zero: bool = False) -> float:
 Ratios = Annotated[list[tuple[float, float]], BeforeValidator(parse_ratios)]
 
 
-# A key that is None here takes the value of config.json, if that has it too.
+# An unset (None) key takes the value of the same key in config.json, if there is one.
 class DatasetConfig(SharedKeys, HubKeys, BucketKeys, TableKeys):
     """Dataset"""
 
     id: Text = common(..., label="ID")
-    """Name of the dataset, once in the file."""
+    """Unique name of the dataset."""
     type: Literal["local", "huggingface", "aws", "csv"] = option("local")
     """Where the files are."""
     dataset_type: DatasetType = common("image", label="Dataset Type")
-    """Content of the entry."""
+    """What the entry holds."""
     disabled: Flag = option(False, aliases=("disable",))
     """Skip this entry without looking at its paths."""
     default: Flag = option(False)
@@ -139,11 +139,11 @@ class DatasetConfig(SharedKeys, HubKeys, BucketKeys, TableKeys):
     cache_dir_vae: PathText | None = option(None)
     """Folder for latents."""
     instance_data_dir: PathText | None = common(None, label="Folder")
-    """Folder of the pictures or clips, sub-folders included."""
+    """Folder of the pictures or clips; includes subfolders."""
     caption_strategy: CaptionStrategy | None = common(None)
     """Where captions come from."""
     disable_multiline_split: Flag = option(False)
-    """The whole text file is one caption."""
+    """Use the whole text file as one caption."""
     prepend_instance_prompt: Flag | None = option(None)
     """Prepend instance_prompt to all captions."""
     only_instance_prompt: Flag | None = option(None)
@@ -161,7 +161,7 @@ class DatasetConfig(SharedKeys, HubKeys, BucketKeys, TableKeys):
     aspect_bucket_alignment: Alignment | None = option(None)
     """Pixel grid."""
     crop: Flag = option(False)
-    """Crop to a ratio; false keeps the picture's own."""
+    """Crop to a ratio; false keeps the picture's ratio."""
     crop_aspect: Literal["square", "preserve", "closest", "random"] = option("square")
     """Which ratio to crop to."""
     crop_aspect_buckets: Ratios | None = option(None)
@@ -173,27 +173,27 @@ class DatasetConfig(SharedKeys, HubKeys, BucketKeys, TableKeys):
     maximum_aspect_ratio: Number | None = option(None, gt=0)
     """Wider pictures are left out."""
     max_upscale_threshold: Number | None = option(None, ge=0, le=1)
-    """With closest or random: exclude buckets that enlarge by more than this share."""
+    """With closest or random: exclude buckets that enlarge a picture by more than this share."""
     repeats: Integer | None = common(None, ge=0, le=MOST_REPEATS)
-    """Extra passes: a sample is seen repeats + 1 times an epoch."""
+    """Extra passes: a sample is seen repeats + 1 times per epoch."""
     probability: Number = option(1.0, ge=0)
-    """Weight among the datasets."""
+    """Sampling weight relative to other datasets."""
     train_batch_size: Integer | None = option(None, ge=1)
     """Batch size of this dataset."""
     max_num_samples: Integer | None = option(None, ge=1)
     """Use a fixed subset of this size."""
     hold_out: Integer = option(0, ge=0)
-    """Keep so many samples from training, to measure the evaluation loss on them."""
+    """Number of samples to hold out of training, for the evaluation loss."""
     exclude_files: Text = option("exclude.json")
-    """JSON list of files to leave out; it lies in the dataset's folder."""
+    """JSON list of files to leave out, in the dataset's folder."""
     start_epoch: Integer = option(1, ge=1)
     """First epoch that uses the dataset."""
     start_step: Integer = option(0, ge=0)
-    """First step that uses it."""
+    """First step that uses the dataset."""
     end_epoch: Integer | None = option(None, ge=1)
-    """Last epoch that uses it."""
+    """Last epoch that uses the dataset."""
     end_step: Integer | None = option(None, ge=1)
-    """Last step that uses it."""
+    """Last step that uses the dataset."""
     text_embeds: Text | None = option(None)
     """Id of the text_embeds entry to use."""
     image_embeds: Text | None = option(None)
@@ -204,7 +204,7 @@ class DatasetConfig(SharedKeys, HubKeys, BucketKeys, TableKeys):
     vae_cache_clear_each_epoch: Flag | None = option(None)
     """Redraw random crops and encode them each epoch."""
     vae_cache_disable: Flag | None = option(None)
-    """Encode latents at every use and cache none."""
+    """Encode latents at every use instead of caching them."""
     preserve_data_backend_cache: Flag | None = option(None)
     """Do not look for added files."""
     compress_cache: Flag | None = option(None)
@@ -218,15 +218,15 @@ class DatasetConfig(SharedKeys, HubKeys, BucketKeys, TableKeys):
     caption_shuffle: CaptionShuffle | None = option(None)
     """Shuffle the parts of captions."""
     caption_filter_list: Json | None = option(None)
-    """Texts or expressions removed from captions."""
+    """Texts or regular expressions to remove from captions."""
     timestep_sampling_offset: Number = option(0.0, ge=-100, le=100)
     """Added before the sigmoid of logit-normal sigmas: above 0 trains on noisier samples, below 0 on cleaner."""
     is_regularisation_data: Flag = option(False)
     """The target is the base model's own prediction."""
     slider_strength: Number | None = option(None, ge=-100, le=100)
-    """Multiplies the LoRA's strength in steps on this dataset; 0 or unset is neutral."""
+    """Multiplies the LoRA's strength in this dataset's steps; 0 or unset is neutral."""
     disable_validation: Flag = option(False)
-    """Use none of its samples in validation."""
+    """Do not use samples of this dataset in validation."""
     hash_filenames: Json | None = accepted(None, "names of entries are always hashes of what they hold")
     ignore_epochs: Json | None = accepted(None, "an epoch counts every dataset that is trained")
     conditioning_type: ConditioningType | None = option(None)
@@ -238,18 +238,18 @@ class DatasetConfig(SharedKeys, HubKeys, BucketKeys, TableKeys):
     conditioning: Json | None = option(None)
     """Generate a conditioning dataset."""
     allow_private_urls: Flag = option(False)
-    """Allow a table's addresses in private networks, and its files outside of the table's folder."""
+    """Allow a table's URLs in private networks, and its files outside the table's folder."""
     huggingface: Json | None = option(None)
-    """The keys of type huggingface inside an object."""
+    """Keys of type huggingface, as a nested object."""
     video: VideoConfig = option(VideoConfig())  # frozen, so all entries may share it
     """Rules for clips."""
     sana_motion_score: Number | None = option(None)
-    """Motion score of its captions (Sana Video), instead of the run's. A caption that already ends with a score keeps
-    it."""
+    """Motion score of this dataset's captions (Sana Video), overriding the run's. A caption that already ends with a
+    score keeps it."""
 
     @property
     def is_conditioning(self) -> bool:
-        """A `conditioning_type` makes an entry a conditioning dataset, whatever its dataset_type says."""
+        """Whether this is a conditioning dataset: any entry with a `conditioning_type`, whatever its dataset_type."""
         return self.dataset_type == "conditioning" or self.conditioning_type is not None
 
     @property
@@ -258,24 +258,24 @@ class DatasetConfig(SharedKeys, HubKeys, BucketKeys, TableKeys):
 
     @property
     def holds_clips(self) -> bool:
-        """Whether its files are clips: a video dataset, or an eval one with rules for clips."""
+        """Whether the files are clips: a video dataset, or an eval dataset with rules for clips."""
         return self.dataset_type == "video" or (self.dataset_type == "eval" and self.video != VideoConfig())
 
     @property
     def varies_by_epoch(self) -> bool:
-        """Whether epochs may have different numbers of batches for a reason other than the epochs it takes part in."""
+        """Whether the number of batches may vary between epochs that use the dataset."""
         return self.crop_aspect == "random" or self.start_step > 1 or self.end_step is not None
 
     @property
     def is_trained(self) -> bool:
-        """Whether its samples are drawn in training."""
+        """Whether its samples are used for training."""
         return self.dataset_type in ("image", "video") and not self.is_conditioning
 
 
 PLACEHOLDER = re.compile(r"\{(model_family|output_dir|id)\}")
 LONGEST_ID = 100
 UNSAFE_ID = re.compile(r"[/\\\x00-\x1f\x7f]")
-# Where placeholders such as {id} are replaced.
+# Keys in which placeholders such as {id} are replaced.
 PATH_KEYS = ("cache_dir", "cache_dir_vae", "instance_data_dir", "csv_file", "csv_cache_dir", "huggingface_cache_dir")
 PARTS: Mapping[str, type[Group]] = {
     "video": VideoConfig,
@@ -287,7 +287,7 @@ PARTS: Mapping[str, type[Group]] = {
 
 
 def dataset_options() -> dict[str, Option]:
-    """Every key of a dataset as its file nests it: `resolution`, `video.num_frames`."""
+    """Every key of a dataset by its nested name: `resolution`, `video.num_frames`."""
     groups: dict[str, type[Group]] = {"": DatasetConfig, **{f"{part}.": group for part, group in PARTS.items()}}
     return {
         f"{prefix}{name}": replace(describe(f"{prefix}{name}", group, field), section=DATASET_FILE)
@@ -315,14 +315,14 @@ def read_datasets(path: Path, *, placeholders: dict[str, str]) -> Reading[list[D
 
 
 def parse_datasets(content: list[Any], path: Path, placeholders: dict[str, str]) -> Reading[list[DatasetConfig]]:
-    """The enabled entries in the content of a dataset file."""
+    """The enabled entries of a parsed dataset file."""
     if not content:
         yield Problem(str(path), "holds no datasets.")
         return []
     entries = []
     for index, entry in enumerate(content):
         entries.append((yield from _read_entry(entry, path.name, index, placeholders)))
-    # Before references are checked: a disabled entry must not be the target of one.
+    # Before references are checked, since they must not point to disabled entries.
     enabled = [entry for entry in entries if entry is not None and not entry.disabled]
     if all(entry is not None and entry.disabled for entry in entries):
         yield Problem(str(path), "all datasets are disabled.")
@@ -333,46 +333,46 @@ def parse_datasets(content: list[Any], path: Path, placeholders: dict[str, str])
 
 
 def check_references(datasets: Sequence[DatasetConfig]) -> Iterator[Problem]:
-    """Ids are unique, and every reference names an existing entry."""
+    """Ids are unique, one text cache at most is the default, and every reference names an existing entry."""
     for name, count in Counter(dataset.id for dataset in datasets).items():
         if count > 1:
             yield Problem(name, f"is the id of {count} datasets; ids must be unique.")
-    defaults = [dataset.id for dataset in datasets if dataset.is_text_embeds and dataset.default]
+    texts = [each for each in datasets if each.is_text_embeds]
+    defaults = [each.id for each in texts if each.default]
     if len(defaults) > 1:
         yield Problem("default", f"two text_embeds entries are the default: {', '.join(defaults)}.")
-    known = {
-        "text_embeds": [dataset.id for dataset in datasets if dataset.is_text_embeds],
-        "image_embeds": [dataset.id for dataset in datasets if dataset.dataset_type == "image_embeds"],
-        "conditioning_data": [dataset.id for dataset in datasets if dataset.is_conditioning],
-        "source_dataset_id": [dataset.id for dataset in datasets],
-    }
-    for dataset in datasets:
-        for key, ids in known.items():
-            yield from _check_names(dataset, key, ids)
-        if dataset.is_conditioning:
-            yield from _check_condition(dataset)
+    yield from _check_names(datasets, "text_embeds", texts)
+    pictures = [each for each in datasets if each.dataset_type == "image_embeds"]
+    yield from _check_names(datasets, "image_embeds", pictures)
+    conditions = [each for each in datasets if each.is_conditioning]
+    yield from _check_names(datasets, "conditioning_data", conditions)
+    yield from _check_names(datasets, "source_dataset_id", datasets)
+    for dataset in conditions:
+        yield from _check_condition(dataset)
 
 
 def _check_condition(dataset: DatasetConfig) -> Iterator[Problem]:
     if dataset.id in (*(dataset.conditioning_data or []), dataset.source_dataset_id):
-        yield Problem(dataset.id, "conditions itself; name it in conditioning_data of what it belongs to.")
+        yield Problem(dataset.id, "conditions itself; name it in conditioning_data of the dataset it belongs to.")
     elif dataset.conditioning_data:
         message = "has no effect: this dataset itself conditions others."
         yield warning(f"{dataset.id}.conditioning_data", message)
 
 
-def _check_names(dataset: DatasetConfig, key: str, known: Sequence[str]) -> Iterator[Problem]:
-    """Whether the ids in a key, a text or a list of texts, are known."""
-    value = getattr(dataset, key) or []
-    for name in [value] if isinstance(value, str) else value:
-        if name not in known:
-            choices = ", ".join(known) or "there are none"
-            message = f"{name!r} is not the id of such an entry ({choices}).{did_you_mean(name, known)}"
-            yield Problem(f"{dataset.id}.{key}", message)
+def _check_names(datasets: Sequence[DatasetConfig], key: str, targets: Sequence[DatasetConfig]) -> Iterator[Problem]:
+    """Whether a key of the datasets, a text or a list of texts, holds ids of these targets."""
+    known = [target.id for target in targets]
+    for dataset in datasets:
+        value = getattr(dataset, key) or []
+        for name in [value] if isinstance(value, str) else value:
+            if name not in known:
+                choices = ", ".join(known) or "there are none"
+                message = f"{name!r} is not the id of such an entry ({choices}).{did_you_mean(name, known)}"
+                yield Problem(f"{dataset.id}.{key}", message)
 
 
 def _check_accepted(entry: DatasetConfig) -> Reading[None]:
-    """Keys that are set and never have an effect."""
+    """Report keys that are set and never have an effect."""
     for key, declared in options_of(DatasetConfig).items():
         for condition in declared.requires if getattr(entry, declared.name) != declared.default else ():
             yield warning(key, condition.lacking)
@@ -385,25 +385,25 @@ def _read_entry(entry: Any, file: str, index: int, placeholders: dict[str, str])
         return None
     name = entry.get("id") or entry.get("--id")
     where = f"{file}: {name}" if isinstance(name, str | int) and name else number
-    found = Problems(check_written(entry))
-    keys = found.take(_canonical(_flat(entry), DatasetConfig))
+    problems = Problems(check_written(entry))
+    keys = problems.take(_canonical(_flat(entry), DatasetConfig))
     if str(keys.get("disabled")).strip().lower() in values.TRUE_WORDS:
-        return DatasetConfig(id=where, disabled=True)  # and drops what was wrong in it
-    # Aliases and comments inside of nested objects; `canonical` handles one level.
+        return DatasetConfig(id=where, disabled=True)  # drops the entry's problems
+    # Aliases and comments in nested objects; `canonical` handles one level.
     for part in [part for part in PARTS if isinstance(keys.get(part), dict)]:
-        keys[part] = found.take(within(part, _canonical(keys[part], PARTS[part])))
-    found.extend(_take_foreign(keys))
+        keys[part] = problems.take(within(part, _canonical(keys[part], PARTS[part])))
+    problems.extend(_take_foreign(keys))
     # While the keys are still a dict: a built group is immutable.
     _place({**placeholders, "id": str(keys.get("id", ""))}, keys)
-    config = found.take(build_group(DatasetConfig, keys))
-    yield from (problem.within(where) for problem in found)
+    config = problems.take(build_group(DatasetConfig, keys))
+    yield from (problem.within(where) for problem in problems)
     wrong = Problems(_check_id(config.id, number, where))
     yield from wrong
     return config if config.id and not wrong else config.model_copy(update={"id": number})
 
 
 def _take_foreign(keys: dict[str, Any]) -> Iterator[Problem]:
-    """Remove types of other trainers, so that pydantic does not refuse the word a second time."""
+    """Report and remove types of other trainers, so that pydantic does not report them again."""
     for key in ("type", "dataset_type"):
         word = str(keys.get(key))
         if key in keys and word not in options_of(DatasetConfig)[key].choices and word in instead_of("datasets"):
@@ -411,7 +411,7 @@ def _take_foreign(keys: dict[str, Any]) -> Iterator[Problem]:
 
 
 def _flat(entry: dict[str, Any]) -> dict[str, Any]:
-    """The keys of type huggingface may stand in an object of that name or beside the others; the inner ones win."""
+    """The entry with the keys of its nested `huggingface` object at the top level, where they take precedence."""
     inner = entry.get("huggingface")
     if not isinstance(inner, dict):
         return entry
@@ -419,8 +419,8 @@ def _flat(entry: dict[str, Any]) -> dict[str, Any]:
 
 
 def _check_id(name: str, number: str, where: str) -> Iterator[Problem]:
-    """Folders are named after it."""
-    # File systems count bytes, not letters.
+    """Report an id that cannot name a folder."""
+    # File systems limit bytes, not characters.
     if len(name.encode()) > LONGEST_ID:
         yield Problem(f"{number}.id", f"is longer than {LONGEST_ID} bytes; folders are named after it.")
     if UNSAFE_ID.search(name) or name in (".", ".."):
@@ -435,7 +435,7 @@ def _place(words: Mapping[str, str], keys: dict[str, Any]) -> None:
 
 
 def _canonical(entry: dict[str, Any], group: type[Group]) -> Reading[dict[str, Any]]:
-    """The keys that are set; those that begin with an underscore are comments."""
+    """The keys that are set; keys that begin with an underscore are comments."""
     written = [(key, value) for key, value in entry.items() if not values.plain_key(key).startswith("_")]
     keys = yield from canonical(Layer("", written), options_of(group), "datasets")
     return {key: value for key, value in keys.items() if value is not None}

@@ -1,4 +1,4 @@
-"""Keys of the processes of a run, of sharding (FSDP2) and of torch.compile. Free of torch."""
+"""Keys for launching processes, sharding (FSDP2) and torch.compile. Imports no torch."""
 
 from __future__ import annotations
 
@@ -19,57 +19,57 @@ class LaunchConfig(Group):
     """Launch and compile"""
 
     num_processes: Integer = option(1, ge=1)
-    """Processes on all machines, one per device; a multiple of num_machines."""
+    """Number of processes on all machines, one per device; a multiple of num_machines."""
     num_machines: Integer = option(1, ge=1)
-    """Machines; ACCELERATE_EXTRA_ARGS gives the rank of this machine and the address of the first."""
+    """Number of machines; ACCELERATE_EXTRA_ARGS sets the rank of this machine and the address of the first."""
     network_gbit: Number = option(100, gt=0, requires=unless(num_machines=1))
     """Network between machines in Gbit/s, for the plan's estimate."""
     start_timeout: Integer = option(600, ge=1)
-    """Seconds to wait for all processes at the start; then the run ends and names the missing ones."""
+    """Seconds to wait at the start for all processes; after that the run fails and lists the missing ranks."""
     dynamo_backend: Literal["no", "inductor", "aot_eager", "cudagraphs"] | None = common(
         None, default_note="inductor on CUDA with speed auto, else no"
     )
-    """torch.compile backend for the repeated blocks; no is off."""
+    """torch.compile backend for the repeated blocks; no disables compilation."""
     dynamo_mode: Text | None = common(None)
     """Mode of inductor: default, reduce-overhead, max-autotune or max-autotune-no-cudagraphs."""
     dynamo_fullgraph: Flag = option(False)
     """Fail on graph breaks."""
     dynamo_dynamic: Flag = option(False)
-    """Compile for dynamic shapes: every size may change, not only the token count."""
+    """Compile with dynamic shapes for every size, not only for the token count."""
     dynamo_cpp_wrapper: Flag = option(
         False, requires=unless(dynamo_backend=("aot_eager", "cudagraphs"), because="it is a part of inductor")
     )
-    """Let inductor write the launcher of its kernels in C++ instead of Python: less host time a block, longer
-    compilation. For small pictures on fast GPUs."""
+    """Inductor launches its kernels from C++ instead of Python: less host time per block, longer compilation. For small
+    pictures on fast GPUs."""
     fsdp_enable: Flag = option(
         False,
         requires=unless(num_processes=1, because="one process has nothing to shard"),
         excludes=(
             unless(base_model_precision=PLAIN_PRECISIONS, because="quantised weights cannot be sharded"),
-            when("enable_model_cpu_offload", because="it moves the whole transformer, and each process has a share"),
+            when("enable_model_cpu_offload", because="it moves the whole transformer, and each process has a shard"),
             when(
                 lora_type=("lokr", "loha", "lycoris"),
-                because="one process checks its result by predictions, which need all. Use DDP, without fsdp_enable",
+                because="one process checks its result with predictions, which need all. Use DDP, without fsdp_enable",
             )
             & when(model_type="lora"),
             when(mixed_precision="fp16", because="processes would overflow apart. Use bf16") & when(model_type="full"),
             when(lora_format="comfyui", because="its DoRA takes whole weights. Use diffusers") & when("use_dora"),
         ),
     )
-    """Shard weights, gradients and optimizer state over the processes (FSDP2) instead of replicating them (DDP). For
+    """Shard weights, gradients and optimizer state across processes (FSDP2) instead of replicating them (DDP). For
     runs that do not fit otherwise, such as full fine-tunes: docs/FSDP2.md."""
     fsdp_version: FsdpVersion = sharded("2", remarks={"1": "is deprecated and treated as 2"})
     """1 is deprecated and treated as 2."""
     fsdp_state_dict_type: Literal["SHARDED_STATE_DICT", "FULL_STATE_DICT"] = sharded("SHARDED_STATE_DICT")
     """SHARDED_STATE_DICT: every process saves its shard; FULL_STATE_DICT: rank 0 saves all."""
     fsdp_reshard_after_forward: Flag = sharded(True)
-    """Free a block's gathered weights after its forward pass and gather them again for the backward pass; false
-    communicates less but needs the memory of all weights."""
+    """Free a block's gathered weights after the forward pass and gather them again for the backward pass; false
+    communicates less but needs memory for all weights."""
     fsdp_hybrid: Flag = option(
         False, requires=(when("fsdp_enable"), unless(num_machines=1, because="one machine shares the weights already"))
     )
     """Shard within each machine and replicate across machines (hybrid sharding), so that weights are never gathered
-    through the network; each device holds num_machines times as large a share."""
+    over the network; shards are num_machines times larger."""
     fsdp_whole_gradients: Flag = option(
         False,
         requires=(
@@ -78,38 +78,38 @@ class LaunchConfig(Group):
             unless(gradient_accumulation_steps=1),
         ),
     )
-    """Full fine-tunes with gradient accumulation: keep unsharded gradients and reduce them in the last micro-step only,
-    which communicates less but needs the memory of all weights."""
+    """Full fine-tunes with gradient accumulation: keep unsharded gradients and reduce-scatter them in the last
+    micro-step only, which communicates less but needs memory for all gradients."""
     fsdp_auto_wrap_policy: Literal["TRANSFORMER_BASED_WRAP", "SIZE_BASED_WRAP", "NO_WRAP"] = sharded(
         "TRANSFORMER_BASED_WRAP",
         remarks=dict.fromkeys(("SIZE_BASED_WRAP", "NO_WRAP"), "is treated as TRANSFORMER_BASED_WRAP: same results"),
     )
-    """Weights are gathered block by block; the others are treated as this one."""
+    """Weights are gathered block by block; other values are treated as this one."""
 
     sequence_parallel_size: Integer = option(
         1,
         ge=1,
         excludes=(
-            when("tread_config", because="each process would drop other tokens. Use one of them"),
-            when("lora_dropout", because="all processes of a group would drop the same, for other tokens. Use 0"),
+            when("tread_config", because="each process would drop different tokens. Use one of them"),
+            when("lora_dropout", because="all processes of a group would use the same dropout mask. Use 0"),
         ),
     )
-    """Processes that share the tokens of the same samples (Ulysses), for long clips. It must divide the processes of
-    each machine and the heads of the model's attention."""
+    """Number of processes that share the tokens of a sample (Ulysses), for long clips. It must divide the processes of
+    each machine and the model's attention heads."""
 
     @property
     def data_processes(self) -> int:
-        """Processes, or groups that share tokens, that train on different samples."""
+        """Number of data-parallel processes or sequence-parallel groups."""
         return max(self.num_processes // self.sequence_parallel_size, 1)  # `check_sequence` refuses a remainder
 
     @property
     def is_sharded(self) -> bool:
-        """Whether weights are sharded, which takes more than one process."""
+        """Whether weights are sharded, which needs more than one process."""
         return self.fsdp_enable and self.num_processes > 1
 
     @property
     def sharers(self) -> int:
-        """Processes among which weights are divided."""
+        """Number of processes that the weights are sharded across."""
         if not self.is_sharded:
             return 1
         return self.local_processes if self.fsdp_hybrid else self.num_processes

@@ -1,7 +1,7 @@
-"""From layers of raw keys and values to a checked `RunConfig`.
+"""Resolves layers of raw keys and values into a checked `RunConfig`.
 
-A layer is one source of settings: family defaults, config.env, config.json, the command line. `resolve` merges them,
-records the origin of every value and collects all problems, with pydantic's reworded for users.
+A layer is one source of settings: family defaults, config.env, config.json, the command line. `resolve` merges the
+layers, records the origin of every value and collects all problems, with pydantic's messages reworded for users.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from simpletuner.config import schema
-from simpletuner.config.option import LIMITS, Group, Option, describe
+from simpletuner.config.option import LIMITS, Group, Option, describe, options_of
 from simpletuner.config.upstream import File, foreign_key_problem
 from simpletuner.config.values import expand_environment, plain_key, same_value
 from simpletuner.errors import Problem, Problems, Reading, did_you_mean, nearest, warning
 from simpletuner.redaction import hide_secrets
 
-# Sections whose values nothing needs before something is sent.
+# Sections whose values are needed only when something is sent.
 SENDING = ("Publishing", "Webhooks")
-LONGEST_SHOWN = 120  # characters of a wrong value: a pasted object would bury the message
+LONGEST_SHOWN = 120  # characters of a wrong value, so that a pasted object does not bury the message
 NOTHING: Mapping[str, Any] = MappingProxyType({})
-# By pydantic's type of error, whose message would name Python's types.
+# Expected types by pydantic error type, since pydantic's messages name Python types.
 EXPECTED = {"list_type": "a list", **dict.fromkeys(("dict_type", "model_type", "dataclass_type"), "an object")}
 
 
@@ -34,8 +34,8 @@ EXPECTED = {"list_type": "a list", **dict.fromkeys(("dict_type", "model_type", "
 class Layer:
     """Raw settings from one source.
 
-    `label` names the source in the plan; `last_wins` is for the command line, where a repeated key is a correction and
-    not a mistake.
+    `label` names the source in the plan. `last_wins` is for the command line, where a repeated key is a correction, not
+    a mistake.
     """
 
     label: str
@@ -48,18 +48,18 @@ def resolve(
 ) -> Reading[schema.RunConfig]:
     """Merge the layers, later ones overriding earlier ones, and build the config.
 
-    If a problem is fatal, the config is only good for finding more of them.
+    If a problem is fatal, the config serves only to find further problems.
 
     Args:
-        defaults: those of the family, below all layers.
-        fixed: what the family fixes, above all layers.
+        defaults: the family's defaults, below all layers.
+        fixed: values fixed by the family, above all layers.
     """
     values, origins = yield from _merge(layers, defaults)
     for name, value in fixed.items():
         if name in values and not same_value(values[name], value):
             yield warning(name, f"{values[name]!r} is ignored: the model fixes it to {value!r}. ({origins[name]})")
         values[name], origins[name] = value, schema.FAMILY_FIXED
-    # Kept apart from the problems whose messages already name their layer.
+    # Separate from problems whose messages already name their layer.
     invalid = Problems()
 
     def build(group: type[schema.GroupType]) -> schema.GroupType:
@@ -69,12 +69,12 @@ def resolve(
     families = schema.FamilyOptions({group: build(group) for group in schema.family_groups()})
     yield from (_with_origin(problem, origins) for problem in invalid)
     origins = {name: origins.get(name, "default") for name in schema.all_options()}
-    # `GROUPS` is read from the annotations of RunConfig, so the names fit; mypy cannot know.
+    # `GROUPS` is read from RunConfig's annotations, so the names match; mypy cannot infer that.
     return schema.RunConfig(**cast(Any, groups), family=families, origins=origins)
 
 
 def _merge(layers: Sequence[Layer], defaults: Mapping[str, Any]) -> Reading[tuple[dict[str, Any], dict[str, str]]]:
-    """The value of every key that is set, and the layer that it is from."""
+    """The value of every key that is set, and the label of its layer."""
     values, origins = {**defaults}, dict.fromkeys(defaults, schema.FAMILY_DEFAULT)
     for layer in layers:
         for name, value in (yield from canonical(layer)).items():
@@ -87,7 +87,7 @@ def _merge(layers: Sequence[Layer], defaults: Mapping[str, Any]) -> Reading[tupl
 
 
 def build_group(group: type[schema.GroupType], values: Mapping[str, Any]) -> Reading[schema.GroupType]:
-    """Build a group from its values. Invalid ones are reported and replaced, so that the rest can be checked too."""
+    """Build a group; invalid values are reported and replaced, so that the rest can be checked too."""
     try:
         return group.model_validate(values)
     except ValidationError as error:
@@ -102,13 +102,13 @@ def canonical(
 
     Args:
         names: the known keys, by default those of config.json.
-        file: in which other trainers have keys that are unknown here.
+        file: kind of file, which selects the table of other trainers' keys.
     """
     names = schema.option_names() if names is None else names
     values: dict[str, Any] = {}
     spelled: dict[str, str] = {}
     source = f" ({layer.label})" if layer.label else ""
-    # Before any message can quote a value, that for an unknown key included. A key may be given twice.
+    # Before any message can quote a value, including that of an unknown key. Numbered, since keys may repeat.
     hide_secrets({f"{number}.{written}": raw for number, (written, raw) in enumerate(layer.values)})
     for written, raw in layer.values:
         key = plain_key(written)
@@ -117,13 +117,13 @@ def canonical(
             yield foreign_key_problem(written, key, raw, source, file) or unknown
             continue
         name, option = names[key].name, names[key]
-        # A plan without these variables can still be made; `check_unset` warns.
+        # Planning works without these variables; `check_unset` warns.
         keep = option.section in SENDING
         value = yield from expand_environment(raw, name, secret=option.may_hold_secret, keep_unset=keep)
-        if value == "":  # an empty resume_from_checkpoint asks for a new run; unset is latest
+        if value == "":  # an empty resume_from_checkpoint requests a new run; unset means latest
             value = "none" if name == "resume_from_checkpoint" else None
         if value is None:
-            # In a file, one spelling that is null does not unset another one.
+            # In a file, a null alias does not unset another spelling of the key.
             values[name] = None if layer.last_wins else values.get(name)
             continue
         if values.get(name) is not None and not same_value(values[name], value):
@@ -135,29 +135,29 @@ def canonical(
 
 
 def _with_origin(problem: Problem, origins: Mapping[str, str]) -> Problem:
-    """The problem with the source of its value, such as a file, appended."""
-    # `webhook_config[0].webhook_url` has the origin of webhook_config.
+    """The problem, with the source of its value appended to the message."""
+    # `webhook_config[0].webhook_url` uses the origin of webhook_config.
     origin = origins.get(re.split(r"[.\[]", problem.where)[0])
     return replace(problem, message=f"{problem.message} ({origin})") if origin else problem
 
 
 def problems_of(error: ValidationError, model: type[Group]) -> list[Problem]:
-    """One `Problem` per mistake, each with key, value, what is allowed and the nearest spelling."""
+    """One `Problem` per mistake, with key, value, allowed values and the nearest spelling."""
     problems: dict[str, Problem] = {}
     for details in error.errors():
         path = _key_path(details)
-        # pydantic reports every member of a union; the first one is enough.
+        # pydantic reports every member of a union; the first is enough.
         problems.setdefault(path, Problem(path, _sentence(details, path, model)))
     return list(problems.values())
 
 
 def with_stand_ins(values: Mapping[str, Any], error: ValidationError, model: type[Group]) -> dict[str, Any]:
-    """The values without invalid ones, so that the model can be built and the rest be checked.
+    """Replace invalid values, so that the model can be built and the rest checked.
 
-    A misspelt word becomes the nearest allowed one, a required key that is missing or invalid gets the first allowed
-    word or an empty text; any other invalid key falls back to its default.
+    A misspelt word becomes the nearest allowed word. A required key that is missing or invalid gets the first allowed
+    word or an empty text. Any other invalid key falls back to its default.
     """
-    # The caller reports what is invalid; here, only the other checks matter.
+    # The caller reports the invalid values.
     result = dict(values)
     for details in error.errors():
         name = str(details["loc"][0])
@@ -165,9 +165,9 @@ def with_stand_ins(values: Mapping[str, Any], error: ValidationError, model: typ
         field = model.model_fields.get(name)
         if field is None:
             continue
-        # A misspelt word should not hide what is wrong with the word that was meant.
+        # A misspelt word must not hide problems of the intended word.
         guess = nearest(str(details["input"]), _allowed(details)) if details["type"] == "literal_error" else None
-        # A deeper word is part of a list or object, which goes as a whole.
+        # A nested word is part of a list or object, which is dropped as a whole.
         if guess is not None and len(details["loc"]) == 1:
             result[name] = guess
         elif field.is_required():
@@ -176,10 +176,10 @@ def with_stand_ins(values: Mapping[str, Any], error: ValidationError, model: typ
 
 
 def unknown_key(key: str, known: Iterable[str]) -> str:
-    """The message for an unknown key, with the nearest known one.
+    """The message for an unknown key, with the nearest known key.
 
-    Long names look alike because of shared words (`deepspeed_config`, `tread_config`), so the guess must also start
-    alike, unless all but a letter or two are the same.
+    Long names resemble each other through shared words (`deepspeed_config`, `tread_config`), so the guess must also
+    start alike, unless they differ in only one or two letters.
     """
     guess = nearest(key, known)
     meant = guess is not None and (guess[:2] == key[:2] or nearest(key, [guess], cutoff=0.85) is not None)
@@ -218,9 +218,9 @@ def _sentence(details: ErrorDetails, path: str, model: type[Group]) -> str:
 
 
 def _why_not(details: ErrorDetails, path: str, model: type[Group]) -> str:
-    """Why a key does not take a word."""
+    """Why a key does not accept a word."""
     value, allowed = details["input"], _allowed(details)
-    options = schema.options_of(model)
+    options = options_of(model)
     if path in options and (why := options[path].refused.get(str(value))):
         return f"{why}."
     return f"is not one of: {', '.join(allowed)}.{did_you_mean(str(value), allowed)}"
@@ -228,12 +228,12 @@ def _why_not(details: ErrorDetails, path: str, model: type[Group]) -> str:
 
 def _allowed(details: ErrorDetails) -> list[str]:
     """The words of a `literal_error`."""
-    # pydantic writes: 'a', 'b' or 'c'.
+    # pydantic's form: 'a', 'b' or 'c'.
     return [word.strip("' ") for word in str(details.get("ctx", {})["expected"]).replace(" or ", ", ").split(",")]
 
 
 def _known_keys(model: type[Group]) -> list[str]:
-    """The keys of the objects in a model's values, as users write them."""
+    """The keys of nested objects in a model, as users write them."""
     schema = model.model_json_schema()
     structures = schema.get("$defs", {}).values() or [schema]
     return [key for structure in structures for key in structure.get("properties", ())]

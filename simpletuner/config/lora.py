@@ -1,4 +1,4 @@
-"""The adapter: its kind, its size, and its published LoRA; and further LoRAs in previews. Free of torch."""
+"""Adapter keys: kind, size and published LoRA, and further LoRAs in previews. Imports no torch."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from simpletuner.config.option import Group, common, option, when
 from simpletuner.config.values import Flag, Integer, Json, Number, PathText, Text, parse_json_text, parse_list
 from simpletuner.errors import Problem
 
-# The kinds of adapter with a rank, and the kinds that must be converted to a published LoRA.
+# Options of adapters with a rank, and of adapters that are converted to a published LoRA.
 ranked = partial(option, requires=when(lora_type=("standard", "lokr", "loha")))
 converted = partial(option, requires=when(lora_type=("lokr", "loha", "lycoris")))
 standard = partial(option, requires=when(lora_type="standard", fatal=True))
@@ -25,7 +25,7 @@ class LoraConfig(Group):
     requires = when(model_type="lora", because="model_type full trains every weight and no LoRA")
 
     lora_rank: Integer = ranked(16, ge=1, common=True)
-    """Rank of the update matrices. For lokr, a rank of half the larger factor or more trains it in full."""
+    """Rank of the update matrices. For lokr, half the larger factor or more trains that factor in full."""
     lora_alpha: Number | None = ranked(None, gt=0, default_note="the rank", common=True)
     """Scale is alpha / rank."""
     lora_dropout: Number = common(
@@ -37,10 +37,10 @@ class LoraConfig(Group):
         aliases=("lora_initialisation_style",),
         refused={"loftq": "is not supported: it replaces the base with a quantised one; use default"},
     )
-    """default and gaussian leave the model unchanged at step 0; the others change the base, which must be fp32."""
+    """default and gaussian leave the model unchanged at step 0; other values change the base, which must be fp32."""
     lora_type: Literal["standard", "lokr", "loha", "lycoris"] = common("standard")
-    """Kind of adapter: a LoRA, a Kronecker (lokr) or Hadamard product (loha), or what lycoris_config says. Each is also
-    published as a LoRA, see docs/ADAPTERS.md."""
+    """Kind of adapter: a LoRA, a Kronecker (lokr) or Hadamard product (loha), or the algorithm in lycoris_config. Every
+    kind is also published as a LoRA, see docs/ADAPTERS.md."""
     lokr_factor: Integer = option(
         -1, ge=-1, requires=when(lora_type="lokr"), refused={0: "is no size of a matrix; it must be -1, or 1 and more"}
     )
@@ -51,7 +51,7 @@ class LoraConfig(Group):
     export_energy: Number = converted(0.99, gt=0, le=1)
     """Energy kept when another adapter is converted to a LoRA (limited by export_rank)."""
     export_rank: Integer = converted(64, ge=1)
-    """Largest rank of that LoRA."""
+    """Maximum rank of the converted LoRA."""
     lora_plus_ratio: Number | None = standard(
         None,
         ge=1,
@@ -63,9 +63,9 @@ class LoraConfig(Group):
     )
     """LoRA+: learning rate of the B matrices as a multiple of that of the A matrices; 16 is typical."""
     peft_lora_target_modules: Json | None = ranked(None, default_note="the family's attention projections")
-    """Layers that get a LoRA: a JSON list of names, a file with one, or `all-linear`."""
+    """Layers that get a LoRA: a JSON list of names, the path of such a list, or `all-linear`."""
     slider_lora_target: Flag = ranked(False, excludes=when("peft_lora_target_modules", because="both choose layers"))
-    """For sliders: a LoRA on the self-attention of the visual blocks only, not on text paths."""
+    """For sliders: train only the self-attention of the visual blocks, not the text layers."""
     use_dora: Flag = option(
         False,
         requires=when(lora_type="standard", because="LyCORIS has dora_wd", fatal=True),
@@ -81,16 +81,16 @@ class LoraConfig(Group):
             when(lora_type="standard", because="it is a LoRA; resume others from a checkpoint", fatal=True),
         ),
     )
-    """File or folder of a LoRA to start from, also one of Kandinsky's own."""
+    """File or folder of a LoRA to start from; Kandinsky's official LoRAs work too."""
     init_lora_step: Integer = option(0, ge=0)
     """Step number of that LoRA."""
 
     @property
     def starts_from_base(self) -> bool:
         """Whether the adapter before step 1 is computed from the base weights."""
-        # DoRA starts from the norms of the base weights, olora and pissa from their factors.
+        # DoRA starts from the norms of the base weights, olora and pissa from their factorisations.
         computed = self.use_dora or self.lora_init_type not in ("default", "gaussian")
-        return computed or self.lora_type == "lycoris"  # whose file may say so
+        return computed or self.lora_type == "lycoris"  # its file may request it
 
     @property
     def kind(self) -> str:
@@ -108,7 +108,7 @@ Strength = Annotated[Number, Field(gt=0)]
 
 
 def parse_runs(value: object) -> object:
-    """The list of runs, also from `{"runs": [...]}`; a path alone stands for a run with it."""
+    """The list of runs, also from `{"runs": [...]}`; a bare path is a run with that LoRA."""
     value = parse_json_text(value)
     if isinstance(value, dict) and value.keys() == {"runs"}:
         value = value["runs"]
@@ -116,7 +116,7 @@ def parse_runs(value: object) -> object:
 
 
 class Adapter(Group):
-    """A LoRA of a run; its strength is that of the run unless given."""
+    """A LoRA of a run; its strength defaults to that of the run."""
 
     path: PathText
     strength: Strength | None = None
@@ -143,7 +143,7 @@ class AdapterEntry(Group):
     def title(self) -> str:
         """The label, else the names of the LoRAs."""
         names = [each.adapter_name for each in self.adapters or [] if each.adapter_name]
-        # `repo:file` and `folder/file.safetensors` are called by their file.
+        # `repo:file` and `folder/file.safetensors` are named after the file.
         return self.label or "_".join(names or [Path(path.rpartition(":")[2] or path).stem for path, _ in self.loras])
 
 
@@ -153,17 +153,17 @@ class ValidationAdapterConfig(Group):
     validation_adapter_path: PathText | None = common(None)
     """A LoRA for previews, on top of the model in training: a file, a folder, or `repo[:file]` on the hub."""
     validation_adapter_name: Text | None = of_adapter(None, default_note="the name of the file")
-    """Its name in the names of preview files."""
+    """Name of the LoRA in preview file names."""
     validation_adapter_strength: Number = of_adapter(1.0, gt=0)
-    """Its strength."""
+    """Strength of the LoRA."""
     validation_adapter_mode: Literal["adapter_only", "comparison", "none"] = option("comparison")
     """comparison also renders without further LoRAs; adapter_only does not, unless validation_adapter_config lists
-    runs; none ignores all of them."""
+    runs; none ignores all further LoRAs."""
     validation_adapter_config: Annotated[list[AdapterEntry], BeforeValidator(parse_runs)] | None = option(
         None, form="JSON"
     )
-    """More runs of previews, as a list: a path, or an object with `path`, `paths` or `adapters` (each with `path` and
-    `strength`), `strength` and `label`."""
+    """A list of further preview runs: a path, or an object with `path`, `paths` or `adapters` (a list of objects with
+    `path` and `strength`), `strength` and `label`."""
 
     @property
     def entries(self) -> list[AdapterEntry]:
@@ -182,7 +182,7 @@ class ValidationAdapterConfig(Group):
 
 
 def check_listed(config: ValidationAdapterConfig) -> Iterator[Problem]:
-    """Runs without a LoRA."""
+    """Report runs without a LoRA."""
     for index, entry in enumerate(config.validation_adapter_config or []):
         if not entry.loras:
             yield Problem(f"validation_adapter_config[{index}]", "names no LoRA; give it path, paths or adapters.")

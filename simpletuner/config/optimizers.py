@@ -1,6 +1,6 @@
-"""Every optimizer that a config can name, and the checks of the chosen one. Free of torch.
+"""The table of optimizers, and the checks of the chosen one. Imports no torch.
 
-The table gives each optimizer's class, its settings and their defaults; the functions below read it.
+The table has each optimizer's class, settings and defaults; the functions below read it.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from simpletuner.errors import NoEffect, Problem, did_you_mean, warning
 PRODIGY = Package("prodigyopt", "prodigyopt>=1.1,<2")
 SCHEDULE_FREE = Package("schedulefree", "schedulefree>=1.4,<2")
 PYTORCH_OPTIMIZER = Package("pytorch_optimizer", "pytorch-optimizer>=3.5,<5")
-# The type of the default decides how the user's text is parsed.
+# The type of the default determines how the user's text is parsed.
 OptimizerValue = bool | int | float
-# Weight by weight; all weights by one operation after the other; all in one kernel; in one kernel for each weight.
+# loop: weight by weight; foreach: one operation at a time on all weights; fused: all weights in one kernel; triton: one
+# kernel per weight.
 UpdateKernel = Literal["loop", "foreach", "fused", "triton"]
-# Launches and passes are what differs: `triton` launches once for a weight, `foreach` some hundred times in all, but
-# reads and writes each weight four times as often. From this size on, a GPU (1 TB/s) needs longer for these passes than
-# the host for a launch (20 µs).
+# `triton` launches once per weight, `foreach` some hundred times in all but with four times the memory traffic. From
+# this size on, the extra traffic takes a GPU (1 TB/s) longer than a launch takes the host (20 µs).
 LARGE_WEIGHT = 1 << 18
-MANY_WEIGHTS = 64  # with fewer, one launch for each is less than `foreach` needs
+MANY_WEIGHTS = 64  # below this, one launch per weight is fewer than `foreach` needs
 
 
 @dataclass(frozen=True)
@@ -40,19 +40,19 @@ class OptimizerSpec:
         factory: `module:Class`.
         settings: numbers that `optimizer_config` may set, with our defaults; `beta1`, `beta2`, `beta3` become `betas`.
         is_adam: uses the `adam_*` keys if they are set.
-        keeps_bf16: trains bf16 weights without losing small updates (a bf16 number has 8 significant bits, so a plain
-            update of less than about 1/500 of a weight is rounded away): by Kahan summation, or if `rounds_randomly` by
-            rounding up or down at random, so that the mean is right.
-        constants: further arguments that users cannot set.
+        keeps_bf16: trains bf16 weights without losing small updates (bf16 has 8 significant bits, so a plain update of
+            less than about 1/500 of a weight is rounded away): by Kahan summation, or by stochastic rounding if
+            `rounds_randomly`.
+        constants: arguments that users cannot set.
         schedule_free: replaces the learning rate schedule after the warm-up.
-        package: an optional package that it needs, if any.
-        moments: number of state tensors as large as the trained weights, without that of the Kahan summation.
-        moment_bytes: bytes per number in them; None: as in the weight.
-        element_wise: updates every number by itself and with torch's operations, so that the processes of a sharded run
-            can each update their share of a weight.
-        per_weight: is known to update every weight without the gradients of the others.
-        kernels: implementations that `update_kernel` chooses from, besides the loop; if none, the library chooses.
-        temporaries: tensors as large as all trained weights that it allocates to update all of them by `foreach`.
+        package: required optional package, if any.
+        moments: number of state tensors as large as the trained weights, without the Kahan compensation.
+        moment_bytes: bytes per number in the moments; None: as in the weight.
+        element_wise: updates every number independently with torch operations, so that the processes of a sharded run
+            can update their shards.
+        per_weight: updates every weight independently of the gradients of other weights.
+        kernels: implementations for `update_kernel` besides the loop; if empty, the library chooses.
+        temporaries: tensors as large as all trained weights that a `foreach` update allocates.
     """
 
     factory: str
@@ -80,33 +80,33 @@ ADAGRAD: Settings = {"lr_decay": 0.0, "weight_decay": 0.0, "eps": 1e-10}
 RMSPROP: Settings = {"alpha": 0.99, "eps": 1e-8, "weight_decay": 0.0, "momentum": 0.0, "centered": False}
 SGD: Settings = {"momentum": 0.0, "dampening": 0.0, "weight_decay": 0.0, "nesterov": False}
 LION: Settings = {"beta1": 0.9, "beta2": 0.99, "weight_decay": 0.0}
-# optimi's own betas and eps: a second moment over about 100 steps, which suits short runs.
+# optimi's default betas and eps: a second moment over about 100 steps, which suits short runs.
 OPTIMI: Settings = {"beta1": 0.9, "beta2": 0.99, "eps": 1e-6, "weight_decay": 0.0}
 COUPLED: Settings = OPTIMI | {"decouple_wd": False}
 RANGER: Settings = OPTIMI | {"decouple_wd": True, "k": 6, "alpha": 0.5}
-# Three averages: of the gradient, of its change, and of its square.
+# Three moving averages: of the gradient, of its difference, and of the square.
 ADAN: Settings = OPTIMI | {"beta1": 0.98, "beta2": 0.92, "beta3": 0.99}
-# r weighs late steps in the average, weight_lr_power steps of a high rate.
+# r weights late steps in the average, weight_lr_power steps with a high rate.
 AVERAGED: Settings = ADAMW | {"r": 0.0, "weight_lr_power": 2.0}
 SOAP: Settings = {"beta1": 0.95, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.01, "precondition_frequency": 10}
 MUON: Settings = {"momentum": 0.95, "nesterov": True, "ns_steps": 5, **ADAMW}
 ESTIMATING: Settings = {"d0": 1e-6, "d_coef": 1.0, "use_bias_correction": False, "safeguard_warmup": False}
 
-# What those of one library have in common. torch's other fused updates lose momentum that some weights do not have
-# yet, or are not on every GPU.
+# Common arguments by library. torch's other fused updates lose momentum that some weights do not have yet, or do not
+# exist for every GPU.
 _torch_adam = partial(OptimizerSpec, is_adam=True, kernels=("fused",), temporaries=1)
 _torch = partial(OptimizerSpec, kernels=("foreach",), temporaries=1)
 _optimi = partial(OptimizerSpec, keeps_bf16=True, kernels=("triton", "foreach"))
 _optimi_adam = partial(_optimi, is_adam=True)
 _random = partial(OptimizerSpec, keeps_bf16=True, rounds_randomly=True, constants={"bf16_stochastic_round": True})
-# State that is quantised in blocks of numbers, which a share of a weight has others of.
+# State is quantised in blocks, which would differ in a shard of a weight.
 _torchao = partial(_random, settings=ADAMW, is_adam=True, package=TORCHAO, element_wise=False)
 _averaging = partial(OptimizerSpec, is_adam=True, schedule_free=True, per_weight=False, temporaries=1)
 _schedule_free = partial(_averaging, "schedulefree:AdamWScheduleFree", package=SCHEDULE_FREE)
 _whole_weights = partial(OptimizerSpec, element_wise=False, per_weight=False)
 _bitsandbytes = partial(_whole_weights, package=BITSANDBYTES, moments=1)
 
-DECAYING = "simpletuner.training.optimizers"  # whose second moment decays, see there
+DECAYING = "simpletuner.training.optimizers"  # optimi's classes with a second moment that decays in bf16
 OPTIMIZERS: Mapping[OptimizerName, OptimizerSpec] = {
     "adamw_bf16": _optimi_adam(f"{DECAYING}:AdamW", ADAMW | {"eps": 1e-6}),
     "adamw": _torch_adam("torch.optim:AdamW", AMSGRAD),
@@ -120,34 +120,34 @@ OPTIMIZERS: Mapping[OptimizerName, OptimizerSpec] = {
     "torch-rmsprop": _torch("torch.optim:RMSprop", RMSPROP, moments=1, temporaries=2),
     "torch-sgd": _torch("torch.optim:SGD", SGD, moments=0),
     "optimi-adamw": _optimi_adam(f"{DECAYING}:AdamW", OPTIMI),
-    # It limits an update by the mean square over the whole weight, for which all but Triton wait weight by weight.
+    # Limits an update by the mean square of the whole weight, so every kernel but Triton's synchronises per weight.
     "optimi-stableadamw": _optimi_adam(f"{DECAYING}:StableAdamW", OPTIMI, element_wise=False, kernels=("triton",)),
     "optimi-lion": _optimi("optimi:Lion", LION, moments=1, temporaries=1),
     "optimi-radam": _optimi_adam(f"{DECAYING}:RAdam", COUPLED),
-    # Its slow weights are averaged without Kahan summation and replace the fast ones, so bf16 would lose updates.
+    # Slow weights are averaged without Kahan summation and replace the fast weights, so bf16 would lose updates.
     "optimi-ranger": _optimi_adam(f"{DECAYING}:Ranger", RANGER, moments=3, keeps_bf16=False),
-    # The only optimi one whose Kahan summation is off by default.
+    # The only optimi optimizer with Kahan summation off by default.
     "optimi-adan": _optimi_adam(f"{DECAYING}:Adan", ADAN, moments=4, constants={"kahan_sum": True}),
     "optimi-adam": _optimi_adam(f"{DECAYING}:Adam", COUPLED),
     "optimi-sgd": _optimi("optimi:SGD", {"momentum": 0.0, "weight_decay": 0.0, "decouple_wd": False}, moments=0),
-    # Numbers and float32 scales: a byte and a scale per 256, or half a byte and a scale per 128.
+    # One byte per number and a float32 scale per 256, or half a byte and a scale per 128.
     "ao-adamw8bit": _torchao("simpletuner.training.low_bit:AdamW8bit", moment_bytes=1 + 4 / 256),
     "ao-adamw4bit": _torchao("simpletuner.training.low_bit:AdamW4bit", moment_bytes=0.5 + 4 / 128),
     "adamw_schedulefree": _schedule_free(AVERAGED),
     "adamw_schedulefree+aggressive": _schedule_free(AVERAGED | {"weight_decay": 1e-3, "eps": 1e-6}),
-    # It always trains float32 weights, where Kahan summation changes nothing.
+    # Always trains float32 weights, where Kahan summation has no effect.
     "adamw_schedulefree+no_kahan": _schedule_free(AVERAGED),
     "soap": _whole_weights("pytorch_optimizer:SOAP", SOAP, is_adam=True, package=PYTORCH_OPTIMIZER, moments=4),
     # Newton-Schulz orthogonalises whole matrices; vectors and convolutions are updated by AdamW.
     "muon": OptimizerSpec(f"{DECAYING}:MuonWithAdamW", MUON, is_adam=True, element_wise=False),
-    # Besides Adam's moments it keeps the weights it began with and a weighted sum of gradients.
+    # Besides Adam's moments, Prodigy keeps the initial weights and a weighted sum of gradients.
     "prodigy": _whole_weights("prodigyopt:Prodigy", ADAM | ESTIMATING, is_adam=True, package=PRODIGY, moments=4),
     "bnb-adamw8bit": _bitsandbytes("bitsandbytes.optim:AdamW8bit", ADAMW, is_adam=True, moments=2, moment_bytes=1.0),
     "bnb-adamw": _bitsandbytes("bitsandbytes.optim:AdamW", ADAMW, is_adam=True, moments=2),
     "bnb-lion8bit": _bitsandbytes("bitsandbytes.optim:Lion8bit", LION, moment_bytes=1.0),
     "bnb-lion": _bitsandbytes("bitsandbytes.optim:Lion", LION),
     "bnb-adagrad8bit": _bitsandbytes("bitsandbytes.optim:Adagrad8bit", ADAGRAD, moment_bytes=1.0),
-    # Without momentum it has no state to keep in 8 bits, and raises an error.
+    # Without momentum, SGD8bit has no state to quantise and raises an error.
     "bnb-sgd8bit": _bitsandbytes("bitsandbytes.optim:SGD8bit", SGD | {"momentum": 0.9}, moment_bytes=1.0),
 }
 
@@ -155,16 +155,15 @@ BETAS = ("beta1", "beta2", "beta3")
 ADAM_KEYS = {"adam_beta1": "beta1", "adam_beta2": "beta2", "adam_weight_decay": "weight_decay", "adam_epsilon": "eps"}
 PAIR = {"optimizer_beta1": "beta1", "optimizer_beta2": "beta2"}
 
-# A bf16 number has 8 significant bits. Rounding undoes whatever changes it by less than half its distance to the next
-# one, which is 2**-9 to 2**-8 of the number.
+# bf16 has 8 significant bits: a relative change below half the spacing of its numbers, 2**-9 to 2**-8, is rounded away.
 LOST_IN_BF16 = 2**-8
 
-# Prodigy's rate is a factor on its own estimate; a usual rate such as 1e-4 would stop it from learning.
+# Prodigy multiplies its estimate by the learning rate; a usual rate such as 1e-4 would stop learning.
 PRODIGY_LOWEST_RATE = 0.1
 
 
 def optimizer_name(config: OptimizerConfig, mixed_precision: str) -> OptimizerName:
-    """The chosen optimizer; by default adamw_bf16 with mixed_precision bf16, else adamw."""
+    """The chosen optimizer; the default is adamw_bf16 with mixed_precision bf16, else adamw."""
     if config.optimizer is not None:
         return config.optimizer
     return "adamw_bf16" if mixed_precision == "bf16" else "adamw"
@@ -173,16 +172,16 @@ def optimizer_name(config: OptimizerConfig, mixed_precision: str) -> OptimizerNa
 def update_kernel(
     name: OptimizerName, device: str, weights: int, numbers: int, *, sharded: bool, triton: bool, widened: bool = False
 ) -> UpdateKernel | None:
-    """The implementation that a new run updates its weights with; None leaves it to the library.
+    """The update implementation of a new run; None leaves the choice to the library.
 
-    They round differently, so a resumed run keeps the one it has begun with.
+    Implementations round differently, so a resumed run keeps the one it started with.
 
     Args:
-        device: type of the weights' device.
-        weights, numbers: how many tensors are trained, and how many numbers in all of them.
-        sharded: each process has a part of every weight only.
+        device: device type of the weights.
+        weights, numbers: number of trained tensors, and of their elements.
+        sharded: every process holds only a shard of each weight.
         triton: whether Triton kernels can run.
-        widened: the second moment is wider than the weights, to whose dtype Triton kernels would round it.
+        widened: the second moment is wider than the weights; Triton kernels would round it to their dtype.
     """
     kernels = OPTIMIZERS[name].kernels
     if not kernels:
@@ -198,7 +197,7 @@ def update_kernel(
 
 
 def is_lost_in_bf16(beta: float) -> bool:
-    """Whether a bf16 number times beta may be the number itself, so that a mean with this decay would only grow."""
+    """Whether a bf16 number times beta may round to itself, so that a moving average with this decay only grows."""
     return 1 - beta < LOST_IN_BF16
 
 
@@ -207,17 +206,17 @@ def widens_second_moment(config: OptimizerConfig, mixed_precision: str) -> bool:
     name, settings = optimizer_name(config, mixed_precision), optimizer_settings(config, mixed_precision)
     spec = OPTIMIZERS[name]
     betas = [float(settings[beta]) for beta in BETAS if beta in settings]
-    # The last beta is that of the squares, also of Adan's three.
+    # The last beta is that of the squares, also for Adan's three.
     return spec.is_adam and spec.keeps_bf16 and not spec.rounds_randomly and is_lost_in_bf16(betas[-1])
 
 
 def learning_rate(config: OptimizerConfig, model_type: str) -> float:
-    """The peak learning rate: the configured one, or the default for a LoRA or a full fine-tune."""
+    """The configured peak learning rate, or the default for a LoRA or a full fine-tune."""
     return config.learning_rate or LEARNING_RATES[model_type]
 
 
 def peak_learning_rate(config: RunConfig) -> float:
-    """The learning rate after `lr_scale` (times the samples of a step) or `lr_scale_sqrt` (times their square root)."""
+    """The peak rate after `lr_scale` (times the samples of a step) or `lr_scale_sqrt` (times their square root)."""
     rate, schedule = learning_rate(config.optimizer, config.model.model_type), config.schedule
     samples = config.launch.data_processes * schedule.gradient_accumulation_steps * schedule.train_batch_size
     if config.optimizer.lr_scale:
@@ -226,24 +225,24 @@ def peak_learning_rate(config: RunConfig) -> float:
 
 
 def trained_precision(config: OptimizerConfig, precision: PrecisionConfig) -> str:
-    """The dtype of trained weights: bf16 if the optimizer compensates for its rounding, else fp32."""
+    """The dtype of trained weights: bf16 if the optimizer compensates for rounding, else fp32."""
     name = optimizer_name(config, precision.mixed_precision)
     return "bf16" if transformer_dtype(precision) == "bf16" and OPTIMIZERS[name].keeps_bf16 else "fp32"
 
 
 def optimizer_settings(config: OptimizerConfig, mixed_precision: str) -> dict[str, OptimizerValue]:
-    """The optimizer's settings: its defaults, overridden by adam_* keys, the pair of betas, then optimizer_config."""
+    """The optimizer's settings: defaults, overridden by adam_* keys, the pair of betas, then optimizer_config."""
     spec = OPTIMIZERS[optimizer_name(config, mixed_precision)]
     settings = dict(spec.settings)
     if spec.is_adam:
         settings |= _given(config, ADAM_KEYS)
-    if "beta1" in settings:  # momentum of SGD and RMSprop is no beta
+    if "beta1" in settings:  # not momentum, as in SGD and RMSprop
         settings |= _given(config, PAIR)
     return settings | _overrides(config, spec)[0]  # most specific last
 
 
 def check_optimizer(config: OptimizerConfig, mixed_precision: str) -> Iterator[Problem]:
-    """Report all errors in the optimizer keys, and a missing package."""
+    """Report all errors in the optimizer keys, including a missing package."""
     name = optimizer_name(config, mixed_precision)
     spec = OPTIMIZERS[name]
     if name == "adamw_bf16" and mixed_precision != "bf16":
@@ -262,7 +261,7 @@ def check_optimizer(config: OptimizerConfig, mixed_precision: str) -> Iterator[P
 
 
 def may_change(config: RunConfig, values: Mapping[str, object]) -> bool:
-    """Whether a full fine-tune may update its weights with these keys instead."""
+    """Whether a full fine-tune could use these optimizer settings instead."""
     changed = config.with_values(values, CHOSEN)
     conflicts = all_options()["optimizer_release_gradients"].conflicts(changed.flat)
     problems = (*conflicts, *check_optimizer(changed.optimizer, changed.precision.mixed_precision))
@@ -274,12 +273,12 @@ def may_change(config: RunConfig, values: Mapping[str, object]) -> bool:
 
 
 def _check_numbers(config: OptimizerConfig, name: str, spec: OptimizerSpec) -> Iterator[Problem]:
-    """Betas come as a pair; warn of keys that the optimizer lacks and of schedules that it replaces."""
+    """Report betas without their pair, keys that the optimizer lacks, and schedules that it replaces."""
     if (config.optimizer_beta1 is None) != (config.optimizer_beta2 is None):
         yield Problem("optimizer_beta1", "and optimizer_beta2 must be given together.")
     unused = [*(() if spec.is_adam else ADAM_KEYS), *(() if "beta1" in spec.settings else PAIR)]
     yield from (NoEffect(key, f"has no effect on the optimizer {name!r}.") for key in unused)
-    # An unset rate counts: its default of 1e-4 is as wrong.
+    # An unset rate counts too: its default of 1e-4 is just as wrong.
     if name == "prodigy" and (config.learning_rate or 0) < PRODIGY_LOWEST_RATE:
         yield warning("learning_rate", "prodigy finds the rate and multiplies it by this one, which should be 1.")
     if spec.schedule_free and not config.lr_scheduler.startswith("constant"):
@@ -287,9 +286,9 @@ def _check_numbers(config: OptimizerConfig, name: str, spec: OptimizerSpec) -> I
 
 
 def _check_means(name: OptimizerName, settings: Mapping[str, OptimizerValue]) -> Iterator[Problem]:
-    """Warn of running means of gradients that bf16 cannot let go of. Those of squares are float32 where needed."""
+    """Warn about moving averages of gradients that never decay in bf16. Averages of squares are float32 if needed."""
     betas = [beta for beta in BETAS if beta in settings]
-    # Lion keeps one mean, by beta2, and mixes it with the gradient, by beta1.
+    # Lion keeps one average (beta2) and interpolates it with the gradient (beta1).
     kept = ["beta2"] if name == "optimi-lion" else betas[:-1] if betas else ["momentum"]
     for key in kept:
         if is_lost_in_bf16(float(settings[key])):
@@ -298,13 +297,13 @@ def _check_means(name: OptimizerName, settings: Mapping[str, OptimizerValue]) ->
 
 
 def _given(config: OptimizerConfig, keys: dict[str, str]) -> dict[str, OptimizerValue]:
-    """Values of the keys that are set, by the optimizer's names for them."""
+    """Values of the keys that are set, by the optimizer's names."""
     values = config.model_dump(include=set(keys))
     return {setting: values[key] for key, setting in keys.items() if values[key] is not None}
 
 
 def _overrides(config: OptimizerConfig, spec: OptimizerSpec) -> tuple[dict[str, OptimizerValue], list[Problem]]:
-    """The settings in `optimizer_config`, and what is wrong with the others."""
+    """The valid settings in `optimizer_config`, and the problems of the invalid ones."""
     values, problems = dict[str, OptimizerValue](), list[Problem]()
     for part in (config.optimizer_config or "").split(","):
         key, equals, text = (piece.strip() for piece in part.partition("="))
@@ -324,9 +323,9 @@ def _parse_setting(key: str, text: str, default: OptimizerValue) -> OptimizerVal
     """The text as a value of the default's type.
 
     Raises:
-        ValueError: worded to follow the value.
+        ValueError: its message continues the value.
     """
-    if isinstance(default, bool):  # before numbers: True is an int
+    if isinstance(default, bool):  # before numbers, since True is an int
         return bool(parse_flag(text))
     number = parse_number(text)
     if key in BETAS and not 0 <= number < 1:

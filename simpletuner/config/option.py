@@ -1,6 +1,6 @@
-"""The vocabulary of the option schema.
+"""Building blocks of the option schema.
 
-An attribute of a group declares a key, once: the annotation is its type, `option()` gives its default, limits and
+An attribute of a group declares a key once: the annotation is its type, `option()` sets its default, limits and
 conditions, and the docstring below is its help. The command line, `--help`, the wizard, the reference page and the
 loader all read this declaration.
 """
@@ -25,28 +25,28 @@ from pydantic_core import PydanticUndefined
 
 from simpletuner.errors import Problem
 
-if TYPE_CHECKING:  # rooms above this one
+if TYPE_CHECKING:  # higher layers
     from simpletuner.config.schema import RunConfig
     from simpletuner.config.techniques import Route
     from simpletuner.data.dataset import Dataset
     from simpletuner.models.spec import FamilySpec
 
-# More than any key can mean, of steps, weights or sizes: a typo that would take days or gigabytes to show.
+# Above any sensible number of steps, weights or pixels: catches typos that would cost days or gigabytes.
 LARGEST_NUMBER = 1_000_000_000
 LIMITS = {"ge": "≥", "gt": ">", "le": "≤", "lt": "<"}
-JSON_OR_FILE = "JSON or file"  # the form of keys that also take the path of a JSON file
+JSON_OR_FILE = "JSON or file"  # form of keys that also accept the path of a JSON file
 
 
 @dataclass(frozen=True)
 class When:
-    """A condition on the settings: one of these keys has one of its values or, where none is given, is on.
+    """A condition on the settings: one of these keys has one of its values, or is on if no values are listed.
 
     Attributes:
-        keys: the values by key; no value stands for all but false, 0 and unset.
-        negated: it holds if none of the keys fulfils it.
+        keys: allowed values by key; no values means anything but false, 0 and unset.
+        negated: the condition holds if no key matches.
         because: the reason, for messages.
-        fatal: where it does not hold, setting a key that requires it is an error, not only without effect.
-        also: what must hold as well; written `when(...) & when(...)`.
+        fatal: setting a key whose condition does not hold is an error instead of having no effect.
+        also: a further condition; written `when(...) & when(...)`.
     """
 
     keys: Mapping[str, tuple[object, ...]]
@@ -59,7 +59,7 @@ class When:
         return replace(self, also=other)
 
     def holds(self, settings: Mapping[str, Any]) -> bool:
-        """Whether settings, by key, fulfil it."""
+        """Whether the settings, by key, meet the condition."""
         met = (settings[key] in values if values else bool(settings[key]) for key, values in self.keys.items())
         return any(met) != self.negated and (self.also is None or self.also.holds(settings))
 
@@ -77,9 +77,9 @@ class When:
         """The keys with their values in these settings."""
         return " and ".join(f"{key} {settings[key]}" if values else key for key, values in self.keys.items())
 
-    @functools.cached_property  # of some hundred keys, whenever a setting changes
+    @functools.cached_property  # read for hundreds of keys whenever a setting changes
     def lacking(self) -> str:
-        """The message about a key that requires it, where it does not hold."""
+        """The message about a key whose condition does not hold."""
         if self.fatal:
             return f"needs {self}{self.reason}."
         if self.reason:
@@ -113,7 +113,7 @@ class Group(BaseModel):
     """Base of all config groups: immutable, and undeclared keys are errors.
 
     Attributes:
-        requires: what all keys of the group require, but for those that it names.
+        requires: condition of all keys of the group, except the keys in the condition.
     """
 
     requires: ClassVar[When | None] = None
@@ -121,40 +121,40 @@ class Group(BaseModel):
 
 
 def beyond_last(chosen: Mapping[str, int | None], blocks: int | None) -> Iterator[Problem]:
-    """Keys that choose a block which the model does not have."""
+    """Report keys with the index of a block that the model does not have."""
     for key, block in chosen.items():
         if block is not None and blocks is not None and block >= blocks:
             yield Problem(key, f"{block} is out of range: the model has {blocks} blocks, 0 to {blocks - 1}.")
 
 
 class TechniqueGroup(Group):
-    """The keys of a technique, and what the plan asks of them; by default nothing is wrong."""
+    """The keys of a technique, and the checks that the plan makes; the defaults report nothing."""
 
     def check(self, config: RunConfig) -> Iterator[Problem]:
-        """Contradictions between the settings."""
+        """Report contradictions between settings."""
         yield from ()
 
     def check_model(self, spec: FamilySpec, routes: Sequence[Route], blocks: int | None) -> Iterator[Problem]:
-        """What this model lacks or cannot do.
+        """Report what the model lacks or does not support.
 
         Args:
-            routes: ranges of blocks that some tokens skip.
+            routes: TREAD routes, ranges of blocks that some tokens skip.
             blocks: number of visual blocks; None if the checkpoint is not on this machine.
         """
         yield from ()
 
     def check_datasets(self, config: RunConfig, datasets: Sequence[Dataset]) -> Iterator[Problem]:
-        """Data that the technique lacks, and datasets that exclude it."""
+        """Report missing data, and datasets that exclude the technique."""
         yield from ()
 
     @property
     def late(self) -> Mapping[str, str]:
-        """Keys that name a step, and what does not happen if the run ends before."""
+        """Keys that hold a step, and the consequence if the run ends before it."""
         return {}
 
     @property
     def related(self) -> Sequence[str]:
-        """Keys of other groups that its result depends on."""
+        """Keys of other groups that the technique's result depends on."""
         return ()
 
 
@@ -162,15 +162,15 @@ class OptionWords(TypedDict, total=False):
     """The arguments of `option` besides the default.
 
     Attributes:
-        ge, gt, le, lt: limits of a number; with a lower one, the upper one is `LARGEST_NUMBER` unless another is given.
+        ge, gt, le, lt: limits of a number; with a lower limit, the upper limit defaults to `LARGEST_NUMBER`.
         aliases: other spellings of the key.
-        default_note: the default in the reference page, if it depends on something else.
-        form: the type in the reference page, if people write another one than the parsed value has.
-        requires: conditions without which the key has no effect. They replace those of the group on the same keys.
+        default_note: the default on the reference page, if it depends on other settings.
+        form: the type on the reference page, if the written type differs from the parsed type.
+        requires: conditions without which the key has no effect; they replace the group's conditions on the same keys.
         excludes: conditions under which the key must not be on.
         refused, remarks: values that are an error, or get a warning, with the message.
-        label: its name on the page, if that of the key in words does not do.
-        common: people need it first; the page shows the other keys below "More".
+        label: the name on the page, if the words of the key are not enough.
+        common: a key for first-time users; the page shows all other keys below "More".
     """
 
     ge: float
@@ -189,7 +189,7 @@ class OptionWords(TypedDict, total=False):
 
 
 def option(default: Any = ..., **words: Unpack[OptionWords]) -> Any:
-    """Declare one key, whose help is the docstring below: one or two sentences.
+    """Declare one key. Its help is the docstring below it, one or two sentences.
 
     Args:
         default: the global default; `...` makes the key required.
@@ -200,10 +200,10 @@ def option(default: Any = ..., **words: Unpack[OptionWords]) -> Any:
     for rule in extra.keys() & {"requires", "excludes"}:
         # A single condition may be written without its tuple.
         extra[rule] = (extra[rule],) if isinstance(extra[rule], When) else extra[rule]
-    # No default limit without a lower one: such numbers, as Sana's motion score, are no amounts.
+    # No default upper limit without a lower one: numbers such as Sana's motion score are not amounts.
     checked = limits if not limits or limits.keys() & {"le", "lt"} else {**limits, "le": LARGEST_NUMBER}
     extra["limits"] = {name: bound for name, bound in limits.items() if bound < LARGEST_NUMBER}  # inf is no limit
-    # pydantic keeps what it does not know in json_schema_extra; `describe` reads it back.
+    # pydantic stores the rest in json_schema_extra; `describe` reads it back.
     return Field(default, json_schema_extra=extra, **checked)
 
 
@@ -211,7 +211,7 @@ common = functools.partial(option, common=True)
 
 
 def accepted(default: Any, reason: str, **limits: float) -> Any:
-    """Declare a key of other trainers that changes nothing here, for a reason."""
+    """Declare a key of other trainers that has no effect here, with the reason."""
     # A condition on no key never holds, so the key never has an effect.
     return option(default, requires=when(because=reason), **cast(Any, limits))
 
@@ -220,7 +220,7 @@ def accepted(default: Any, reason: str, **limits: float) -> Any:
 def _docstrings(module: str) -> Mapping[tuple[str, str], str]:
     """The docstrings below the attributes of a module's classes, by class and attribute.
 
-    They are read from the source when help is asked for, since Python does not keep them.
+    Read from the source when help is requested, since Python does not keep attribute docstrings.
     """
     docstrings = {}
     tree = ast.parse(inspect.getsource(sys.modules[module]))
@@ -256,7 +256,7 @@ class Option:
 
     @property
     def help(self) -> str:
-        """One or two sentences: the docstring of the key or, if it is only accepted, the reason for that."""
+        """One or two sentences: the docstring of the key, or the reason why it is accepted without effect."""
         attribute = self.name.rpartition(".")[2]  # of `video.num_frames`
         for owner in self.group.__mro__:
             if issubclass(owner, Group) and (text := _docstrings(owner.__module__).get((owner.__name__, attribute))):
@@ -271,7 +271,7 @@ class Option:
 
     @property
     def type_name(self) -> str:
-        """The type as the reference page shows it."""
+        """The type as shown on the reference page."""
         if self.form:
             return self.form
         if self.choices:
@@ -284,37 +284,41 @@ class Option:
 
     @property
     def default_text(self) -> str:
-        """The default in words, values in backticks; empty if it is unset."""
+        """The default as text, with values in backticks; empty if there is none."""
         return self.default_note or ("required" if self.required else as_written(self.default))
 
     @property
     def relations(self) -> dict[str, list[str]]:
-        """Its aliases and its conditions on other keys, by title."""
+        """Aliases and conditions on other keys, by title."""
         return {
             "Also written": list(self.aliases),
-            # A condition without keys is that of `accepted`.
+            # Conditions without keys come from `accepted`.
             "Requires": [str(each) for each in self.requires if each.keys and not each.negated],
             "No effect with": [str(each) for each in self.requires if each.negated],
             "Excludes": [each.stated for each in self.excludes],
         }
 
+    def has_effect(self, settings: Mapping[str, Any]) -> bool:
+        """Whether settings fulfil everything that it requires."""
+        return all(condition.holds(settings) for condition in self.requires)
+
     def conflicts(self, settings: Mapping[str, Any]) -> Iterator[Problem]:
-        """The settings that exclude it, if it is on, and the refusal or remark about its value."""
+        """Report settings that exclude the key, if it is on, and the refusal or remark for its value."""
         value = settings[self.name]
-        # A key that is off, or 1 as everywhere, excludes nothing.
+        # A key that is off, or at its default, excludes nothing.
         for other in self.excludes if value and value != self.default else ():
             if other.holds(settings):
                 shown = f"{value!r} " if isinstance(value, str) else ""
                 yield Problem(self.name, f"{shown}cannot be combined with {other.shown(settings)}{other.reason}.")
         for texts, fatal in ((self.refused, True), (self.remarks, False)):
-            if texts and value in texts and all(rule.holds(settings) for rule in self.requires):
+            if texts and value in texts and self.has_effect(settings):
                 yield Problem(self.name, f"{value!r} {texts[value]}.", fatal)
 
     @functools.cached_property
     def may_hold_secret(self) -> bool:
-        """Whether values from `{env:...}` are hidden: true of texts for services elsewhere."""
+        """Whether values from `{env:...}` are hidden: true for texts sent to external services."""
         outside = self.section in ("Tracking", "Publishing", "Webhooks")
-        # A flag, a number or a choice gives nothing away.
+        # Flags, numbers and choices are not secrets.
         return outside and self.type_name in ("text", "list", "JSON", JSON_OR_FILE)
 
     @property
@@ -327,16 +331,16 @@ class Option:
 
 
 def as_written(value: Any) -> str:
-    """A value as JSON has it, in backticks unless it is a word of JSON; empty for None."""
+    """A value as JSON, in backticks; true and false stay bare, None is empty."""
     if value is None or isinstance(value, bool):
         return "" if value is None else str(value).lower()
     return f"`{value:g}`" if isinstance(value, float) else f"`{value}`"
 
 
 def describe(name: str, group: type[Group], field: FieldInfo) -> Option:
-    """The `Option` of a field that `option()` declared in a group."""
+    """The `Option` for a group's field declared with `option()`."""
     words: dict[str, Any] = dict(cast(Any, field.json_schema_extra))
-    # The switch of a group does not require itself, and a condition on the switch replaces the group's.
+    # A group's switch does not require itself, and a key's condition on the switch replaces that of the group.
     named = {name}.union(*(condition.keys for condition in words.get("requires", ())))
     if group.requires and not named & group.requires.keys.keys():
         words["requires"] = (group.requires, *words.get("requires", ()))
@@ -352,6 +356,13 @@ def describe(name: str, group: type[Group], field: FieldInfo) -> Option:
     )
 
 
+@functools.cache
+def options_of(*groups: type[Group]) -> dict[str, Option]:
+    """Every key of some groups by name and by alias."""
+    declared = (describe(name, group, field) for group in groups for name, field in group.model_fields.items())
+    return {name: option for option in declared for name in (option.name, *option.aliases)}
+
+
 def _constraints(field: FieldInfo) -> list[Any]:
     """The metadata of a field, including that of `Annotated[...] | None`."""
     inner = [part for part in get_args(field.annotation) if get_origin(part) is Annotated]
@@ -359,11 +370,11 @@ def _constraints(field: FieldInfo) -> list[Any]:
 
 
 def _strip_optional(annotation: Any) -> Any:
-    """`int` out of `Annotated[int, ...] | None`."""
+    """`int` from `Annotated[int, ...] | None`."""
     if get_origin(annotation) is Annotated:
         return _strip_optional(get_args(annotation)[0])
     parts = [part for part in get_args(annotation) if part is not type(None)]
-    # Their arguments are items and words, no alternatives to None.
+    # Arguments of list and Literal are items and words, not alternatives to None.
     if get_origin(annotation) in (list, Literal) or len(parts) != 1:
         return annotation
     return _strip_optional(parts[0])
@@ -371,15 +382,15 @@ def _strip_optional(annotation: Any) -> Any:
 
 @dataclass(frozen=True)
 class Package:
-    """An optional dependency: the module to look for, and the requirement for pip, as in pyproject.toml."""
+    """An optional dependency: the module to look for, and its requirement as in pyproject.toml."""
 
     module: str
     requirement: str
 
 
 def check_installed(package: Package, key: str, value: str) -> Iterator[Problem]:
-    """Report a value of a key whose package is not installed."""
-    # Looked up, not imported: all but boto3 would import torch.
+    """Report a value whose package is not installed."""
+    # Looked up, not imported: every package but boto3 would import torch.
     if importlib.util.find_spec(package.module) is None:
         name = re.split("[<>=]", package.requirement)[0]
         install = f"pip install {shlex.quote(package.requirement)}"

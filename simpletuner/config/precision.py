@@ -1,6 +1,6 @@
-"""The precision keys and their meaning: dtypes by name, and how weights are quantised.
+"""Precision keys: dtypes by name, and the quantisation of weights.
 
-The dtype and quantisation of an encoder are part of the identity of what it encodes. Free of torch: `memory.precision`
+Dtype and quantisation of an encoder are part of the identity of its cache entries. Imports no torch: `memory.precision`
 applies these tables.
 """
 
@@ -16,7 +16,7 @@ from simpletuner.config.option import Group, Package, check_installed, common, o
 from simpletuner.config.values import Flag, Integer
 from simpletuner.errors import Problem
 
-if TYPE_CHECKING:  # it imports this module
+if TYPE_CHECKING:  # schema imports this module
     from simpletuner.config.schema import CachingConfig
 
 BITSANDBYTES = Package("bitsandbytes", "bitsandbytes>=0.46,<0.51")
@@ -32,7 +32,7 @@ PLAIN_PRECISIONS = ("no_change", "bf16", "fp32")
 Attention = Literal["diffusers", "flex", "flash-attn-2", "flash-attn-3", "xformers", "sageattention"]
 Library = Literal["quanto", "torchao", "bnb"]
 recomputed = partial(option, requires=when("gradient_checkpointing"))
-# Known but unsupported names, and what to use instead.
+# Unsupported names of other trainers, and their replacements.
 UNSUPPORTED = {
     name: f"cannot be used: {reason}; the nearest supported value is {instead}"
     for name, reason, instead in (
@@ -53,7 +53,7 @@ class PrecisionConfig(Group):
     mixed_precision: Literal["bf16", "no", "fp16", "fp8"] = common(
         "bf16", refused={"fp8": "is not available yet; use bf16"}
     )
-    """Compute dtype; no is float32. fp16 is meant for GPUs without bf16."""
+    """Compute dtype; no means float32. fp16 is for GPUs without bf16."""
     base_model_precision: Precision = quantised(
         "no_change",
         excludes=when(
@@ -63,53 +63,52 @@ class PrecisionConfig(Group):
         & unless(base_model_precision=PLAIN_PRECISIONS),
         common=True,
     )
-    """Precision of the frozen transformer. no_change, bf16 and fp32 are plain dtypes; the others quantise its linear
-    layers, for LoRA only. Names without a library mean optimum-quanto."""
+    """Precision of the frozen transformer. no_change, bf16 and fp32 are plain dtypes; all other values quantise its
+    linear layers, for LoRA only. Names without a library use optimum-quanto."""
     quantized_matmul: Flag = option(
         False,
         requires=when(base_model_precision=("int8", "int8-quanto", "fp8", "fp8-quanto")),
         excludes=when(model_type="full", because="it multiplies frozen weights; use model_type lora"),
     )
-    """Multiply with the quantised weights of int8-quanto or fp8-quanto directly; activations and gradients are rounded
-    to the same type. Gradients differ by a percent or more; a run prints the error."""
+    """Multiply by the quantised weights of int8-quanto or fp8-quanto without unpacking them; activations and gradients
+    are rounded to the same type. Gradients differ by a percent or more; a run prints the error."""
     quantized_matmul_kernel: Literal["torch", "triton"] = option(
         "torch", requires=(when("quantized_matmul"), when(base_model_precision=("int8", "int8-quanto")))
     )
-    """Kernel of int8 products. triton scales sums where they are made instead of writing them as int32; the same bits.
-    Not tried on a GPU yet."""
+    """Kernel of int8 matmuls. triton fuses the scaling instead of writing int32 sums; bit-identical. Not yet tested on
+    a GPU."""
     text_encoder_1_precision: Precision = quantised("no_change", label="First Text Encoder Precision", common=True)
-    """Precision of the first text encoder, same values; part of the cache identity."""
+    """Precision of the first text encoder, with the same choices; part of the cache identity."""
     text_encoder_2_precision: Precision = quantised("no_change", label="Second Text Encoder Precision")
     """Precision of the second text encoder (CLIP in Kandinsky); part of the cache identity."""
     base_model_default_dtype: Literal["bf16", "fp32"] | None = option(None, default_note="as mixed_precision: bf16")
     """Compute dtype of a quantised model, and dtype of its unquantised weights."""
     quantize_via: Literal["cpu", "accelerator", "pipeline"] = option("cpu")
-    """Device of quantisation; the result is the same. accelerator moves one block at a time to it, pipeline one
-    layer."""
+    """Device that quantises; same results. accelerator moves one block at a time to the device, pipeline one layer."""
     gradient_checkpointing: Flag = common(True)
     """Recompute block activations in the backward pass; same gradients."""
     gradient_checkpointing_interval: Integer | None = recomputed(None, ge=1, default_note="all blocks")
     """Recompute only every n-th block."""
     gradient_checkpointing_kept_blocks: Integer = recomputed(0, ge=0)
-    """This many of the recomputed blocks, evenly spaced, keep their activations instead."""
+    """Number of recomputed blocks, evenly spaced, that keep their activations instead."""
     attention_mechanism: Attention = common(
         "diffusers",
         refused={"sageattention": "has no backward pass and cannot train; use diffusers"},
         remarks={"flex": "is for block-sparse attention; dense attention uses torch's kernel, as with diffusers"},
     )
-    """Kernel of dense self-attention; diffusers is torch's, on a GPU the faster of cuDNN and flash. The others need
-    their package."""
+    """Kernel of dense self-attention; diffusers uses torch's, on a GPU the faster of cuDNN and flash. All other kernels
+    need their package."""
     disable_tf32: Flag = option(False)
-    """Disable TF32 for float32 products on a GPU. A float32 VAE and modulation layers never use it."""
+    """Disable TF32 for float32 matmuls on a GPU. A float32 VAE and modulation layers never use TF32."""
 
     @property
     def checkpoint_interval(self) -> int | None:
-        """Every n-th block is recomputed in the backward pass; None: no block is."""
+        """Every n-th block is recomputed in the backward pass; None: no block."""
         return (self.gradient_checkpointing_interval or 1) if self.gradient_checkpointing else None
 
     @property
     def checkpoints_all(self) -> bool:
-        """Whether no block keeps its activations until the backward pass."""
+        """Whether all blocks are recomputed in the backward pass."""
         return self.checkpoint_interval == 1 and not self.gradient_checkpointing_kept_blocks
 
 
@@ -118,16 +117,16 @@ class Quantisation:
     """One way to store the weights of linear layers.
 
     Attributes:
-        name: with its library, as in cache keys: `int8-quanto`, even if the user wrote `int8`.
-        library: the library that computes it.
-        kind: the library's own name for it.
-        bits: per weight, without the scales of its row or group.
+        name: name with its library, as in cache keys: `int8-quanto`, even if the user wrote `int8`.
+        library: the library that implements it.
+        kind: the library's name for it.
+        bits: bits per weight, without the scales of its row or group.
         shared: bytes for the scales of a group; 0 if each row has one scale.
-        group: number of weights that share them.
-        package: an optional package that it needs, if any.
-        multiplies: CUDA compute capability from which GPUs multiply these weights without unpacking them
-            (`quantized_matmul`); None if they cannot.
-        always: they are multiplied so without being asked.
+        group: number of weights per group.
+        package: required optional package, if any.
+        multiplies: minimum CUDA compute capability to multiply these weights without unpacking them
+            (`quantized_matmul`); None if unsupported.
+        always: they are always multiplied without unpacking.
     """
 
     name: str
@@ -142,12 +141,12 @@ class Quantisation:
 
     @property
     def bytes_per_weight(self) -> float:
-        """Including the scales of groups; those of rows are negligible."""
+        """Includes the scales of groups; scales of rows are negligible."""
         return self.bits / 8 + self.shared / self.group
 
 
-# Turing (7.5) has the first tensor cores for int8, Ada (8.9) the first for float8. Below 8 bits, quanto keeps a scale
-# and a shift in 16 bits per group, bitsandbytes a float32 scale.
+# Turing (7.5) has the first int8 tensor cores, Ada (8.9) the first for float8. Below 8 bits, quanto stores a 16-bit
+# scale and shift per group, bitsandbytes a float32 scale.
 QUANTISATIONS = {
     each.name: each
     for each in (
@@ -165,17 +164,23 @@ QUANTISATIONS = {
         Quantisation("nf4-bnb", "bnb", "nf4", 4, BITSANDBYTES, shared=4, group=64),
     )
 }  # fmt: skip
-UNPACKED = "int8-torchao"  # like int8dq-torchao, with weights that any device unpacks
+UNPACKED = "int8-torchao"  # as int8dq-torchao, but the weights are unpacked, which every device supports
 
 
 def quantisation(name: str) -> Quantisation | None:
     """The quantisation that a precision key selects; None for plain dtypes. A bare name means optimum-quanto."""
-    # no_change, bf16 and fp32 become names that do not exist, such as bf16-quanto.
+    # no_change, bf16 and fp32 become names that are not in the table, such as bf16-quanto.
     return QUANTISATIONS.get(name if "-" in name else f"{name}-quanto")
 
 
+def quantised_bytes(name: str) -> float:
+    """Bytes per weight of a precision that quantises; 0 for a plain one."""
+    stored = quantisation(name)
+    return stored.bytes_per_weight if stored else 0.0
+
+
 def check_products(config: PrecisionConfig) -> Iterator[Problem]:
-    """Whether `quantized_matmul` can multiply the weights as they are stored."""
+    """Report weights that `quantized_matmul` cannot multiply as stored."""
     stored = quantisation(config.base_model_precision)
     if not config.quantized_matmul or (stored is not None and stored.multiplies and not stored.always):
         return
@@ -185,7 +190,7 @@ def check_products(config: PrecisionConfig) -> Iterator[Problem]:
 
 
 def _why_not(stored: Quantisation | None) -> str:
-    """Why weights cannot be multiplied as they are stored."""
+    """Why weights cannot be multiplied as stored."""
     if stored is None:
         return "these are not quantised"
     if stored.always:
@@ -196,18 +201,18 @@ def _why_not(stored: Quantisation | None) -> str:
 
 
 def multiplied(config: PrecisionConfig) -> dict[str, Quantisation]:
-    """How the weights are stored that are multiplied without unpacking them, by the key that asks for it."""
+    """Quantisations whose weights are multiplied without unpacking, by the key that selects them."""
     names = config.model_dump(include=set(PRECISION_KEYS))
-    found = {key: stored for key, name in names.items() if (stored := quantisation(name)) and stored.always}
+    always = {key: stored for key, name in names.items() if (stored := quantisation(name)) and stored.always}
     base = quantisation(config.base_model_precision) if config.quantized_matmul else None
-    return found | ({} if base is None else {"quantized_matmul": base})
+    return always | ({} if base is None else {"quantized_matmul": base})
 
 
 def check_capability(config: PrecisionConfig, capability: tuple[int, int] | None) -> Iterator[Problem]:
-    """Whether a GPU multiplies the stored weights.
+    """Report weights that the GPU cannot multiply as stored.
 
     Args:
-        capability: of the GPU; None if unknown.
+        capability: compute capability of the GPU; None if unknown.
     """
     for key, stored in multiplied(config).items():
         if capability is None or stored.multiplies is None or capability >= stored.multiplies:
@@ -218,7 +223,7 @@ def check_capability(config: PrecisionConfig, capability: tuple[int, int] | None
 
 
 def instead(stored: Quantisation, capability: tuple[int, int] = (0, 0)) -> str:
-    """What to set where products in these bits do not work, on a GPU of a compute capability."""
+    """Advice for a GPU of this compute capability that cannot multiply the weights as stored."""
     if stored.always:
         return f"Use {UNPACKED}."
     # (99, 0) is above any GPU.
@@ -228,29 +233,29 @@ def instead(stored: Quantisation, capability: tuple[int, int] = (0, 0)) -> str:
 
 
 def check_packages(config: PrecisionConfig) -> Iterator[Problem]:
-    """Report names whose package is not installed."""
+    """Report quantisations whose package is not installed."""
     for key, name in config.model_dump(include=set(PRECISION_KEYS)).items():
         if (stored := quantisation(name)) and stored.package:
             yield from check_installed(stored.package, key, name)
     if config.quantized_matmul_kernel == "triton" and importlib.util.find_spec("triton") is None:
-        message = "'triton' needs Triton, which torch for CUDA brings along and is not installed; set it to torch."
+        message = "'triton' needs Triton, which comes with torch for CUDA and is not installed; set it to torch."
         yield Problem("quantized_matmul_kernel", message)
 
 
 def text_encoder_dtype(precision: PrecisionConfig) -> str:
-    """bf16 or fp32. A float32 run encodes in float32; float16 overflows in Qwen2.5-VL, so bf16 is used instead."""
+    """bf16 or fp32. A float32 run encodes in float32; fp16 overflows in Qwen2.5-VL, so bf16 is used instead."""
     if precision.text_encoder_1_precision in ("bf16", "fp32"):
         return precision.text_encoder_1_precision
     return "fp32" if precision.mixed_precision == "no" else "bf16"
 
 
 def text_encoder_storage(precision: PrecisionConfig, encoders: int) -> str:
-    """How the weights of a family's text encoders are stored, for cache keys: "no_change" if none is quantised.
+    """Quantisation of a family's text encoders, for cache keys; "no_change" if none is quantised.
 
     Args:
-        encoders: how many the family has, 1 or 2.
+        encoders: number of text encoders, 1 or 2.
     """
-    # A key of an encoder that the family lacks must not change cache keys.
+    # The setting of an encoder that the family lacks must not change cache keys.
     names = (precision.text_encoder_1_precision, precision.text_encoder_2_precision)[:encoders]
     stored = [found.name if (found := quantisation(name)) else "no_change" for name in names]
     # `int8-quanto` if all agree, else for instance `no_change+nf4-bnb`.
@@ -263,7 +268,7 @@ def vae_dtype(precision: PrecisionConfig, caching: CachingConfig) -> str:
 
 
 def transformer_dtype(precision: PrecisionConfig) -> str:
-    """bf16, fp16 or fp32: the compute dtype, and that of all weights that are not quantised.
+    """bf16, fp16 or fp32: the dtype of computation and of all weights that are not quantised.
 
     `base_model_precision` bf16 or fp32 is a plain dtype and overrides `mixed_precision`; so does
     `base_model_default_dtype` if the model is quantised.
@@ -276,7 +281,7 @@ def transformer_dtype(precision: PrecisionConfig) -> str:
 
 
 def compute_dtypes(precision: PrecisionConfig, caching: CachingConfig, encoders: int) -> dict[str, str]:
-    """The dtypes in which a transformer, a VAE and so many text encoders compute, however they were chosen."""
+    """Compute dtypes of the transformer, the VAE and `encoders` text encoders."""
     text, stored = text_encoder_dtype(precision), text_encoder_storage(precision, encoders)
     return {
         "mixed_precision.compute": transformer_dtype(precision),

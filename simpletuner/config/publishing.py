@@ -1,8 +1,7 @@
-"""What leaves the machine: the result (hub, model card, other stores, scripts after a save), events by webhooks, and
-curves for trackers. Free of torch.
+"""Keys for what leaves the machine: results (hub, model card, buckets, scripts), webhook events, and tracker curves.
 
-Without a key wandb prompts for one, and an unattended run would wait there for ever. So the login is checked first,
-without importing wandb.
+Without an API key wandb prompts for one, and an unattended run would wait forever. The login is therefore checked
+first, without importing wandb. Imports no torch.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ ELSEWHERE = ("azure_blob", "azure", "dropbox")
 PLACEHOLDERS = ("local_checkpoint_path", "remote_checkpoint_path", "global_step", "tracker_run_name")
 # The hub's rule: at most 96 characters, neither `--` nor `..` inside, neither - nor . at the ends.
 REPOSITORY = re.compile(r"(?!.*(?:--|\.\.))(?:[A-Za-z0-9][\w.-]*/)?[A-Za-z0-9](?:[\w.-]{0,94}\w)?", re.ASCII)
-# Other names of keys.
+# Aliases of keys.
 KEYS = {"aws_access_key_id": "access_key", "aws_secret_access_key": "secret_key", "request_headers": "headers"}
 
 WEBHOOK_CONFIG = "webhook_config"
@@ -49,9 +48,9 @@ uploaded = partial(option, requires=when("push_to_hub", PUBLISHING_CONFIG))
 
 
 def parse_stores(value: object) -> object:
-    """The list of stores, with one name for each key and provider."""
+    """The list of stores, with canonical names of keys and providers."""
     value = parse_objects(PUBLISHING_CONFIG, value)
-    # Before validation, whose messages quote the value.
+    # Before validation, since its messages quote the value.
     hide_secrets({PUBLISHING_CONFIG: value})
     return [_plain(each) for each in value] if isinstance(value, list) else value
 
@@ -60,7 +59,7 @@ def _plain(store: Any) -> Any:
     if not isinstance(store, dict):
         return store
     plain = {KEYS.get(key, key): each for key, each in store.items()}
-    # B2 speaks the S3 protocol at an address of its region.
+    # B2 offers the S3 protocol at an address per region.
     provider, region = plain.get("provider"), plain.get("region")
     if provider in ELSEWHERE:
         raise ValueError(f"names {provider!r}, which is not built in; use post_upload_script, for example with rclone")
@@ -94,17 +93,17 @@ class PublishConfig(Group):
     push_to_hub: Flag = common(False)
     """Upload the result to the Hugging Face hub at the end."""
     hub_model_id: Text | None = on_hub(None, default_note="tracker_project_name", common=True)
-    """Repository on the hub: `owner/name`, its address, or a name, which then belongs to the login."""
+    """Repository on the hub: `owner/name`, its address, or a name below the logged-in account."""
     push_checkpoints_to_hub: Flag = on_hub(False)
-    """Also upload every checkpoint; the newest is also at the root."""
+    """Also upload every checkpoint; the newest is also copied to the root."""
     push_to_hub_background: Flag = uploaded(False)
     """Upload in the background instead of waiting."""
     model_card_private: Flag = on_hub(True, common=True)
-    """Create the repository as private; an existing one stays."""
+    """Create the repository as private; an existing repository keeps its visibility."""
     model_card_safe_for_work: Flag = option(False)
     """Tag the model card safe-for-work instead of not-for-all-audiences."""
     model_card_note: Text | None = option(None)
-    """A note at the top of the model card."""
+    """Note at the top of the model card."""
     model_card_trigger: TextList | None = option(None)
     """Trigger words of the subject, for the model card and the header of weight files."""
     modelspec_comment: Texts | None = option(None)
@@ -114,12 +113,12 @@ class PublishConfig(Group):
         None, form=JSON_OR_FILE, label="Other Targets"
     )
     """S3 buckets that get a copy of the output folder at the end: an object with `provider` (s3, backblaze_b2),
-    `bucket` and more, a list of them, or a file with either; see docs/PUBLISHING.md."""
+    `bucket` and more, a list of objects, or a file with either; see docs/PUBLISHING.md."""
     post_checkpoint_script: Text | None = option(None)
-    """A program to run after each checkpoint, with its arguments; `{local_checkpoint_path}`, `{global_step}` and
+    """Program to run after each checkpoint, with its arguments; `{local_checkpoint_path}`, `{global_step}` and
     `{tracker_run_name}` expand."""
     post_upload_script: Text | None = uploaded(None)
-    """The same after each upload, also with `{remote_checkpoint_path}`, the address of the upload."""
+    """Program to run after each upload; also expands `{remote_checkpoint_path}`, the address of the upload."""
 
     @property
     def stores(self) -> list[BucketConfig]:
@@ -132,7 +131,7 @@ class PublishConfig(Group):
 
 
 def without_hidden(value: Any) -> Any:
-    """A recorded setting without the secrets that were hidden in it."""
+    """A recorded setting without its hidden secrets."""
     if isinstance(value, list):
         return [without_hidden(each) for each in value]
     if isinstance(value, dict):
@@ -149,34 +148,34 @@ def repository_name(written: str) -> str:
 
 
 def check_publishing(publish: PublishConfig, project: str) -> Iterator[Problem]:
-    """Faults that make uploads fail for certain.
+    """Report faults that are certain to make uploads fail.
 
     Args:
         project: value of `tracker_project_name`.
     """
     if publish.push_to_hub:
         yield from _check_hub(publish.hub_model_id, project)
-    # One message about the package is enough.
+    # One message about the missing package is enough.
     for store in publish.stores[:1]:
         yield from check_installed(BOTO3, "publishing_config", store.provider)
-    # After a save, nothing has an address yet.
+    # A checkpoint that is only saved has no remote address.
     saved = [name for name in PLACEHOLDERS if name != "remote_checkpoint_path"]
     yield from _check_script("post_checkpoint_script", publish.post_checkpoint_script, saved)
     yield from _check_script("post_upload_script", publish.post_upload_script, PLACEHOLDERS)
 
 
 def check_typed(publish: PublishConfig) -> Iterator[Problem]:
-    """Keys of stores that are in no file: `simpletuner publish` cannot find them again."""
+    """Report credentials of stores that are in no file, where `simpletuner publish` could read them later."""
     if any(store.secret_key or store.session_token or store.headers for store in publish.stores):
         message = "its keys are not recorded: simpletuner publish finds keys only in a config file."
         yield warning(PUBLISHING_CONFIG, message)
 
 
 def _check_hub(name: str | None, project: str) -> Iterator[Problem]:
-    # Imported late: most runs do not need it.
+    # Imported late, since most runs do not need it.
     from huggingface_hub import constants, get_token
 
-    # A reference `{env:NAME}` is expanded when something is sent.
+    # A reference `{env:NAME}` is expanded on upload.
     if not (REPOSITORY.fullmatch(repository_name(name or project)) or REFERENCE.search(name or "")):
         key, rule = "hub_model_id" if name else "tracker_project_name", "letters, digits, '-', '_' and '.'"
         yield Problem(key, f"{name or project!r} is not a name for a repository ({rule}), such as me/my-lora.")
@@ -196,7 +195,7 @@ def _check_script(key: str, script: str | None, known: Sequence[str]) -> Iterato
     except ValueError as error:
         yield Problem(key, f"{script!r} cannot be split into words: {error}.")
         return
-    # Now rather than after the first checkpoint, hours later.
+    # Checked now rather than after the first checkpoint, hours later.
     if program and shutil.which(program[0]) is None:
         yield Problem(key, f"{program[0]!r} is not a program that can be run here.")
 
@@ -217,8 +216,8 @@ class Hook:
 
     @property
     def address(self) -> str:
-        """Where to send; empty if none is given. It is a secret."""
-        # A raw webhook may have its address under either key.
+        """The address, which is a secret; empty if unset."""
+        # A raw webhook may have its address in either key.
         return (self.callback_url if self.webhook_type == "raw" else None) or self.webhook_url or ""
 
     @property
@@ -245,12 +244,12 @@ class WebhookConfig(Group):
     requires = when(WEBHOOK_CONFIG)
 
     webhook_config: Hooks | None = common(None, form=JSON_OR_FILE)
-    """Where to send what happens in a run: an object with `webhook_type` (discord or raw) and `webhook_url` or
-    `callback_url`, a list of them, or a file with either."""
+    """Receivers of a run's events: an object with `webhook_type` (discord or raw) and `webhook_url` or `callback_url`,
+    a list of objects, or a file with either."""
     webhook_reporting_interval: Integer = option(5, ge=1)
-    """Seconds between two messages about the training steps; the first and the last are always sent."""
+    """Minimum seconds between messages about training steps; the first and last step are always sent."""
     webhook_images: Literal["data_uri", "base64"] = option("data_uri")
-    """How raw webhooks carry pictures: as data URIs, or as base64 alone. Clips are always data URIs."""
+    """Encoding of pictures in raw webhooks: data URIs, or plain base64. Clips are always data URIs."""
 
     @property
     def hooks(self) -> list[Hook]:
@@ -258,7 +257,7 @@ class WebhookConfig(Group):
 
 
 def check_webhooks(config: WebhookConfig) -> Iterator[Problem]:
-    """Addresses that are missing or of another protocol. No message shows an address."""
+    """Report missing and invalid addresses; messages never show an address."""
     if _no_verify() not in {"", *TRUE_WORDS, *FALSE_WORDS}:
         yield Problem(NO_VERIFY, f"{_no_verify()!r} is not true or false.")
     for index, hook in enumerate(config.hooks):
@@ -271,7 +270,7 @@ def check_webhooks(config: WebhookConfig) -> Iterator[Problem]:
         elif hook.auth_token and not (hook.auth_token.isascii() and hook.auth_token.isprintable()):
             yield Problem(f"{where}.auth_token", "cannot be sent: a header is one line of ASCII letters.")
         elif not hook.verifies:
-            yield warning(where, f"the certificate of {hook.host} is not checked, so others could read what is sent.")
+            yield warning(where, f"the certificate of {hook.host} is not checked, so messages could be intercepted.")
 
 
 def _no_verify() -> str:
@@ -279,30 +278,30 @@ def _no_verify() -> str:
 
 
 def _host(address: str) -> str:
-    """The host of an HTTP address; empty if it is none."""
+    """The host of an HTTP address; empty if the address is invalid."""
     try:
         parts = urlsplit(address)
-        parts.port  # noqa: B018 - raises for an invalid one
+        parts.port  # noqa: B018 - raises for an invalid port
     except ValueError:
         return ""
     is_usable = parts.scheme in ("http", "https") and address.isprintable() and " " not in address
     return (parts.hostname or "") if is_usable else ""
 
 
-# How to get the package of a tracker, which has the tracker's name.
+# Install commands by tracker; the package is named after the tracker.
 PACKAGES = {"wandb": "pip install wandb", "tensorboard": "pip install 'tensorboard>=2.18,<3'"}
 NOT_AVAILABLE_YET = ("comet_ml", "swanlab")
 KNOWN = (*PACKAGES, *NOT_AVAILABLE_YET, "simpletuner", "none", "all")
 DEFAULT_ADDRESS = "https://api.wandb.ai"
-OUTSIDE = re.compile(r"/|(.*/)?\.\.(/|\Z)", re.DOTALL)  # a path that is absolute, or has .. as one of its parts
-MODES_WITHOUT_LOGIN = ("offline", "dryrun", "disabled")  # dryrun is the old name of offline
+OUTSIDE = re.compile(r"/|(.*/)?\.\.(/|\Z)", re.DOTALL)  # an absolute path, or one with a part ..
+MODES_WITHOUT_LOGIN = ("offline", "dryrun", "disabled")  # dryrun is the former name of offline
 
 
 class TrackingConfig(Group):
     """Tracking"""
 
     report_to: Text = common("none")
-    """wandb, tensorboard, comet_ml, swanlab, simpletuner (local files, always written), all, none or a list."""
+    """wandb, tensorboard, simpletuner (local files, always written), all, none, or a list of names."""
     tracker_project_name: Text = common("simpletuner")
     """Project name for trackers."""
     tracker_run_name: Text = common("simpletuner-testing")
@@ -315,7 +314,7 @@ def tracker_names(report_to: str) -> list[str]:
 
 
 def check_trackers(config: TrackingConfig) -> Iterator[Problem]:
-    """Unknown or unusable names; a missing package or login is only a warning."""
+    """Report unknown and unusable names; a missing package or login is only a warning."""
     names = tracker_names(config.report_to)
     for name in names:
         if name in NOT_AVAILABLE_YET:
@@ -324,11 +323,11 @@ def check_trackers(config: TrackingConfig) -> Iterator[Problem]:
             yield Problem("report_to", not_one_of(name, KNOWN))
     if "none" in names and len(set(names)) > 1:
         yield Problem("report_to", f"{config.report_to!r} asks for none and for {', '.join(names)} at once.")
-    # `all` means those that are installed.
+    # `all` means all installed trackers.
     for name in PACKAGES if "all" not in names else ():
         if name in names and (reason := why_missing(name)):
             yield warning("report_to", reason)
-    # Names become folders inside `logging_dir`.
+    # Names become folders in `logging_dir`.
     for key, name in config.model_dump(exclude={"report_to"}).items():
         if OUTSIDE.match(name):
             yield Problem(key, f"{name!r} points outside logging_dir; it is a name, with no '..' and no '/' in front.")
@@ -344,7 +343,7 @@ def why_missing(name: str) -> str | None:
 
 
 def has_wandb_login() -> bool:
-    """Whether a key is stored, or the chosen mode (`WANDB_MODE=offline`, `wandb offline`) needs none."""
+    """Whether an API key is stored, or the mode (`WANDB_MODE=offline`, `wandb offline`) needs none."""
     settings = _settings_files()
     if wandb_mode() in MODES_WITHOUT_LOGIN:
         return True
@@ -356,7 +355,7 @@ def has_wandb_login() -> bool:
     for path in [Path(named).expanduser()] if named else [Path.home() / ".netrc", Path.home() / "_netrc"]:
         with suppress(OSError, netrc.NetrcParseError):
             login = netrc.netrc(path).hosts.get(host)
-            if login and login[2]:  # (login, account, password), of which the last is the key
+            if login and login[2]:  # (login, account, password), where the password is the key
                 return True
     return False
 
@@ -372,10 +371,10 @@ def _settings_files() -> dict[str, str]:
     """The user's settings, overridden by those of the working directory."""
     home = Path(os.environ.get("WANDB_CONFIG_DIR") or Path.home() / ".config" / "wandb")
     local = Path(os.environ.get("WANDB_DIR") or ".")
-    # A % in a key is no reference.
+    # No interpolation, since keys may contain %.
     parser = configparser.ConfigParser(interpolation=None)
     try:
-        # Later files win; wandb uses .wandb instead of wandb where that folder exists.
+        # Later files take precedence; wandb uses the folder .wandb instead of wandb if it exists.
         parser.read([home / "settings", local / "wandb" / "settings", local / ".wandb" / "settings"], encoding="utf-8")
     except (configparser.Error, UnicodeDecodeError):
         return {}

@@ -1,4 +1,4 @@
-"""Keys of datasets whose files are elsewhere: rows of a table with addresses, objects in a bucket, rows on the hub."""
+"""Keys of remote datasets: a table of addresses, objects in a bucket, rows of a hub dataset."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ SECRETS = ("aws_access_key_id", "aws_secret_access_key", "aws_session_token")
 
 
 class TableKeys(Group):
-    """type csv: a table with addresses and captions."""
+    """type csv: a table of addresses and captions."""
 
     csv_file: PathText | None = option(None)
     """The table; its first line names the columns."""
@@ -32,17 +32,17 @@ class BucketKeys(Group):
     aws_bucket_name: Text | None = option(None)
     """Name of the bucket."""
     aws_endpoint_url: Text | None = option(None)
-    """Address of the server; unset: Amazon's own."""
+    """Address of the server; unset: Amazon's."""
     aws_region_name: Text | None = option(None)
-    """Region; an endpoint decides it by itself."""
+    """Region; not needed with an endpoint."""
     aws_access_key_id: Text | None = option(None)
-    """Key, best as {env:NAME}; unset: boto3 uses the AWS CLI's credentials."""
+    """Access key, best as {env:NAME}; unset: boto3 uses the AWS CLI's credentials."""
     aws_secret_access_key: Text | None = option(None)
-    """Secret of the key, best as {env:NAME}."""
+    """Secret key, best as {env:NAME}."""
     aws_session_token: Text | None = option(None)
-    """Token of temporary keys, best as {env:NAME}."""
+    """Session token of temporary keys, best as {env:NAME}."""
     aws_data_prefix: Text | None = option(None)
-    """Only objects whose keys start with this; like a folder."""
+    """Only objects whose keys start with this prefix, like a folder."""
     aws_max_pool_connections: Integer = option(128, ge=1)
     """Maximum number of open connections."""
 
@@ -51,22 +51,22 @@ class RowFilter(Group):
     """Filter for rows of a hub dataset."""
 
     collection: TextList | None = option(None)
-    """Only rows whose column `collection` is one of these."""
+    """Only rows whose column `collection` has one of these values."""
     quality_thresholds: dict[str, Number] | None = option(None)
     """Minimum of every quality metric."""
     quality_column: Text = option("quality_assessment")
-    """Column of an object with the metrics."""
+    """Column with the object of metrics."""
     min_width: Integer | None = option(None, ge=1)
-    """Smallest width, by the column of widths."""
+    """Minimum of the width column."""
     min_height: Integer | None = option(None, ge=1)
-    """Smallest height, by the column of heights."""
+    """Minimum of the height column."""
 
 
 class CompositeImage(Group):
-    """Pictures composed of several side by side."""
+    """Composite pictures: several side by side."""
 
     enabled: Flag = option(False)
-    """Whether to cut one out."""
+    """Whether to crop one picture out."""
     image_count: Integer = option(1, ge=1)
     """Number of pictures side by side."""
     select_index: Integer = option(0, ge=0)
@@ -74,12 +74,12 @@ class CompositeImage(Group):
 
 
 class HubKeys(Group):
-    """type huggingface: rows of a dataset of the hub."""
+    """type huggingface: rows of a hub dataset."""
 
     dataset_name: Text | None = option(None)
-    """owner/name on the hub, or a folder."""
+    """owner/name on the hub, or a local folder."""
     split: Text = option("train")
-    """Which split."""
+    """Split to use."""
     revision: Text | None = option(None)
     """Branch, tag or commit; it is resolved to a commit."""
     image_column: Text = option("image")
@@ -87,11 +87,11 @@ class HubKeys(Group):
     video_column: Text = option("video")
     """Column of clips."""
     caption_column: TextList = option(["caption"])
-    """Column of captions, or several; `meta.caption` looks inside."""
+    """Column of captions, or a list of columns; `meta.caption` selects a nested field."""
     fallback_caption_column: Text | None = option(None)
     """Used if the caption is empty."""
     description_column: Text | None = option(None)
-    """Used if the fallback is empty, too."""
+    """Used if the fallback is empty too."""
     width_column: Text = option("width")
     """Column of widths, for filter_func."""
     height_column: Text = option("height")
@@ -103,14 +103,14 @@ class HubKeys(Group):
     huggingface_cache_dir: PathText | None = option(None)
     """Folder for downloads; cache_dir is an alias."""
     num_proc: Integer = option(16, ge=1)
-    """Processes that prepare the rows, at most the machine's cores."""
+    """Processes that prepare rows, at most the machine's cores."""
     auto_load: Flag = accepted(False, "rows are loaded when the run is planned")
     streaming: Flag = option(False)
     """Refused: buckets need all rows."""
     filter_func: RowFilter | None = option(None)
     """Which rows are used."""
     composite_image_config: CompositeImage | None = option(None)
-    """Cuts a picture out of a row of several."""
+    """Crops one picture out of several side by side."""
 
 
 SOURCES: Mapping[str, type[Group]] = {"csv": TableKeys, "aws": BucketKeys, "huggingface": HubKeys}
@@ -122,20 +122,20 @@ REQUIRED = {
 
 
 def check_written(entry: Mapping[str, Any]) -> Iterator[Problem]:
-    """Secrets in the file, which show only before references expand."""
+    """Report secrets that are written in the file, before references expand."""
     for key, value in entry.items():
-        # Before {env:NAME} expands: a secret and its reference look alike afterwards.
+        # Once {env:NAME} is expanded, a secret and a reference look the same.
         if plain_key(key) in SECRETS and value and not REFERENCE.search(str(value)):
             yield warning(key, "is a secret in a file that people share; write {env:NAME} and set that variable.")
 
 
 def check_source(name: str, source: str, keys: Mapping[str, Any]) -> Iterator[Problem]:
-    """Keys that a type needs, and keys of another type.
+    """Report missing keys of a type, and keys of another type.
 
     Args:
         name: id of the entry.
-        source: its type.
-        keys: what is set in it, by key.
+        source: type of the entry.
+        keys: its explicit values, by key.
     """
     for key in REQUIRED.get(source, ()):
         if not keys.get(key):

@@ -1,8 +1,8 @@
 """Every key of config.json, declared once, grouped by the component that uses it.
 
-A class is a section of the reference page and the config group of one component. What belongs to a model family lives
-with it: its own options (`models/*/options.py`), which `family_groups` adds to this schema, and defaults that override
-these (`models/*/spec.py`).
+A class is the config group of one component and a section of the reference page. Options of a model family live in
+`models/*/options.py`, from which `family_groups` adds them to this schema; a family's defaults, which override these,
+live in `models/*/spec.py`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from simpletuner.config.alignment import CrepaConfig, LayerSyncConfig
 from simpletuner.config.launch import LaunchConfig
 from simpletuner.config.lora import LoraConfig
 from simpletuner.config.lora import ValidationAdapterConfig as ValidationAdapterConfig
-from simpletuner.config.option import Group, Option, TechniqueGroup, accepted, common, describe, option, unless, when
+from simpletuner.config.option import Group, Option, TechniqueGroup, accepted, common, option, options_of, unless, when
 from simpletuner.config.precision import PLAIN_PRECISIONS as PLAIN_PRECISIONS
 from simpletuner.config.precision import PrecisionConfig as PrecisionConfig
 from simpletuner.config.precision import recomputed
@@ -46,11 +46,11 @@ Alignment = Annotated[Literal["8", "16", "24", "32", "64", "128"], BeforeValidat
 
 MODELS = Path(__file__).parents[1] / "models"
 LEARNING_RATES = {"lora": 1e-4, "full": 5e-5}
-# Pixels of an edge: far beyond any model, so more is a typo.
+# Pixels per edge; a larger number is a typo.
 LARGEST_SIZE = 100_000
-MOST_SHOTS = 1000  # of a prompt, in a round of previews
-NOISE_LEVELS = 1000  # that the models tell apart; the highest timestep is pure noise
-# Without sine, which swings back to learning_rate.
+MOST_SHOTS = 1000  # previews per prompt in one validation
+NOISE_LEVELS = 1000  # timesteps of the models; the highest is pure noise
+# Not sine, which returns to learning_rate.
 DECAYING_SCHEDULERS = ("linear", "cosine", "cosine_with_warmup", "cosine_with_restarts", "polynomial")
 
 Scheduler = Literal[
@@ -82,16 +82,16 @@ class ModelConfig(Group):
     )
     """What is trained: a LoRA on the frozen model, or every weight of the transformer."""
     model_family: Text = common(...)
-    """What to train: kandinsky5-image (pictures, edits), kandinsky5-video (clips), or sanavideo (480p clips). `_` for
+    """Model family: kandinsky5-image (pictures, edits), kandinsky5-video (clips), or sanavideo (480p clips). `_` for
     `-` and any letter case are accepted."""
     model_flavour: Text | None = common(None, aliases=("model_flavor",), default_note="the family's first")
-    """Which checkpoint of the family."""
+    """Checkpoint of the family."""
     pretrained_model_name_or_path: PathText | None = common(None, default_note="of the flavour")
     """Hub id or folder of a diffusers checkpoint; overrides the flavour."""
     pretrained_vae_model_name_or_path: PathText | None = option(None, default_note="the model path")
-    """Hub id or folder to take the VAE from."""
+    """Hub id or folder of the VAE."""
     pretrained_transformer_model_name_or_path: PathText | None = option(None, default_note="the model path")
-    """Hub id or folder to take the transformer from."""
+    """Hub id or folder of the transformer."""
     pretrained_transformer_subfolder: PathText = option("transformer")
     """Folder of the transformer within that path."""
     revision: Text | None = option(None)
@@ -104,7 +104,7 @@ class RunOptions(Group):
     """Run and paths"""
 
     output_dir: PathText = common("simpletuner-results")
-    """Folder for all output of a run; created if missing."""
+    """Folder for all output of the run; created if missing."""
     logging_dir: PathText = common("logs")
     """Folder for tracker files."""
     cache_dir: PathText | None = common(None, default_note="`<output_dir>/cache`")
@@ -117,18 +117,18 @@ class RunOptions(Group):
         None, default_note="multidatabackend.json beside the config", label="Dataset File"
     )
     """The dataset file."""
-    # A seed is no quantity, so LARGEST_NUMBER does not apply.
+    # A seed is not a quantity, so LARGEST_NUMBER does not apply.
     seed: Integer | None = common(None, ge=-1, le=math.inf)
-    """The same seed gives the same data order, noise and initial weights. 0 takes it from the clock, -1 or unset draws
-    one; both are logged."""
+    """The same seed gives the same data order, noise and initial weights. 0 takes the seed from the clock, -1 or unset
+    draws a random one; both are logged."""
     seed_for_each_device: Flag = option(True)
-    """true: every sample of a step draws its own noise, as in one process with a larger batch. false: every process
-    draws the same as the first. No effect with one process."""
+    """true: every sample of a step draws different noise, as in one process with a larger batch. false: every process
+    draws the same noise as the first. No effect with one process."""
     resume_from_checkpoint: PathText = common("latest")
-    """`latest`, the name or path of a checkpoint, or `none`. Latest without a checkpoint starts a new run; none starts
-    at step 0 and never overwrites an existing checkpoint."""
+    """`latest`, the name or path of a checkpoint, or `none`. latest starts a new run if no checkpoint exists; none
+    starts at step 0 and never overwrites an existing checkpoint."""
     i_know_what_i_am_doing: Flag = option(False)
-    """Turn safety errors that mention this key into warnings."""
+    """Downgrade safety errors that mention this key to warnings."""
 
 
 class ScheduleConfig(Group):
@@ -139,13 +139,13 @@ class ScheduleConfig(Group):
     gradient_accumulation_steps: Integer = common(1, ge=1)
     """Micro-steps per optimizer step, which is one global step."""
     max_train_steps: Integer | None = common(None, ge=0, label="Steps")
-    """Optimizer steps; 0 or unset: epochs decide."""
+    """Optimizer steps of the run; 0 or unset: set by the number of epochs."""
     num_train_epochs: Integer | None = common(None, ge=0, default_note="1 without max_train_steps", label="Epochs")
     """Passes over the data, if max_train_steps is unset or 0."""
     ignore_final_epochs: Flag | None = option(None)
     """Continue past the computed number of epochs to max_train_steps."""
     strict_epoch_limit: Flag | None = option(None)
-    """The opposite of ignore_final_epochs; wins if both are set."""
+    """The opposite of ignore_final_epochs; takes precedence if both are set."""
 
 
 class CheckpointConfig(Group):
@@ -156,9 +156,9 @@ class CheckpointConfig(Group):
     checkpoint_epoch_interval: Integer | None = option(None, ge=1)
     """Also save after every n-th epoch."""
     checkpoints_total_limit: Integer = common(5, aliases=("save_total_limit",), ge=0)
-    """After a save, the oldest checkpoints beyond this number are removed; 0 keeps all."""
+    """Maximum number of checkpoints; a save removes the oldest ones beyond it. 0 keeps all."""
     checkpointing_rolling_steps: Integer = common(0, ge=0)
-    """Additional frequent saves, pruned separately; 0 is off."""
+    """Steps between additional rolling checkpoints, pruned separately; 0 disables them."""
     checkpoints_rolling_total_limit: Integer = option(1, ge=1)
     """Number of rolling checkpoints to keep."""
     disk_low_threshold: Gigabytes | None = option(None, gt=0)
@@ -169,10 +169,10 @@ class OptimizerConfig(Group):
     """Optimizer"""
 
     optimizer: OptimizerName | None = common(None, default_note="adamw_bf16 with mixed_precision bf16, else adamw")
-    """adamw_bf16 and the optimi ones train bf16 weights with Kahan summation. Some names need a package; the error
-    names it."""
+    """adamw_bf16 and the optimi optimizers train bf16 weights with Kahan summation. Some optimizers need a package,
+    which the error names."""
     optimizer_config: Text | None = option(None)
-    """Settings of the optimizer itself, "k=v,k=v"."""
+    """Optimizer settings as "key=value,key=value"."""
     optimizer_beta1: Number | None = option(None, ge=0, lt=1)
     """Only together with optimizer_beta2."""
     optimizer_beta2: Number | None = option(None, ge=0, lt=1)
@@ -194,28 +194,28 @@ class OptimizerConfig(Group):
             ),
             when(
                 grad_clip_method="norm",
-                because="the norm is known only when all gradients are. Use value, or max_grad_norm 0",
+                because="the norm needs all gradients at once. Use value, or max_grad_norm 0",
             )
             & when("max_grad_norm"),
             when(mixed_precision="fp16", because="a step that overflows could not be skipped as a whole. Use bf16"),
             unless(num_processes=1, because="processes average gradients before they update. Use fsdp_enable"),
         ),
     )
-    """Update each weight as soon as its gradient is there and free the gradient: full fine-tunes take less memory, with
-    the same results."""
+    """Update each weight as soon as its gradient is ready, then free the gradient: less memory for full fine-tunes,
+    same results."""
     learning_rate: Number | None = common(None, gt=0, default_note="1e-4 for lora, 5e-5 for full")
     """Peak learning rate."""
     lr_scale: Flag = option(False)
-    """Multiply the rate by processes x accumulation x batch."""
+    """Multiply the learning rate by processes x accumulation x batch."""
     lr_scale_sqrt: Flag = option(False, excludes=when("lr_scale"))
-    """Multiply by the square root of that product instead."""
+    """Multiply the learning rate by the square root of that product instead."""
     lr_scheduler: Scheduler = common("constant_with_warmup")
     """After the warm-up: constant; linear, cosine, restarted cosine or polynomial decay to lr_end; or a sine between
     learning_rate and lr_end."""
     lr_warmup_steps: Integer = common(0, ge=0)
-    """A linear ramp from 0, for every scheduler."""
+    """Steps of a linear ramp from 0, with every scheduler."""
     lr_end: Number = option(4e-7, ge=0, requires=when(lr_scheduler=(*DECAYING_SCHEDULERS, "sine")))
-    """Final learning rate of schedulers that decay."""
+    """Final learning rate of decaying schedulers."""
     lr_power: Number = option(0.8, gt=0, requires=when(lr_scheduler="polynomial"))
     """Power of the polynomial scheduler."""
     lr_num_cycles: Integer = option(1, ge=1, requires=when(lr_scheduler=("cosine_with_restarts", "sine")))
@@ -223,7 +223,7 @@ class OptimizerConfig(Group):
     max_grad_norm: Number = common(2.0, ge=0)
     """Gradient clipping threshold; 0 disables clipping."""
     grad_clip_method: Literal["value", "norm"] = option("value")
-    """value: clip every gradient entry to ±max_grad_norm; norm: clip the norm of all gradients together."""
+    """value: clip every gradient element to ±max_grad_norm; norm: clip the global gradient norm."""
 
 
 class SpeedConfig(Group):
@@ -232,12 +232,12 @@ class SpeedConfig(Group):
     speed: Literal["auto", "reference"] = option("auto")
     """auto: all optimizations that keep the results (docs/SPEED.md). reference: unmodified diffusers code."""
     speed_plain_math: Flag | None = of_speed()
-    """Blocks of Kandinsky with less arithmetic and bit-identical results."""
+    """Kandinsky blocks with less arithmetic and bit-identical results."""
     speed_keep_attention: Flag | None = of_speed(requires=when("gradient_checkpointing"))
-    """With gradient_checkpointing: keep the result of self-attention, tokens x width x 2 bytes per block, instead of
+    """With gradient_checkpointing: keep the output of self-attention, tokens x width x 2 bytes per block, instead of
     recomputing it."""
     speed_bf16_modulation: Flag | None = of_speed()
-    """Store frozen float32 modulation weights of Kandinsky as bf16 if that is lossless."""
+    """Store Kandinsky's frozen float32 modulation weights as bf16 if that is lossless."""
     speed_fused_lora: Flag = option(
         False,
         label="Fused LoRA",
@@ -247,14 +247,14 @@ class SpeedConfig(Group):
         ),
         excludes=(
             when("use_dora", because="DoRA scales the sum of base and update, whose norm takes the whole weight"),
-            when("lora_dropout", because="each layer drops other inputs"),
+            when("lora_dropout", because="each layer drops different inputs"),
         ),
     )
-    """Compute the LoRAs of layers that share their input in one product, on a GPU together with the base weights. Other
-    rounding; a run prints the error of its gradients."""
+    """Compute the LoRAs of layers that share an input in one matmul, on a GPU together with the base weights. Rounds
+    differently; a run prints the error of its gradients."""
     deterministic: Flag = option(False)
-    """Bit-identical repeats on a GPU: kernels with a fixed order of sums, none chosen by timing. Slower; no effect on a
-    CPU, where repeats are always identical."""
+    """Bit-identical repeats on a GPU: kernels with a fixed order of summation, none chosen by timing. Slower; no effect
+    on a CPU, where repeats are always identical."""
 
 
 class EmaConfig(Group):
@@ -268,7 +268,7 @@ class EmaConfig(Group):
     """Weights that validation renders with."""
     ema_update_interval: Integer = option(1, ge=1)
     """Update when global_step is a multiple."""
-    # The law of TensorFlow's ExponentialMovingAverage with num_updates.
+    # The schedule of TensorFlow's ExponentialMovingAverage with num_updates.
     ema_decay: Number = common(0.995, ge=0, le=0.9999)
     """Upper limit of the decay min((1+n)/(10+n), ema_decay) with n = step - 1."""
     ema_warmup_steps: Integer = option(0, ge=0)
@@ -278,17 +278,22 @@ class EmaConfig(Group):
     ema_cpu_only: Flag = option(False, label="EMA CPU Only")
     """Keep and update the average on the CPU only."""
     ema_foreach_disable: Flag = option(False)
-    """Plain loops instead of fused updates; the result is the same."""
+    """Use plain loops instead of foreach updates; same results."""
+
+    @property
+    def is_on_host(self) -> bool:
+        """Whether the average is kept in host memory."""
+        return self.ema_cpu_only or self.ema_device == "cpu"
 
 
-SLOTS = 2  # of the ring buffer for streamed blocks, in groups: one computes while the next is copied
+SLOTS = 2  # ring buffer of streamed blocks, in groups: one computes while the next is copied
 
 
 streamed = partial(option, requires=when("enable_group_offload", "group_offload_text_encoder", "group_offload_vae"))
 
 
 def parse_card(value: object) -> object:
-    """The name of a card without its maker and series: `RTX 4090` is `4090`."""
+    """The name of a card without vendor and series: `RTX 4090` is `4090`."""
     words = str(values.parse_text(value)).lower().replace("-", " ").split()
     return "-".join(word for word in words if word not in ("nvidia", "geforce", "rtx"))
 
@@ -308,32 +313,33 @@ class OffloadConfig(Group):
     """Offload"""
 
     offload: Literal["manual", "auto"] = common("manual")
-    """auto chooses unset keys of offloading, checkpointing and speed_keep_attention: the fastest that fit."""
+    """auto sets unset keys of offloading, checkpointing and speed_keep_attention to the fastest combination that
+    fits."""
     plan_device_memory_gb: Gigabytes | None = option(
         None, aliases=("device_memory",), gt=0, default_note="the device of this machine"
     )
-    """Plan for a GPU with this many GB, as cards are labelled: `simpletuner plan --device-memory 24`."""
+    """Plan for a GPU with this much memory in GB, as cards are labelled: `simpletuner plan --device-memory 24`."""
     plan_device: Card | None = option(None, aliases=("device",), default_note="the device of this machine")
-    """Plan for this card, at its rates and with its memory unless plan_device_memory_gb gives another: `simpletuner
-    plan --device h100`."""
+    """Plan for this card, with its speed, and with its memory unless plan_device_memory_gb is set: `simpletuner plan
+    --device h100`."""
     enable_group_offload: Flag = common(
         False,
         excludes=(
             when("enable_model_cpu_offload", because="one streams the blocks, the other moves them all"),
             when("fsdp_enable", because="FSDP shards the weights that group offload would stream"),
-            when(model_type="full", because="it has no frozen weights, and only those stream; set offload auto"),
+            when(model_type="full", because="only frozen weights stream, and it has none; set offload auto"),
         ),
     )
     """Keep frozen weights of the transformer in host memory and stream them block by block; same results."""
     group_offload_type: Literal["block_level", "leaf_level"] = streamed(
         "block_level",
-        remarks={"leaf_level": "is treated as block_level: a whole block copies faster than its layers one by one"},
+        remarks={"leaf_level": "is treated as block_level: a whole block copies faster than its single layers"},
     )
     """Unit of streaming; leaf_level also streams blocks."""
     group_offload_blocks_per_group: Integer = streamed(1, ge=1, common=True)
-    """Blocks streamed together; two groups are on the device at a time."""
+    """Number of blocks streamed together; two groups are on the device at a time."""
     group_offload_resident_blocks: Integer = option(0, ge=0, requires=when("enable_group_offload"))
-    """This many blocks, evenly spaced, stay on the device. Helps if copies are slower than compute."""
+    """Number of blocks, evenly spaced, that stay on the device. Helps if copies are slower than compute."""
     group_offload_use_stream: Flag = streamed(False, common=True)
     """Overlap copies with compute (CUDA)."""
     group_offload_to_disk_path: PathText | None = streamed(None)
@@ -343,9 +349,9 @@ class OffloadConfig(Group):
     group_offload_vae: Flag = option(
         False, excludes=when("enable_model_cpu_offload", because="one moves parts of the VAE, the other all of it")
     )
-    """Stream the blocks of the VAE, while caching and in previews; saves little, since VAEs are small."""
+    """Stream the blocks of the VAE while caching and in previews; saves little, since VAEs are small."""
     offload_block_inputs: Flag = recomputed(False, label="Offload Block Inputs")
-    """Keep block inputs, which gradient checkpointing saves, in host memory (CUDA)."""
+    """Keep the block inputs saved by gradient checkpointing in host memory (CUDA)."""
     offload_optimizer_state: Flag = option(
         False, requires=when("optimizer_release_gradients", because="it updates one weight at a time", fatal=True)
     )
@@ -367,13 +373,13 @@ class CachingConfig(Group):
     )
     """Dtype of the VAE; part of the cache identity."""
     vae_batch_size: Integer = common(1, ge=1)
-    """Samples encoded at a time, fewer if memory runs out; above 1 only the rounding changes."""
+    """Samples per VAE batch, reduced if memory runs out; a batch changes only the rounding."""
     vae_enable_slicing: Flag = option(False)
     """Encode and decode the samples of a batch one by one."""
     vae_enable_tiling: Flag = common(False)
-    """Encode and decode in tiles; edges may differ slightly, so it is part of the cache identity."""
+    """Encode and decode in tiles; seams may differ slightly, so this is part of the cache identity."""
     vae_enable_patch_conv: Flag = option(False)
-    """Run 3D convolutions in slices of time (Kandinsky 5 Video's VAE)."""
+    """Run 3D convolutions in temporal slices (Kandinsky 5 Video's VAE)."""
     vae_enable_temporal_roll: Flag = option(False)
     """Carry convolution state from frame to frame: always on in Sana Video's VAE, unavailable in the others."""
     keep_vae_loaded: Flag | None = option(None, default_note="true where memory allows")
@@ -381,15 +387,15 @@ class CachingConfig(Group):
     vae_cache_ondemand: Flag = common(False)
     """Encode and cache latents at their first use; the VAE stays loaded."""
     vae_cache_disable: Flag = option(False)
-    """Encode latents at every use, cache none; a dataset may override it."""
+    """Encode latents at every use instead of caching them; a dataset may override this."""
     compress_disk_cache: Flag = option(True)
-    """Compress cache entries; both kinds can be read with either setting."""
+    """Compress cache entries; existing entries are readable with either setting."""
     text_encoder_batch_size: Integer | None = option(
         None, ge=1, default_note="8; 32 with group_offload_text_encoder; 1 on a CPU"
     )
-    """Captions encoded at a time, fewer if memory runs out; changes at most the rounding."""
+    """Captions per text encoder batch, reduced if memory runs out; a batch changes only the rounding."""
     image_processing_batch_size: Integer = option(32, ge=1)
-    """Pictures decoded ahead."""
+    """Number of pictures decoded ahead."""
     max_workers: Integer = option(32, ge=1)
     """Decode threads, at most the machine's cores."""
     torch_num_threads: Integer = option(8, ge=1)
@@ -399,14 +405,14 @@ class CachingConfig(Group):
     dataloader_prefetch_qlen: Integer = option(10, ge=1, requires=when("dataloader_prefetch"))
     """Batches to prefetch."""
     delete_problematic_images: Flag = option(False)
-    """Move damaged files to `<output_dir>/quarantine`; none is deleted."""
+    """Move damaged files to `<output_dir>/quarantine`; nothing is deleted."""
     delete_unwanted_images: Flag = option(False)
-    """Also move files outside the size or aspect limits there."""
+    """Also move files outside the size or aspect limits to quarantine."""
 
     def captions_at_once(self, device: str, *, streamed: bool) -> int:
         """Batch size for captions; larger if every batch copies the weights to the device.
 
-        A CPU is bound by arithmetic: batches save nothing, and their padding costs.
+        A CPU is compute-bound: batches save nothing, and padding costs time.
         """
         return self.text_encoder_batch_size or (1 if device == "cpu" else 32 if streamed else 8)
 
@@ -418,15 +424,15 @@ class FlowConfig(Group):
     """Flow matching"""
 
     flow_schedule_shift: Number | None = of_family(gt=0)
-    """Training sigmas become s·k / (1 + (k-1)·s): above 1 favours composition, below 1 detail. If set, previews use it,
-    too."""
-    # The two points are those of FLUX.1: `calculate_shift` in diffusers.
+    """Shift k of training sigmas, s·k / (1 + (k-1)·s): above 1 favours composition, below 1 detail. If set, previews
+    use it too."""
+    # The two points are from FLUX.1: `calculate_shift` in diffusers.
     flow_schedule_auto_shift: Flag = common(False)
     """Shift e^mu, mu linear in the token count from 0.5 at 256 to 1.15 at 4096 tokens."""
     flow_sigmoid_scale: Number = option(
         1.0, gt=0, requires=unless("mixflow_enabled", "flow_use_uniform_schedule", "flow_use_beta_schedule")
     )
-    """Standard deviation of the normal behind the logit-normal."""
+    """Standard deviation of the logit-normal's underlying normal distribution."""
     flow_use_uniform_schedule: Flag = option(False)
     """Uniform sigmas instead of logit-normal."""
     flow_use_beta_schedule: Flag = option(False, excludes=when("flow_use_uniform_schedule"))
@@ -436,13 +442,13 @@ class FlowConfig(Group):
     flow_beta_schedule_beta: Number = beta(2.0, gt=0)
     """Second parameter of the beta distribution."""
     disable_segmented_timestep_sampling: Flag = option(False)
-    """Draw sigmas independently; by default a batch draws from equal slices of the schedule."""
+    """Draw sigmas independently; by default a batch is stratified over equal slices of the schedule."""
     mixflow_enabled: Flag = option(
         False,
         excludes=(
-            when("flow_use_uniform_schedule", because="MixFlow has a distribution of its own"),
-            when("flow_use_beta_schedule", because="MixFlow has a distribution of its own"),
-            when("scheduled_sampling_max_step_offset", because="both make inputs for the same end"),
+            when("flow_use_uniform_schedule", because="MixFlow prescribes the distribution"),
+            when("flow_use_beta_schedule", because="MixFlow prescribes the distribution"),
+            when("scheduled_sampling_max_step_offset", because="both replace the input"),
         ),
         label="MixFlow",
     )
@@ -458,9 +464,9 @@ class TextConfig(Group):
         0.1,
         ge=0,
         le=1,
-        remarks={0: "means that the model never sees the empty caption, so guidance will suffer; 0.1 is usual"},
+        remarks={0: "means that the model never sees the empty caption, which weakens guidance; 0.1 is usual"},
     )
-    """Probability that a sample is trained with the empty caption."""
+    """Probability of training a sample with the empty caption."""
     tokenizer_max_length: Integer | None = of_family(ge=1)
     """Longer captions are truncated, with a warning."""
 
@@ -482,41 +488,41 @@ class ValidationConfig(Group):
     validation_epoch_interval: Integer | None = option(None, ge=1)
     """Render after every n-th epoch."""
     validation_prompt: Text | None = common(None)
-    """The primary prompt; its files are named `validation`."""
+    """Primary prompt; its files are named `validation`."""
     user_prompt_library: PathText | None = common(None)
     """JSON file that maps nicknames to prompts."""
     validation_prompt_library: Flag = option(False)
     """Also render a built-in list of prompts."""
     validation_negative_prompt: Text | None = of_family()
-    """Prompt that guidance steers away from."""
+    """Negative prompt, which guidance steers away from."""
     validation_seed: Integer | None = common(None, default_note="`seed`")
     """Seed of previews."""
     validation_randomize: Flag = option(False)
     """Use a new seed for every validation."""
     validation_seed_source: Literal["cpu", "gpu"] = option("cpu")
-    """Which generator draws the noise."""
+    """Device of the noise generator."""
     validation_guidance: Number | None = of_family(ge=1)
     """Guidance scale."""
     validation_num_inference_steps: Integer | None = of_family(ge=1, le=NOISE_LEVELS)
     """Sampling steps."""
     validation_resolution: Sizes | None = of_family(form="text")
-    """N, WxH or a comma-separated list; rendered at exactly this size."""
+    """N, WxH or a comma-separated list; previews have exactly this size."""
     validation_num_video_frames: Integer | None = of_family(ge=1)
-    """Frames of a preview clip, 4k+1; 8k+1 with 2b-720p."""
+    """Frames of a preview clip, 4k+1; 8k+1 for 2b-720p."""
     framerate: Integer | None = of_family(aliases=("frame_rate",), ge=1)
     """Frames per second of clips."""
     validation_using_datasets: Flag = option(False)
-    """Use pictures of a dataset as conditions of previews."""
+    """Use pictures of a dataset as conditions for previews."""
     eval_dataset_id: TextList | None = option(None)
-    """The dataset (or list) of these pictures."""
+    """Datasets of these pictures, one id or a list."""
     validation_preview: Flag = option(False, requires=unless("validation_disable"))
-    """Write small pictures of unfinished previews to the output folder and to raw webhooks."""
+    """Write thumbnails of unfinished previews to the output folder and to raw webhooks."""
     validation_preview_steps: Integer = option(1, ge=1)
-    """Sampling steps between these pictures."""
+    """Sampling steps between thumbnails."""
     disable_benchmark: Flag = option(False)
-    """Do not render the untrained model at step 0."""
+    """Do not render previews of the untrained model at step 0."""
     validation_disable: Flag = common(False, label="No Previews")
-    """No validation at all."""
+    """Disable validation."""
     validation_disable_unconditional: Flag | None = option(None, default_note="true, unless there is no other prompt")
     """Do not render the empty prompt."""
     validation_on_startup: Flag = option(False)
@@ -530,23 +536,23 @@ class ValidationConfig(Group):
     validation_image_format: Literal["png", "webp", "jpeg"] = option("png")
     """File format of previews."""
     validation_noise_scheduler: Literal["euler", "unipc", "dpm++"] | None = option(None, default_note="the pipeline's")
-    """Sampler of previews, with the shift of the pipeline's sampler."""
+    """Sampler of previews; keeps the shift of the pipeline's sampler."""
     validation_decoding: Decoding = option(
         "whole", default_note="`whole`; `strips` for clips that are too large for torch or the GPU"
     )
-    """Decoding of previews: `strips` of rows take less memory and only change the rounding; `tiles` take least, but
-    slightly change pixels at their seams. Caches are unaffected."""
+    """Decoding of previews: `strips` of rows take less memory and change only the rounding; `tiles` take the least, but
+    slightly change pixels at the seams. Caches are unaffected."""
     validation_batched_guidance: Flag | None = option(
         None, default_note="true where memory allows and `speed` is auto", requires=unless("validation_disable")
     )
-    """Compute both branches of guidance in previews as one batch, which only changes the rounding."""
+    """Batch the conditional and unconditional pass of guidance in previews, which changes only the rounding."""
     validation_decode_in_background: Flag | None = option(
         None,
         default_note="true on a GPU whose memory allows it",
         requires=unless("validation_disable") & when(num_processes=1),
         excludes=when("enable_model_cpu_offload", "group_offload_vae", because="they would move the VAE meanwhile"),
     )
-    """Decode sampled previews in a thread while training goes on."""
+    """Decode sampled previews in a thread while training continues."""
     validation_torch_compile: Flag | None = option(None, default_note="true, without validation_adapter_*")
     """Use compiled blocks in previews too, if training compiles them."""
 
@@ -557,13 +563,13 @@ class EvaluationConfig(Group):
     eval_steps_interval: Integer | None = common(None, ge=1)
     """Compute the loss on `num_eval_images` samples of each eval dataset when global_step is a multiple."""
     eval_epoch_interval: Number | None = option(None, gt=0)
-    """The same in epochs; 0.5 is twice an epoch."""
+    """Interval in epochs; 0.5 is twice per epoch."""
     eval_timesteps: Integer = option(28, ge=1, le=NOISE_LEVELS)
     """Number of evenly spaced timesteps in the evaluation."""
     eval_dataset_pooling: Flag = option(False)
     """Also report the mean over datasets."""
     eval_loss_disable: Flag = option(False)
-    """No evaluation loss."""
+    """Disable the evaluation loss."""
 
     @property
     def measures_loss(self) -> bool:
@@ -572,18 +578,18 @@ class EvaluationConfig(Group):
 
 
 class SharedKeys(Group):
-    """Keys of a dataset that mean the same for all of them."""
+    """Keys of a dataset whose run-wide defaults may be set in config.json."""
 
     minimum_image_size: Number | None = option(None, ge=0, le=LARGEST_SIZE)
-    """Smaller pictures are left out; 0 is off."""
+    """Smaller pictures are left out; 0 disables the limit."""
     maximum_image_size: Number | None = option(None, ge=0, le=LARGEST_SIZE)
     """Larger pictures are resized to target_downsample_size before cropping."""
     target_downsample_size: Number | None = option(None, ge=0, le=LARGEST_SIZE)
     """See maximum_image_size."""
     instance_prompt: Texts | None = option(None)
-    """Text to prepend to captions, or to use instead."""
+    """Text to prepend to captions, or to use instead of them."""
     skip_file_discovery: TextList | None = option(None)
-    """Words of vae, aspect, metadata, text."""
+    """Scans to skip: vae, aspect, metadata, text."""
 
 
 class DatasetDefaults(SharedKeys):
@@ -606,11 +612,11 @@ class DatasetDefaults(SharedKeys):
     preserve_data_backend_cache: Flag = option(False)
     """Do not look for added files."""
     ignore_missing_files: Flag = option(False)
-    """Use cached entries of files that are gone."""
+    """Use cached entries of missing files."""
     retry_failed: Flag = option(False)
     """Retry failed downloads of remote datasets."""
     disable_bucket_pruning: Flag = option(False)
-    """Keep buckets smaller than a batch, filled with repeated samples."""
+    """Keep buckets smaller than a batch, padded with repeated samples."""
     allow_dataset_oversubscription: Flag = option(False)
     """If repeats is unset, raise it until a batch is full."""
     override_dataset_config: Flag = option(False)
@@ -646,13 +652,13 @@ FAMILY_DEFAULT = "family default"
 FAMILY_FIXED = "fixed by the family"
 CHOSEN = "chosen by offload auto"
 BY_SIZE, BY_COST = "chosen by the size of previews", "chosen by the cost of previews"
-# A checkpoint records these origins, so their texts must stay.
+# Checkpoints record these origins, so their texts must not change.
 NOT_SET_BY_USER = ("default", FAMILY_DEFAULT, FAMILY_FIXED, CHOSEN, BY_SIZE, BY_COST)
 
 
 @dataclass(frozen=True)
 class FamilyOptions:
-    """The option groups of all model families; those of other families than the run's have no effect."""
+    """The option groups of all model families; only those of the run's family have an effect."""
 
     groups: Mapping[type[Group], Group]
 
@@ -705,43 +711,42 @@ class RunConfig:
 
     @property
     def techniques_in_use(self) -> list[TechniqueGroup]:
-        """The techniques whose switch, if they have one, is on; only their rules apply."""
+        """The techniques that are on or have no switch; only their rules apply."""
         return [each for each in self.techniques if each.requires is None or each.requires.holds(self.flat)]
 
     @property
     def sampling_shift(self) -> float | None:
-        """The shift that the user set explicitly for training, which replaces the checkpoint's in sampling."""
+        """The user's explicit training shift, which replaces the checkpoint's shift in sampling."""
         return self.flow.flow_schedule_shift if self.is_explicit("flow_schedule_shift") else None
 
     def is_explicit(self, key: str) -> bool:
         """Whether the user set the key, in a file or on the command line."""
         return self.origins.get(key, "default") not in NOT_SET_BY_USER
 
-    def is_set(self, key: str) -> bool:
-        """Whether anybody set the key. What the family chose counts only where it has an effect, so not a block for a
-        technique that is off."""
-        if self.origins.get(key, "default") == "default":
-            return False
-        return self.is_explicit(key) or all(condition.holds(self.flat) for condition in all_options()[key].requires)
+    def keys_set(self) -> list[str]:
+        """The keys that somebody set, in the order of this module. What the family chose counts only where it has an
+        effect, so not a block for a technique that is off."""
+        chosen = [key for key in all_options() if self.origins.get(key, "default") != "default"]
+        return [key for key in chosen if self.is_explicit(key) or all_options()[key].has_effect(self.flat)]
 
     def with_values(self, values: Mapping[str, Any], origin: str) -> RunConfig:
         """The config with some keys replaced, and `origin` recorded as their source."""
         updates = {}
         for attribute, group in GROUPS.items():
-            own = {name: value for name, value in values.items() if name in group.model_fields}
-            if own:
-                # Unchecked, since the values come from this program.
-                updates[attribute] = getattr(self, attribute).model_copy(update=own)
+            changes = {name: value for name, value in values.items() if name in group.model_fields}
+            if changes:
+                # Not validated, since the values come from this program.
+                updates[attribute] = getattr(self, attribute).model_copy(update=changes)
         return replace(self, **cast(Any, updates), origins={**self.origins, **dict.fromkeys(values, origin)})
 
-    @functools.cached_property  # half of the rules of a plan ask for it
+    @functools.cached_property  # half of a plan's rules read it
     def flat(self) -> Mapping[str, Any]:
         """Every key and its value, for snapshots and the plan."""
         groups = [*(getattr(self, attribute) for attribute in GROUPS), *self.family.groups.values()]
         return {name: value for group in groups for name, value in group.model_dump(by_alias=True).items()}
 
 
-# By the attributes of a RunConfig, in this order on the reference page.
+# Groups by attribute of RunConfig, in the order of the reference page.
 GROUPS: dict[str, type[Group]] = {
     name: group for name, group in get_type_hints(RunConfig).items() if name not in ("family", "origins")
 }
@@ -751,30 +756,23 @@ GROUPS: dict[str, type[Group]] = {
 def family_groups() -> list[type[Group]]:
     """The groups that the model families declare in `models/*/options.py`.
 
-    They are imported by name and when they are needed, since they are written in the vocabulary of this package.
+    Imported lazily by name, since these modules import this package.
     """
     folders = sorted(path.parent.name for path in MODELS.glob("*/options.py"))
     modules = [importlib.import_module(f"simpletuner.models.{folder}.options") for folder in folders]
     declared = [(value, module) for module in modules for value in vars(module).values() if isinstance(value, type)]
-    # Not what a module imports, such as Group itself.
+    # Exclude names that a module imports, such as Group.
     return [value for value, module in declared if issubclass(value, Group) and value.__module__ == module.__name__]
 
 
-@functools.cache
-def options_of(*groups: type[Group]) -> dict[str, Option]:
-    """Every key of some groups by name and by alias."""
-    declared = (describe(name, group, field) for group in groups for name, field in group.model_fields.items())
-    return {name: option for option in declared for name in (option.name, *option.aliases)}
-
-
 def option_names() -> dict[str, Option]:
-    """Every key of config.json by name and by alias."""
+    """Every key of config.json, by name and alias."""
     return options_of(*GROUPS.values(), *family_groups())
 
 
 @functools.cache
 def all_options() -> dict[str, Option]:
-    """Every key of config.json by name, in the order of this module, those of the families last."""
+    """Every key of config.json by name, in the order of this module; keys of families come last."""
     return {option.name: option for option in option_names().values()}
 
 
@@ -787,21 +785,21 @@ def sections() -> dict[str, list[Option]]:
 
 
 def main_name(written: str) -> str:
-    """The main name of a key, however it is written; unknown keys stay as they are."""
+    """The canonical name of a key in any spelling; unknown keys are returned unchanged."""
     known = option_names().get(values.plain_key(written))
     return known.name if known else written
 
 
 def render_config(values: Mapping[str, Any]) -> str:
-    """A config.json in the order of the schema, with an empty line between groups; unknown keys come last."""
+    """Render a config.json in the order of the schema, with an empty line between groups and unknown keys last."""
     groups = (*GROUPS.values(), *family_groups())
     known = [[name for name in group.model_fields if name in values] for group in groups]
-    others = [name for name in values if name not in all_options()]
-    blocks = [",\n".join(_json_entry(name, values[name]) for name in names) for names in (*known, others) if names]
+    unknown = [name for name in values if name not in all_options()]
+    blocks = [",\n".join(_json_entry(name, values[name]) for name in names) for names in (*known, unknown) if names]
     return "{\n" + ",\n\n".join(blocks) + "\n}\n"
 
 
 def _json_entry(name: str, value: Any) -> str:
-    # Newlines inside texts are escaped, so only lines of JSON are indented.
+    # Newlines in texts are escaped, so only lines of JSON are indented.
     text = json.dumps(value, indent=2, ensure_ascii=False).replace("\n", "\n  ")
     return f"  {json.dumps(name)}: {text}"

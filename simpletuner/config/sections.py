@@ -1,4 +1,4 @@
-"""Where the options stand on the web page and in the wizard, in the order in which a person meets them."""
+"""The place of every option on the web page and in the wizard, in the order in which users meet them."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from simpletuner.config.schema import sections
 
 @dataclass(frozen=True)
 class Section:
-    """A part of a tab of the page, and a step of the wizard.
+    """A part of a tab on the page, and a step of the wizard.
 
     Attributes:
         id: `tab/section`, also the anchor on the page.
-        groups: the sections of the reference page whose options it shows, in this order.
-        keys: options that stand at its top instead of in their group.
+        groups: sections of the reference page whose options are shown, in this order.
+        keys: options shown first, instead of with their group.
     """
 
     id: str
@@ -58,7 +58,7 @@ SECTIONS = (
     Section("environment/paths", "Folders and safety", keys=FOLDERS),
     Section("environment/accepted", "Accepted without effect", ("Accepted without effect",)),
 )
-# What people look for, and the keys that change it: in `simpletuner help` and in the search of the page.
+# Search terms and the keys they lead to, in `simpletuner help` and in the page's search.
 EVERYDAY_WORDS = {
     words: keys.split()
     for words, keys in {
@@ -76,7 +76,7 @@ EVERYDAY_WORDS = {
         "disk space": "checkpoints_total_limit compress_disk_cache disk_low_threshold vae_cache_disable",
     }.items()
 }
-# What choices mean, on the page and in the wizard.
+# Explanations of choices, on the page and in the wizard.
 CHOICES = {
     "model_type": {"lora": "a small file on top of the model", "full": "the whole model; needs far more memory"},
     "offload": {"manual": "you, with the options below", "auto": "the plan: the fastest settings that fit the card"},
@@ -95,7 +95,7 @@ def section_of() -> dict[str, Section]:
     grouped = sections()
     placed = {key: section for section in SECTIONS for key in section.keys}
     for section in SECTIONS:
-        # A key that some section claims stands there, and not again with its group.
+        # A key that a section claims is not repeated with its group.
         names = (option.name for group in section.groups for option in grouped[group])
         placed |= {name: section for name in names if name not in placed}
     return {key: placed[key] for section in SECTIONS for key in placed if placed[key] is section}

@@ -1,5 +1,5 @@
-"""Where settings come from: the command line (`key=value`, `--key=value`, `--key value` and bare `--flag`), environment
-variables, and files, which are found by name, as a packaged example, or in the default places."""
+"""Sources of settings: the command line (`key=value`, `--key=value`, `--key value` and bare `--flag`), environment
+variables, and files, located by name, as a packaged example, or in the default locations."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ if TYPE_CHECKING:
     from simpletuner.data.entries import Collect
 
 EXTRA_ARGUMENTS = "TRAINER_EXTRA_ARGS"
-# Origins of settings that are in no file: of the command line, and of functions.
+# Origins of settings that are in no file: the command line, and function arguments.
 COMMAND_LINE, ARGUMENTS = "command line", "config"
-# Arguments that choose the config and are not settings themselves, by the name they are stored under.
+# Arguments that select the config and are not settings, mapped to the name they are stored under.
 SELECTORS = {**{key: key for key in ("env", "example", "config_path", "config_backend")}, "config": "config_path"}
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
 # Paths in packaged examples start with this and are redirected into the package.
 EXAMPLES_ALIAS = "config/examples/"
-BACKENDS = ("json", "toml", "env")  # in the order in which they are looked for
+BACKENDS = ("json", "toml", "env")  # in search order
 DATASET_FILE = "multidatabackend.json"
 # Launch settings that may come from environment variables, and their keys.
 LAUNCH_VARIABLES = {
@@ -37,12 +37,12 @@ LAUNCH_VARIABLES = {
     "TRAINING_DYNAMO_BACKEND": "dynamo_backend",
 }
 ENV_NAME = re.compile(r"[A-Za-z_]\w*")
-# What a shell tells apart in a value; the first alternative that fits wins. A # inside a word begins no comment.
+# Tokens of a shell value; the first matching alternative wins. A # inside a word does not start a comment.
 SHELL_WORD = re.compile(
     r"""'(?P<single>[^']*)'|"(?P<double>(?:\\.|[^"\\])*)"|\\(?P<escaped>.)|(?P<comment>(?:^|(?<=\s))#.*)"""
     r"""|(?P<open>['"])|(?P<plain>[^'"\\#]+|.)"""
 )
-# Outside single quotes. Between double ones, a backslash before any but these four is plain text.
+# Expansions outside single quotes. Within double quotes, a backslash escapes only these four characters.
 VARIABLE = re.compile(r"\\(?P<escaped>[\"\\$`])|\$(?P<name>\{\w+\}|[A-Za-z_]\w*)|(?P<command>`|\$[({])")
 ENV_VARIABLES = ("SIMPLETUNER_ENV", "SIMPLETUNER_ENVIRONMENT", "ENV")
 
@@ -51,7 +51,7 @@ ENV_VARIABLES = ("SIMPLETUNER_ENV", "SIMPLETUNER_ENVIRONMENT", "ENV")
 class Located:
     """The layers of a configuration (weakest first), and the folder of its file.
 
-    `extra_arguments` is what a config.env in that folder adds to the command line.
+    `extra_arguments` are command line arguments from a config.env in that folder.
     """
 
     layers: Sequence[Layer]
@@ -60,7 +60,7 @@ class Located:
 
 
 def configured(values: Mapping[str, Any]) -> Located:
-    """A configuration that is no file."""
+    """A configuration without a file."""
     return Located([launch_layer(), Layer(ARGUMENTS, [(key, resolve_alias(value)) for key, value in values.items()])])
 
 
@@ -70,11 +70,11 @@ class Arguments:
 
     Attributes:
         settings: keys and values in the order given; a bare flag has the value True.
-        selectors: `env`, `example` and the like.
-        collect: the door to remote datasets, see `DataContext.collect`.
-        problems: of their syntax; planning adds its own.
-        base: the configuration that the settings override; None to look for one.
-        label: how messages name the settings.
+        selectors: values of `SELECTORS`, such as `env` and `example`.
+        collect: downloads remote datasets, see `DataContext.collect`.
+        problems: syntax errors; planning adds more problems.
+        base: the configuration that the settings override; None to locate one.
+        label: origin of the settings in messages.
     """
 
     settings: list[tuple[str, object]] = field(default_factory=list)
@@ -85,15 +85,15 @@ class Arguments:
     label: str = COMMAND_LINE
 
     def layers(self) -> Reading[tuple[list[Layer], Path]]:
-        """The layers of files, environment and command line, the weakest first, and the folder of the config file."""
+        """The layers of files, environment and command line, weakest first, and the folder of the config file."""
         located = self.base or (yield from locate(self.selectors))
-        # Those of a config.env follow the command line.
+        # Arguments from a config.env follow the command line.
         more = parse_arguments([], located.extra_arguments)
         yield from more.problems
         return [*located.layers, replace(self, settings=[*self.settings, *more.settings]).layer()], located.folder
 
     def with_seed(self, seed: int | None) -> Arguments:
-        """These arguments with the seed that another process drew, if it is known."""
+        """These arguments with the seed drawn by another process, if any."""
         return self if seed is None else replace(self, settings=[*self.settings, ("seed", str(seed))])
 
     def layer(self) -> Layer:
@@ -113,10 +113,10 @@ def parse_arguments(tokens: Sequence[str], extra: str | None = None) -> Argument
         if not key.lstrip("-") or (not equals and not token.startswith("--")):
             arguments.problems.append(_stray(token))
             continue
-        # `--key value`, which a bare `--flag` before another setting looks like.
+        # `--key value`; a bare `--flag` before another setting looks the same.
         if not equals and waiting and _is_value(waiting[0], key):
             equals, value = "=", waiting.pop(0)
-        # As written: messages quote the key so; `canonical` finds its name.
+        # As written, for messages; `canonical` resolves the name.
         if name not in SELECTORS:
             arguments.settings.append((key, value if equals else True))
         elif equals:
@@ -127,14 +127,14 @@ def parse_arguments(tokens: Sequence[str], extra: str | None = None) -> Argument
 
 
 def _stray(token: str) -> Problem:
-    """The problem of a bare word, which may name a configuration."""
+    """The problem for a bare word, which may be the name of a configuration."""
     if any(map(os.path.isfile, [token, f"{token}/config.json", f"config/{token}/config.json"])):
         return Problem(token, f"is not a setting. Did you mean env={token}?")
     return Problem(token, "is not a setting; write key=value, --key value or --flag.")
 
 
 def _is_value(token: str, key: str) -> bool:
-    """Whether a token is the value of the `--key` before it, and not another option or setting.
+    """Whether a token is the value of the preceding `--key`, not another option or setting.
 
     A negative number is a value. So is text with an equals sign, unless a known key precedes the sign or `key` is a
     flag, which needs no value.
@@ -159,7 +159,7 @@ def example_file(name: str) -> Path:
     """config.json of a packaged example.
 
     Raises:
-        ConfigError: there is no such example.
+        ConfigError: the example does not exist.
     """
     names = example_names()
     if name not in names:
@@ -169,14 +169,13 @@ def example_file(name: str) -> Path:
 
 
 def locate(selectors: Mapping[str, str]) -> Reading[Located]:
-    """The requested configuration.
+    """Locate the requested configuration.
 
-    In this order: `example=`; `env=`; `--config=`; `$SIMPLETUNER_ENV`, `$ENV`; `$CONFIG_PATH`; config.json in the
-    working directory, then in config/. Launch variables of the environment and a config.env beside the file are weaker
-    layers.
+    Search order: `example=`; `env=`; `--config=`; `$SIMPLETUNER_ENV`, `$ENV`; `$CONFIG_PATH`; config.json in the
+    working directory, then in config/. Launch variables and a config.env beside the file are weaker layers.
 
     Raises:
-        ConfigError: it does not exist (the message lists every path tried) or cannot be read.
+        ConfigError: the file does not exist (the message lists every path tried) or cannot be read.
     """
     choosing = [key for key in ("example", "env", "config_path") if key in selectors]
     if len(choosing) > 1:
@@ -191,9 +190,9 @@ def locate(selectors: Mapping[str, str]) -> Reading[Located]:
         path = example_file(name.removeprefix("examples/"))
     else:
         candidates = _candidates(name, selectors)
-        if not (found := [*filter(os.path.isfile, candidates)]):  # unlike Path's, never raises
+        if not (files := [*filter(os.path.isfile, candidates)]):  # unlike Path.is_file, never raises
             raise ConfigError([Problem("config", _not_found(candidates, name))])
-        path = found[0]
+        path = files[0]
     return (yield from located_at(path))
 
 
@@ -201,44 +200,44 @@ def located_at(path: Path, draft: Layer | None = None) -> Reading[Located]:
     """The configuration in a file, or a draft of it, above the launch variables and the config.env beside it.
 
     Raises:
-        ConfigError: it cannot be read.
+        ConfigError: the file cannot be read.
     """
     layers = [launch_layer()]
     settings = path.with_name("config.env")
     if path.suffix != ".env" and settings.is_file():
         layers.append((yield from read_env_layer(settings)))
     layers.append(draft or (yield from read_config_file(path)))
-    # Read again; its problems are in the list already.
+    # Read a second time; its problems have been reported.
     extra = result_of(read_env_file(settings)).get(EXTRA_ARGUMENTS, "") if settings.is_file() else ""
-    # train.sh has already read the file and exported the variable; do not apply it twice.
+    # If train.sh has exported the variable, do not apply it twice.
     return Located(layers, path.parent, "" if EXTRA_ARGUMENTS in os.environ else extra)
 
 
 def launch_layer() -> Layer:
     """The launch variables of the environment, by the keys they set."""
     # An empty variable counts as unset.
-    given = {name: os.environ[name] for name in LAUNCH_VARIABLES if os.environ.get(name)}
-    return Layer("environment", [(LAUNCH_VARIABLES[name], value) for name, value in given.items()])
+    present = {name: os.environ[name] for name in LAUNCH_VARIABLES if os.environ.get(name)}
+    return Layer("environment", [(LAUNCH_VARIABLES[name], value) for name, value in present.items()])
 
 
 def read_config_file(path: Path) -> Reading[Layer]:
     """A config file as a layer, by its extension; paths below config/examples/ are redirected into the package.
 
     Raises:
-        ConfigError: it cannot be read; nothing else about the run can be checked then.
+        ConfigError: the file cannot be read, so the run cannot be checked any further.
     """
     readers: dict[str, Callable[[Path], Reading[Layer | None]]] = {".env": read_env_layer, ".toml": _read_toml_layer}
-    found = Problems()
-    layer = found.take(readers.get(path.suffix, read_json_layer)(path))
-    yield from found
+    problems = Problems()
+    layer = problems.take(readers.get(path.suffix, read_json_layer)(path))
+    yield from problems
     # A broken line of a config.env may be any key, so the rest cannot be trusted.
-    if layer is None or (path.suffix == ".env" and found.are_fatal):
+    if layer is None or (path.suffix == ".env" and problems.are_fatal):
         raise ConfigError([])
     return Layer(layer.label, [(key, resolve_alias(value)) for key, value in layer.values])
 
 
 def unwrapped(content: dict[str, Any]) -> dict[str, Any]:
-    """The settings in the content of config.json, which may be `{"_metadata": ..., "config": {...}}`."""
+    """The settings of a parsed config.json, which may be nested as `{"_metadata": ..., "config": {...}}`."""
     inner = content.get("config") if "_metadata" in content else None
     return inner if isinstance(inner, dict) else content
 
@@ -260,7 +259,7 @@ def _read_toml_layer(path: Path) -> Reading[Layer | None]:
 
 
 def read_env_layer(path: Path) -> Reading[Layer]:
-    """The variables of a config.env that are settings; the others are for the shell."""
+    """The variables of a config.env that are settings; all others are for the shell."""
     known = option_names()
     variables = yield from read_env_file(path)
     named = [(LAUNCH_VARIABLES.get(name, name.lower()), value) for name, value in variables.items()]
@@ -268,9 +267,9 @@ def read_env_layer(path: Path) -> Reading[Layer]:
 
 
 def read_env_file(path: Path) -> Reading[dict[str, str]]:
-    """Variables by name, from `KEY=VALUE` lines as a shell reads them; `export` and `+=` are supported.
+    """Variables by name, from `KEY=VALUE` lines in shell syntax; `export` and `+=` are supported.
 
-    Variables from earlier lines and from the environment are expanded; commands are never run.
+    Variables from earlier lines and from the environment expand; commands never run.
     """
     values: dict[str, str] = {}
     for number, line in enumerate(((yield from read_text(path)) or "").splitlines(), start=1):
@@ -285,7 +284,7 @@ def read_env_file(path: Path) -> Reading[dict[str, str]]:
         try:
             text = expand_shell(value, {**os.environ, **values})
         except ValueError as error:
-            # Variables that only the shell uses cannot harm a run.
+            # Errors in variables that only the shell uses do not affect the run.
             fatal = name.lower() in option_names() or name in (*LAUNCH_VARIABLES, EXTRA_ARGUMENTS)
             yield Problem(str(path), f"line {number} cannot be read: {error}.", fatal=fatal)
             continue
@@ -294,18 +293,18 @@ def read_env_file(path: Path) -> Reading[dict[str, str]]:
 
 
 def expand_shell(text: str, variables: Mapping[str, str]) -> str:
-    """The value of an assignment as a shell reads it: quotes, escapes, comments and `$NAME`.
+    """The value of a shell assignment: handles quotes, escapes, comments and `$NAME`.
 
     Raises:
         ValueError: an unclosed quote, an unset variable, or a command substitution.
     """
 
-    def expand(found: re.Match[str]) -> str:
-        if found["command"]:
-            raise ValueError(f"{found['command']!r} would run a command; write its result instead")
-        if found["escaped"]:
-            return found["escaped"]
-        name = found["name"].strip("{}")
+    def expand(match: re.Match[str]) -> str:
+        if match["command"]:
+            raise ValueError(f"{match['command']!r} would run a command; write its result instead")
+        if match["escaped"]:
+            return match["escaped"]
+        name = match["name"].strip("{}")
         if name not in variables:
             raise ValueError(f"${name} is not set")
         return variables[name]
@@ -341,16 +340,16 @@ def resolve_alias(value: Any) -> Any:
 
 
 def _candidates(name: str | None, selectors: Mapping[str, str]) -> list[Path]:
-    """Where the configuration of an environment, the one that is named by its path, or else the usual one may be."""
+    """Possible paths of the configuration: of an environment, of an explicit path, or the default paths."""
     backends = _backends(selectors)
-    given = selectors.get("config_path") or os.environ.get("CONFIG_PATH")
+    explicit = selectors.get("config_path") or os.environ.get("CONFIG_PATH")
     if name:
         folders = [Path("config") / name, Path(name)]
         if extra := os.environ.get("SIMPLETUNER_CONFIG_DIR"):
             folders.append(Path(extra) / name)
-    elif given:
-        path = home_path(given)
-        # With or without its extension; `/` has no name that could get one.
+    elif explicit:
+        path = home_path(explicit)
+        # With or without extension; `/` has no name to extend.
         whole = not path.name or path.suffix.removeprefix(".") in BACKENDS
         return [path] if whole else [path, *(path.with_name(f"{path.name}.{backend}") for backend in backends)]
     else:
@@ -361,7 +360,7 @@ def _candidates(name: str | None, selectors: Mapping[str, str]) -> list[Path]:
 
 
 def _backends(selectors: Mapping[str, str]) -> Sequence[str]:
-    """The kinds of files to look for."""
+    """The file types to look for."""
     wanted = selectors.get("config_backend") or os.environ.get("CONFIG_BACKEND") or os.environ.get("CONFIG_TYPE")
     if wanted and wanted not in BACKENDS:
         raise ConfigError([Problem("CONFIG_BACKEND", not_one_of(wanted, BACKENDS))])
@@ -369,7 +368,7 @@ def _backends(selectors: Mapping[str, str]) -> Sequence[str]:
 
 
 def _not_found(candidates: list[Path], name: str | None) -> str:
-    # In a folder, a file of one kind stands for the others.
+    # List one file per folder, whatever its type.
     in_folders = {path.parent: path for path in reversed(candidates)}
     tried = ", ".join(f"{path}{' (a folder)' * path.is_dir()}" for path in reversed(in_folders.values()))
     what = f"the environment {name!r} was not found" if name else "no configuration was found"

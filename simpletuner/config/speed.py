@@ -1,4 +1,4 @@
-"""Resolve `speed` and the individual speed switches. Free of torch."""
+"""Resolves `speed` and the individual speed switches. Imports no torch."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from simpletuner.config.schema import PrecisionConfig, RunConfig, SpeedConfig
 from simpletuner.errors import NoEffect, Problem, not_one_of
 
 COMPILE_MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
-GRAPH_MODES = ("reduce-overhead", "max-autotune")  # those with CUDA graphs
-# Keys that have an effect only on blocks of ours.
+GRAPH_MODES = ("reduce-overhead", "max-autotune")  # modes with CUDA graphs
+# Keys that affect only our implementation of blocks.
 BLOCK_KEYS = (*(key for key in SpeedConfig.model_fields if key.startswith("speed_")), "attention_mechanism")
 # Keys that have an effect only if blocks are compiled.
 COMPILE_KEYS = ("dynamo_mode", "dynamo_fullgraph", "dynamo_dynamic", "dynamo_cpp_wrapper", "validation_torch_compile")
-# Packages with an attention kernel that has a backward pass, and `module:function` of the kernel.
+# Packages with a differentiable attention kernel, and the kernel as `module:function`.
 ATTENTION_PACKAGES = {
     "flash-attn-2": (Package("flash_attn", "flash-attn"), "flash_attn:flash_attn_func"),
     "flash-attn-3": (Package("flash_attn_interface", "flash-attn-3"), "flash_attn_interface:flash_attn_func"),
@@ -27,25 +27,25 @@ ATTENTION_PACKAGES = {
 
 
 def is_installed(module: str) -> bool:
-    """Whether a module, such as `flash_attn.cute`, is there; only its parent package is imported."""
+    """Whether a module such as `flash_attn.cute` is installed; imports only its parent package."""
     try:
         return importlib.util.find_spec(module) is not None
-    except ImportError:  # the parent is missing, or does not work here
+    except ImportError:  # the parent is missing or broken
         return False
 
 
 def is_enabled(switch: bool | None, config: SpeedConfig) -> bool:
-    """An individual switch, or the value that `speed` implies if it is unset."""
+    """The value of a switch; unset, it follows `speed`."""
     return config.speed == "auto" if switch is None else switch
 
 
 def plain_math(config: SpeedConfig) -> bool:
-    """Whether blocks run our plain arithmetic instead of diffusers' code."""
+    """Whether blocks run our arithmetic instead of diffusers' code."""
     return is_enabled(config.speed_plain_math, config)
 
 
 def keeps_attention(config: SpeedConfig) -> bool:
-    """Whether activation checkpointing keeps the results of self-attention."""
+    """Whether activation checkpointing keeps the outputs of self-attention."""
     return plain_math(config) and is_enabled(config.speed_keep_attention, config)
 
 
@@ -55,33 +55,33 @@ def bf16_modulation(config: SpeedConfig) -> bool:
 
 
 def checkpointed_blocks(blocks: int, interval: int | None, kept: int) -> list[bool]:
-    """Whether each block is recomputed: every `interval`-th one (None: no block), but for `kept` evenly spaced ones."""
-    # Where the rounded-down share kept · i / blocks rises.
+    """Whether each block is recomputed: every `interval`-th block (None: none), except `kept` evenly spaced blocks."""
+    # A block is kept where floor(kept · i / blocks) rises.
     staying = [(index + 1) * kept // blocks > index * kept // blocks for index in range(blocks)]
     return [interval is not None and index % interval == 0 and not stays for index, stays in enumerate(staying)]
 
 
 def compile_backend(config: SpeedConfig, launch: LaunchConfig, device: str, *, elsewhere: bool = False) -> str | None:
-    """The torch.compile backend, or None; by default inductor on CUDA, if a compiler and triton are available.
+    """The torch.compile backend, or None; the default is inductor on CUDA if a C compiler and triton are installed.
 
     Args:
         elsewhere: the device is in another machine, which is assumed to have both.
     """
     if launch.dynamo_backend is not None:
         return None if launch.dynamo_backend == "no" else launch.dynamo_backend
-    # inductor writes its GPU kernels in triton.
+    # Inductor's GPU kernels need triton.
     able = device == "cuda" and (elsewhere or (has_compiler() and importlib.util.find_spec("triton") is not None))
     return "inductor" if config.speed == "auto" and able else None
 
 
 def samples_compiled(config: RunConfig) -> bool:
-    """Whether previews use compiled blocks, if training does; further LoRAs are hooks, which those would not see."""
+    """Whether previews use compiled blocks if training does; not with further LoRAs, whose hooks they would skip."""
     switch = config.validation.validation_torch_compile
     return not config.validation_adapters.entries if switch is None else switch
 
 
 def graph_key(launch: LaunchConfig) -> str | None:
-    """The key that enables CUDA graphs, or None. A graph replays fixed addresses, so nothing it uses may move."""
+    """The key that enables CUDA graphs, or None. A graph replays fixed addresses, so its tensors must not move."""
     if launch.dynamo_backend == "no":
         return None
     if launch.dynamo_mode in GRAPH_MODES:
@@ -90,7 +90,7 @@ def graph_key(launch: LaunchConfig) -> str | None:
 
 
 def has_compiler() -> bool:
-    """Whether there is a C compiler, which inductor needs on a CPU and for the launchers of its GPU kernels."""
+    """Whether a C compiler is installed, which inductor needs on a CPU and for the launchers of GPU kernels."""
     named = (os.environ.get("CC", ""), os.environ.get("CXX", ""))
     return any(name and shutil.which(name) for name in (*named, "cc", "gcc", "clang", "g++"))
 

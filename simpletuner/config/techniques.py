@@ -1,5 +1,5 @@
-"""What changes a step: token routes (TREAD), terms of the loss (distance, masks, preservation), scheduled sampling with
-ReflexFlow. Their keys, what follows from them, and the rules between them. Free of torch."""
+"""Keys of techniques that change a training step: token routing (TREAD), loss terms (distance, masks, preservation) and
+scheduled sampling with ReflexFlow; derived values and checks. Imports no torch."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ class Route:
     """A range of blocks that some of the tokens skip.
 
     Attributes:
-        ratio: share of the tokens that skip the blocks, at least 0 and below 1.
-        first, last: the first and the last block of the range, inclusive; negative numbers count from the end.
+        ratio: share of tokens that skip the blocks, in [0, 1).
+        first, last: first and last block of the range, inclusive; negative numbers count from the end.
     """
 
-    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")  # where pydantic looks in a plain dataclass
+    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")  # pydantic's attribute for plain dataclasses
 
     ratio: Annotated[Number, Field(alias="selection_ratio", ge=0, lt=1)]
     first: Annotated[Integer, Field(alias="start_layer_idx")]
@@ -45,12 +45,12 @@ class Route:
         return replace(self, first=first, last=last)
 
     def holds(self, *blocks: int) -> bool:
-        """Whether the range, counted from the start, has any of these blocks."""
+        """Whether the range, counted from the start, contains any of these blocks."""
         return any(self.first <= block <= self.last for block in blocks)
 
     @property
     def written(self) -> str:
-        """The ends of the range as in the config."""
+        """The ends of the range, as in the config."""
         return f"{self.first} to {self.last}"
 
 
@@ -58,7 +58,7 @@ def _around_middle(share: float) -> dict[str, Any]:
     return {"routes": [{"selection_ratio": share, "start_layer_idx": 2, "end_layer_idx": -2}]}
 
 
-# The usual values of `tread_config`: one route around all but the outermost blocks.
+# Presets of `tread_config`: one route around all but the outermost blocks.
 ROUTES: Mapping[str, Any] = {"none": None, "quarter": _around_middle(0.25), "half": _around_middle(0.5)}
 
 
@@ -85,10 +85,10 @@ class TreadConfig(TechniqueGroup):
         return () if self.tread_config is None else tuple(self.tread_config.routes)
 
     def check_model(self, spec: FamilySpec, routes: Sequence[Route], blocks: int | None) -> Iterator[Problem]:
-        """Ranges that are within the model's blocks, start before they end and do not overlap."""
-        inside: list[tuple[Route, Route]] = []  # counted from the start, and as written
+        """Report ranges beyond the model's blocks, ranges that start after their end, and overlaps."""
+        inside: list[tuple[Route, Route]] = []  # (counted from the start, as written)
         for route in routes:
-            # Ends that count from different ends of the model cannot be compared without it.
+            # Indices from opposite ends cannot be compared without the number of blocks.
             if blocks is None:
                 if (route.first < 0) == (route.last < 0) and route.first > route.last:
                     yield _problem(f"the route from {route.written} starts after its end.")
@@ -99,7 +99,7 @@ class TreadConfig(TechniqueGroup):
                 yield _problem(f"{message} not {edge}.")
             if outside:
                 continue
-            # Only now comparable: -1 and 31 may be the same block.
+            # Comparable only now: -1 and 31 may be the same block.
             counted = route.among(blocks)
             if counted.first > counted.last:
                 ends = f"(block {counted.first} of {blocks} to block {counted.last})"
@@ -110,8 +110,8 @@ class TreadConfig(TechniqueGroup):
 
 
 def _check_overlaps(routes: Sequence[tuple[Route, Route]]) -> Iterator[Problem]:
-    """Routes counted from the start, with the same as written."""
-    # In the order of their starts, overlapping routes have overlapping neighbours.
+    """Report overlaps between routes, as pairs (counted from the start, as written)."""
+    # Sorted by start, overlapping routes are neighbours.
     in_order = sorted(routes, key=lambda pair: pair[0].first)
     for (one, first), (following, second) in itertools.pairwise(in_order):
         if following.first <= one.last:
@@ -120,24 +120,24 @@ def _check_overlaps(routes: Sequence[tuple[Route, Route]]) -> Iterator[Problem]:
 
 
 def count_kept(ratio: float, units: int) -> int:
-    """How many of a sample's units a route keeps: `(1 - ratio) * units`, rounded, at least 1."""
+    """Number of a sample's units that a route keeps: `(1 - ratio) * units`, rounded, at least 1."""
     return max(1, round((1 - ratio) * units))
 
 
 def tokens_by_block(routes: Sequence[Route], blocks: int, tokens: int, unit: int) -> tuple[int, ...]:
-    """How many tokens of a sample each block processes; empty if every block processes all of them.
+    """Number of tokens that each block processes; empty if every block processes all tokens.
 
-    Protected tokens beyond a route's share are not counted. Block indices that the model does not have are ignored.
+    Protected tokens beyond a route's share are not counted. Block indices beyond the model are ignored.
 
     Args:
-        unit: how many tokens are kept or dropped together.
+        unit: number of tokens kept or dropped together.
     """
     counts = [tokens] * blocks
     for route in (each.among(blocks) for each in routes):
         kept = count_kept(route.ratio, tokens // unit)
         if kept < tokens // unit:
             counts = [kept * unit if route.holds(block) else n for block, n in enumerate(counts)]
-    # A ratio can be too small to drop even one unit.
+    # A small ratio may not drop a single unit.
     return tuple(counts) if min(counts) < tokens else ()
 
 
@@ -153,11 +153,11 @@ class LossConfig(Group):
     huber_schedule: Literal["snr", "exponential", "constant"] = huber("snr")
     """How huber_c depends on the timestep."""
     huber_c: Number = huber(0.1, gt=0, common=True)
-    """Where huber and smooth_l1 change from quadratic to linear."""
+    """Threshold between the quadratic and the linear part of huber and smooth_l1."""
     input_perturbation: Number = option(0.0, ge=0)
     """Extra noise on the input only."""
     input_perturbation_steps: Integer = option(0, ge=0)
-    """Decay input_perturbation linearly to 0 at this step; 0 keeps it constant."""
+    """Step at which input_perturbation has decayed linearly to 0; 0 keeps it constant."""
     noise_offset: Number = option(0.0, ge=0)
     """Offset of the noise mean per sample and channel."""
     noise_offset_probability: Number = option(1.0, ge=0, le=1)
@@ -174,18 +174,19 @@ class MaskedLossConfig(TechniqueGroup):
     """Masked loss"""
 
     masked_loss_probability: Number = common(1.0, ge=0, le=1)
-    """Share of batches that use masks; the rest learn from the whole picture."""
+    """Share of batches that use masks; all other batches learn from the whole picture."""
     masked_loss_normalise: Flag = option(False)
-    """Divide a sample's loss by the mean of its mask (at least 0.05), so that small masks learn as fast."""
+    """Divide a sample's loss by the mean of its mask (at least 0.05), so that small masks learn as fast as large
+    ones."""
     masked_loss_floor: Number = option(0.0, ge=0, le=1)
-    """Weight of black areas; white areas weigh 1."""
+    """Weight of black areas; white areas have weight 1."""
     masked_loss_prior: Number = option(
-        0.0, ge=0, requires=when(model_type="lora", because="the base model is the one with the LoRA off", fatal=True)
+        0.0, ge=0, requires=when(model_type="lora", because="the base model is the model with the LoRA off", fatal=True)
     )
-    """Weight of keeping black areas at the base model's prediction (LoRA only, one more forward pass)."""
+    """Weight of a term that keeps the base model's prediction in black areas (LoRA only, one more forward pass)."""
 
     def check_datasets(self, config: RunConfig, datasets: Sequence[Dataset]) -> Iterator[Problem]:
-        """Masks for what needs them."""
+        """Report mask keys that have no effect without masks."""
         if not any(dataset.masks for dataset in datasets if dataset.config.is_trained):
             for key in filter(config.is_explicit, type(self).model_fields):
                 yield warning(key, "has no effect: no dataset that is trained has masks.")
@@ -201,13 +202,13 @@ class PreservationConfig(TechniqueGroup):
         ge=0,
         requires=when(
             model_type="lora",
-            because="the untrained model is the one with the LoRA off. Or also train on pictures of what to keep",
+            because="the untrained model is the model with the LoRA off. Or also train on pictures of what to keep",
             fatal=True,
         ),
     )
-    """LoRA only: weight of preserving the predictions for other captions; 0 is off. See docs/DREAMBOOTH.md."""
+    """LoRA only: weight of preserving the predictions for other captions; 0 disables it. See docs/DREAMBOOTH.md."""
     preservation_probability: Number = option(0.5, ge=0, le=1)
-    """Share of micro-batches with preservation, which run the model twice more: without and with gradients."""
+    """Share of micro-batches with preservation, which add two forward passes, one without gradients."""
     preservation_prompt: Text | None = preserved(None, default_note="the empty caption", common=True)
     """The class word that replaces preservation_trigger or, without a trigger, the whole caption."""
     preservation_trigger: Text | None = preserved(None)
@@ -215,31 +216,31 @@ class PreservationConfig(TechniqueGroup):
 
     @property
     def is_on(self) -> bool:
-        """Whether anything is preserved."""
+        """Whether preservation is enabled."""
         return self.preservation_weight > 0 and self.preservation_probability > 0
 
     def other_caption(self, caption: str) -> str:
-        """The caption for which the prediction is preserved while a sample with `caption` is trained."""
+        """The caption whose prediction is preserved while a sample with `caption` is trained."""
         prompt = self.preservation_prompt or ""
-        # A function, since a backslash in a replacement text would begin an escape.
-        replaced, found = self._trigger.subn(lambda match: prompt, caption)
-        return replaced if found else prompt
+        # A function, since a replacement text would interpret backslashes.
+        replaced, count = self._trigger.subn(lambda match: prompt, caption)
+        return replaced if count else prompt
 
     @property
     def _trigger(self) -> re.Pattern[str]:
-        """Finds the trigger as whole words in any letter case; without a trigger it finds nothing."""
+        """Matches the trigger as whole words in any letter case; without a trigger, matches nothing."""
         if self.preservation_trigger is None:
             return re.compile(r"(?!)")
-        # Not \b: it fails beside a mark, as in the trigger <me>.
+        # Not \b, which fails next to punctuation, as in the trigger <me>.
         return re.compile(rf"(?<!\w){re.escape(self.preservation_trigger)}(?!\w)", re.IGNORECASE)
 
     def check(self, config: RunConfig) -> Iterator[Problem]:
-        """A trigger needs what takes its place."""
+        """Report a trigger without a prompt to replace it."""
         if self.is_on and self.preservation_trigger and not self.preservation_prompt:
             yield Problem("preservation_trigger", f"{self.preservation_trigger!r} needs a preservation_prompt.")
 
     def check_datasets(self, config: RunConfig, datasets: Sequence[Dataset]) -> Iterator[Problem]:
-        """The trigger must occur in the captions; where it does not, the prompt replaces the whole caption."""
+        """Warn if captions lack the trigger, in which case the prompt replaces the whole caption."""
         if not self.is_on or self.preservation_trigger is None:
             return
         preserving = [each for each in datasets if each.config.is_trained and not each.config.is_regularisation_data]
@@ -256,10 +257,10 @@ OFFSET, PROBABILITY, RAMP = (f"{PREFIX}{name}" for name in ("max_step_offset", "
 ramped = partial(option, requires=when(RAMP))
 reflexflow = partial(option, requires=when(f"{PREFIX}reflexflow"))
 
-FINENESS = 1000  # points at which means are computed
-# (a uniform number in [0, 1), the largest offset) -> an offset.
+FINENESS = 1000  # sample points for means
+# (uniform number in [0, 1), largest offset) -> offset
 STRATEGIES: Mapping[str, Callable[[float, int], int]] = {
-    # The share is below 1, so all of 0 to most are as likely; squares crowd near 0.
+    # The share is below 1, so 0 to `most` are equally likely; squaring favours small offsets.
     "uniform": lambda share, most: int(share * (most + 1)),
     "biased_early": lambda share, most: round(share * share * most),
     "biased_late": lambda share, most: round((1 - share * share) * most),
@@ -283,41 +284,41 @@ class ScheduledSamplingConfig(TechniqueGroup):
     scheduled_sampling_prob_start: Number = ramped(0.0, ge=0, le=1)
     """Probability before and at the start of a ramp."""
     scheduled_sampling_prob_end: Number = ramped(0.5, ge=0, le=1)
-    """Probability at the end of a ramp and after it."""
+    """Probability from the end of a ramp on."""
     scheduled_sampling_ramp_steps: Integer = option(0, ge=0)
-    """Length of the ramp; 0 is none."""
+    """Length of the ramp in steps; 0 disables it."""
     scheduled_sampling_start_step: Integer = option(0, ge=0)
-    """Start of the ramp, or of a fixed probability."""
+    """First step of the ramp, or of a fixed probability."""
     scheduled_sampling_ramp_shape: Literal["linear", "cosine"] = ramped("linear")
     """Shape of the ramp."""
     scheduled_sampling_strategy: Literal["uniform", "biased_early", "biased_late"] = option("uniform")
-    """Distribution of the number of steps: uniform, mostly few, or mostly many."""
+    """Distribution of the number of rolled-out steps: uniform, mostly few, or mostly many."""
     scheduled_sampling_sampler: Literal["unipc", "euler", "dpm"] = option("unipc")
-    """The solver of these steps."""
+    """Solver of the rollout."""
     scheduled_sampling_order: Integer = option(
         2, ge=1, le=3, requires=when(scheduled_sampling_sampler=("unipc", "dpm"))
     )
     """Order of unipc and dpm."""
     scheduled_sampling_reflexflow: Flag = common(True)
-    """Correct the drift of these samples in the loss (ReflexFlow)."""
+    """Correct the drift of rolled-out samples in the loss (ReflexFlow)."""
     scheduled_sampling_reflexflow_alpha: Number = reflexflow(1.0, ge=0)
     """Extra weight of positions where sampling lost content."""
     scheduled_sampling_reflexflow_beta1: Number = reflexflow(10.0, ge=0)
-    """Weight of the direction (reflexflow_adr)."""
+    """Weight of the direction term (reflexflow_adr)."""
     scheduled_sampling_reflexflow_beta2: Number = reflexflow(1.0, ge=0)
-    """Factor of the loss of these samples."""
+    """Factor on the loss of rolled-out samples."""
 
     @property
     def is_on(self) -> bool:
         """Whether any sample can have an offset."""
         fixed, ramp = self.scheduled_sampling_probability, self.scheduled_sampling_ramp_steps
-        # A ramp may also lead down.
+        # A ramp may also descend.
         highest = max(self.scheduled_sampling_prob_start, self.scheduled_sampling_prob_end) if ramp else fixed
         return self.scheduled_sampling_max_step_offset > 0 and highest > 0
 
     @property
     def compares_clean(self) -> bool:
-        """Whether the loss needs the prediction from the plain input, too."""
+        """Whether the loss also needs the prediction for the plain input."""
         return self.scheduled_sampling_reflexflow and self.scheduled_sampling_reflexflow_alpha > 0
 
     def probability_at(self, step: int) -> float:
@@ -336,15 +337,15 @@ class ScheduledSamplingConfig(TechniqueGroup):
         return STRATEGIES[self.scheduled_sampling_strategy](share, self.scheduled_sampling_max_step_offset)
 
     def mean_passes(self, total_steps: int) -> float:
-        """Mean number of extra forward passes of a sample, over a run of that length."""
-        # At most FINENESS steps of the run, and the middles of FINENESS equal slices of [0, 1).
+        """Mean number of extra forward passes per sample, over a run of that length."""
+        # At most FINENESS steps of the run, and the midpoints of FINENESS equal slices of [0, 1).
         steps = range(0, max(total_steps, 1), total_steps // FINENESS + 1)
         offsets = [self.offset_at((index + 0.5) / FINENESS) for index in range(FINENESS)]
         passes = fmean(offset + (self.compares_clean and offset > 0) for offset in offsets)
         return fmean(map(self.probability_at, steps)) * passes
 
     def check(self, config: RunConfig) -> Iterator[Problem]:
-        """Offsets that the sampler of previews can have, with a probability; and no other way to make inputs."""
+        """Report offsets beyond the preview sampler's steps or never used, and conflicts with MixFlow."""
         offset, ramp = self.scheduled_sampling_max_step_offset, self.scheduled_sampling_ramp_steps
         if offset and not self.is_on:
             reason = "probabilities are 0" if ramp else f"{PROBABILITY} is 0"
@@ -353,7 +354,7 @@ class ScheduledSamplingConfig(TechniqueGroup):
         if steps is not None and offset > steps:
             yield Problem(OFFSET, f"{offset} exceeds the {steps} steps of validation_num_inference_steps.")
         if config.flow.mixflow_enabled and self.is_on:
-            yield Problem("mixflow_enabled", f"cannot be combined with {OFFSET}: both make inputs for the same end.")
+            yield Problem("mixflow_enabled", f"cannot be combined with {OFFSET}: both replace the input.")
 
     @property
     def late(self) -> Mapping[str, str]:
@@ -361,5 +362,5 @@ class ScheduledSamplingConfig(TechniqueGroup):
 
     @property
     def related(self) -> Sequence[str]:
-        """Its steps are those of the sampler of previews."""
+        """The rollout uses the schedule of the preview sampler."""
         return ("validation_num_inference_steps",) if self.is_on else ()

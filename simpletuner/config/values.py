@@ -1,6 +1,6 @@
-"""Parses what users write: JSON files, flags, numbers, texts, lists, sizes; and defines the types of the options.
+"""Parses user input (JSON files, flags, numbers, texts, lists, sizes) and defines the types of options.
 
-JSON is read as people write it: trailing commas are accepted, everything else is reported with its position.
+JSON may have trailing commas; every other fault is reported with its position.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from simpletuner.redaction import SECRET_NAME, hide, hide_secrets
 TRAILING_COMMA = re.compile(r'("(?:[^"\\]|\\.)*")|,(?=\s*[}\]])')
 ENVIRONMENT_REFERENCE = re.compile(r"\{env:([^}]*)\}")
 UNSET = "needs the environment variable {}, which is not set"
-LARGEST_TEXT = 1 << 28  # bytes; captions of 100,000 files take a fifth of it
-DEEPEST_NESTING = 100  # levels; far below the 1000 frames that Python allows functions which recurse into a value
+LARGEST_TEXT = 1 << 28  # bytes; the captions of 100,000 files take a fifth of this
+DEEPEST_NESTING = 100  # levels; far below Python's recursion limit of 1000 frames
 Pairs = list[tuple[str, Any]]
 Stored = TypeVar("Stored")
 
@@ -36,7 +36,7 @@ class UnusableJsonError(ValueError):
 
 
 def read_stored(path: Path, kind: type[Stored]) -> Stored | None:
-    """The content of a JSON file that the program wrote; None if it is absent, damaged or of another kind."""
+    """The content of a JSON file written by this program; None if it is missing, damaged or of another type."""
     try:
         return TypeAdapter(kind).validate_json(path.read_bytes())
     except (OSError, ValidationError):
@@ -44,18 +44,18 @@ def read_stored(path: Path, kind: type[Stored]) -> Stored | None:
 
 
 def read_json(path: Path, kind: type = object, needed: str = "") -> Reading[Any]:
-    """The JSON value in a file, or None after a problem with file, line and column.
+    """Read a JSON file; returns None after a problem, which has file, line and column.
 
-    A comma before a closing bracket is accepted with a warning, since published examples contain one. A key that occurs
-    twice in an object with different values is a problem; the last value is returned so that the rest can be checked.
+    A comma before a closing bracket is accepted with a warning, since published examples contain some. A key that
+    occurs twice in an object with different values is a problem; the last value is kept, so that checks continue.
 
     Args:
-        kind, needed: what the value must be, and how a message calls it.
+        kind, needed: required type of the value, and its name in messages.
     """
     text = yield from read_text(path)
     if text is None:
         return None
-    # A blank in place of the comma keeps lines and columns of error messages right.
+    # A blank instead of the comma keeps line and column numbers in error messages correct.
     repaired = TRAILING_COMMA.sub(lambda match: match.group(1) or " ", text)
     if repaired != text:
         line = 1 + text.count("\n", 0, next(i for i, old in enumerate(text) if repaired[i] != old))
@@ -93,7 +93,7 @@ def read_text(path: Path) -> Reading[str | None]:
         if fault := unfit_to_read(path.stat(), LARGEST_TEXT):
             yield Problem(str(path), f"{fault}.")
             return None
-        # -sig: editors on Windows begin a file with a byte order mark, which json refuses.
+        # -sig: Windows editors write a byte order mark, which json rejects.
         return path.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
         yield Problem(str(path), f"is not UTF-8 text (byte {error.start}).")
@@ -108,7 +108,7 @@ def no_file(path: Path) -> str:
 
 
 def unfit_to_read(status: os.stat_result, most: int) -> str:
-    """Why a file must not be opened to be read whole, or nothing: a pipe would block, a device may never end."""
+    """Why a file must not be read whole, or an empty text: a pipe would block, a device may never end."""
     if not stat.S_ISREG(status.st_mode):
         return "is not a regular file but a folder, a pipe, a socket or a device"
     return f"has {status.st_size:,} bytes; the limit is {most:,}" if status.st_size > most else ""
@@ -118,12 +118,12 @@ def parse_json(text: str, object_of: Callable[[Pairs], Any] = dict) -> Any:
     """The value of a JSON text.
 
     Raises:
-        json.JSONDecodeError: it is not JSON.
+        json.JSONDecodeError: the text is not JSON.
         UnusableJsonError: numbers with thousands of digits, very deep nesting, or invalid characters.
     """
     try:
         value = json.loads(text, object_pairs_hook=object_of)
-    except json.JSONDecodeError:  # a ValueError, which the last branch would take for the other kind
+    except json.JSONDecodeError:  # a ValueError too, but not the one of the last branch
         raise
     except RecursionError:
         raise UnusableJsonError("is nested too deeply") from None
@@ -134,12 +134,12 @@ def parse_json(text: str, object_of: Callable[[Pairs], Any] = dict) -> Any:
     return value
 
 
-# The text where parsing failed, a part of Python's message, and the words for users.
+# (text at the error, part of Python's message, message for users)
 JSON_FAULTS = (
     (r"//|/\*|#", "", "comments are not allowed"),
-    (r"(True|False|None)\b", "", "true, false and null are written in small letters"),
+    (r"(True|False|None)\b", "", "true, false and null are written in lower case"),
     (r"'", "", "keys and texts need double quotes"),
-    (r"", "escape", "a backslash is written twice; in paths, / does as well"),
+    (r"", "escape", "a backslash is written twice; paths may use / instead"),
     (r"", "control character", "a text must end on the line on which it begins"),
     (r"\Z", "", "it ends too early"),
     (r"", "',' delimiter", "a comma or a closing bracket is missing"),
@@ -150,7 +150,7 @@ JSON_FAULTS = (
 
 
 def json_fault(error: json.JSONDecodeError) -> str:
-    """What is wrong with a JSON text written by hand, and where."""
+    """Describe an error in hand-written JSON, with its position."""
     if not error.doc.strip():
         return "is empty"
     rest = error.doc[error.pos :]
@@ -163,14 +163,14 @@ def expand_environment(value: Any, where: str, *, secret: bool = False, keep_uns
 
     Args:
         secret: hide the variables' values in all output. Variables whose names look like secrets are always hidden.
-        keep_unset: leave unset variables as they are, for `check_unset`.
+        keep_unset: leave references to unset variables for `check_unset`.
     """
     unset = Problems()
 
     def lookup(match: re.Match[str]) -> str:
         name = match.group(1)
         if secret or SECRET_NAME.search(name):
-            # Before the value can be part of a message or a log line.
+            # Before the value can reach a message or a log line.
             hide(os.environ.get(name, ""))
         if name not in os.environ:
             if keep_unset:
@@ -191,19 +191,19 @@ def expand_environment(value: Any, where: str, *, secret: bool = False, keep_uns
 
 
 def check_unset(settings: Iterable[tuple[str, Any]], *, fatal: bool) -> Iterator[Problem]:
-    """Unset variables in settings that only sending needs: fatal where something is to be sent."""
+    """Report unset variables in settings that are needed only for sending; fatal if something will be sent."""
     for key, value in settings:
         for name in dict.fromkeys(ENVIRONMENT_REFERENCE.findall(repr(value))):
             yield Problem(key, f"{UNSET.format(name)}{'' if fatal else '; training will need it'}.", fatal=fatal)
 
 
-def same_value(one: Any, other: Any) -> bool:
-    """Whether two spellings mean the same: 20 and "20", true and "True", 1e-4 and 0.0001."""
-    if one == other:
+def same_value(left: Any, right: Any) -> bool:
+    """Whether two spellings have the same meaning: 20 and "20", true and "True", 1e-4 and 0.0001."""
+    if left == right:
         return True
-    if isinstance(one, dict | list) or isinstance(other, dict | list):
+    if isinstance(left, dict | list) or isinstance(right, dict | list):
         return False
-    texts = str(one).strip().lower(), str(other).strip().lower()
+    texts = str(left).strip().lower(), str(right).strip().lower()
     try:
         return texts[0] == texts[1] or float(texts[0]) == float(texts[1])
     except ValueError:
@@ -211,7 +211,7 @@ def same_value(one: Any, other: Any) -> bool:
 
 
 def json_kind(value: Any) -> str:
-    """The name of a value's JSON type, with its article."""
+    """The name of a value's JSON type, with an article."""
     if value is None or isinstance(value, bool):
         return "null" if value is None else str(value).lower()
     kinds: dict[type, str] = {dict: "an object", list: "a list", str: "a text"}
@@ -219,8 +219,8 @@ def json_kind(value: Any) -> str:
 
 
 def _check_usable(value: Any) -> None:
-    """Refuse what would fail later: NUL characters or lone surrogates in a text, and deep nesting."""
-    # Iterative, since recursion could fail on the depth that it measures.
+    """Refuse values that would fail later: NUL characters and lone surrogates in texts, and deep nesting."""
+    # Iterative, since recursion could exceed the limit it checks.
     waiting = [(value, 1)]
     while waiting:
         inner, depth = waiting.pop()
@@ -230,7 +230,7 @@ def _check_usable(value: Any) -> None:
             waiting += [(part, depth + 1) for pair in inner.items() for part in pair]
         elif isinstance(inner, list):
             waiting += [(part, depth + 1) for part in inner]
-        # JSON can spell half of a UTF-16 pair, which cannot be written as UTF-8, and NUL, which no path can hold.
+        # JSON can contain half of a UTF-16 pair, which UTF-8 cannot encode, and NUL, which paths cannot contain.
         elif isinstance(inner, str) and ("\0" in inner or any("\ud800" <= letter <= "\udfff" for letter in inner)):
             raise UnusableJsonError(f"contains an invalid character, in {inner!a:.80}")
 
@@ -245,7 +245,7 @@ def plain_key(written: str) -> str:
 
 
 def parse_flag(value: object) -> object:
-    """True or False from a boolean, 0, 1 or one of the usual words, in any letter case."""
+    """True or False from a boolean, 0, 1 or a common word in any letter case."""
     word = str(value).strip().lower() if isinstance(value, str | int) else ""
     if word not in TRUE_WORDS | FALSE_WORDS:
         raise ValueError("is not true or false")
@@ -253,9 +253,9 @@ def parse_flag(value: object) -> object:
 
 
 def parse_integer(value: object) -> object:
-    """A whole number of at most 64 bits from a number or numeric text; 1.5 and True are refused."""
+    """An integer of at most 64 bits from a number or numeric text; 1.5 and True are refused."""
     try:
-        # int() would truncate 1.5, so floats take the way below; True is an int, too.
+        # int() would truncate 1.5, so floats are parsed below; True is an int too.
         number = int(value) if isinstance(value, int | str) and not isinstance(value, bool) else None
     except ValueError:
         number = None  # "1e3" and "20.0" are whole numbers too
@@ -282,31 +282,31 @@ def parse_number(value: object, complaint: str = "is not a number") -> float:
 
 def parse_text(value: object) -> object:
     """Text; numbers are converted as written."""
-    # `true` for a text is a slip, such as a bare flag on the command line; 16 and 0.5 are names like others.
+    # `true` as text is a mistake, such as a bare flag on the command line; 16 and 0.5 are valid names.
     if isinstance(value, bool) or not isinstance(value, str | int | float):
         raise ValueError("is not text")
     return str(value)
 
 
 def typed(value: Any) -> str:
-    """A value as people write it: text as it is, all else as JSON."""
+    """A value as users write it: text unchanged, everything else as JSON."""
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
 
 def home_path(text: str) -> Path:
-    """A path, `~` expanded if there is such a home; unlike `Path.expanduser` it never raises."""
+    """A path with `~` expanded if possible; unlike `Path.expanduser`, it never raises."""
     return Path(os.path.expanduser(text))  # noqa: PTH111
 
 
 def parse_path(value: object) -> object:
-    """Text that is a valid path: looking it up later finds it or not, but raises no other error."""
+    """A valid path: a later lookup may fail only because the file is missing."""
     text = parse_text(value)
     try:
         Path(str(text)).expanduser().stat()
     except RuntimeError:  # from expanduser
         raise ValueError("starts with the home folder of an unknown user") from None
     except OSError as error:
-        if error.errno not in (errno.ENOENT, errno.ENOTDIR):  # what does not exist may be created later
+        if error.errno not in (errno.ENOENT, errno.ENOTDIR):  # a missing path may be created later
             raise ValueError(f"cannot be accessed: {error.strerror}") from None
     except ValueError:
         raise ValueError("contains a character that no path can have") from None
@@ -314,8 +314,8 @@ def parse_path(value: object) -> object:
 
 
 def parse_json_text(value: object) -> object:
-    """A list or object, given as such or as JSON text (the only way on the command line)."""
-    # Any other text is a path, a name or a list with commas.
+    """A list or object, or its JSON text (the only form on the command line)."""
+    # All other texts are paths, names or comma-separated lists.
     if isinstance(value, str) and value.lstrip()[:1] in ("{", "["):
         try:
             return parse_json(value)
@@ -327,7 +327,7 @@ def parse_json_text(value: object) -> object:
 
 
 def parse_list(value: object) -> object:
-    """A list, given as such, as JSON text, as comma-separated text or as a single value."""
+    """A list, from a list, JSON text, comma-separated text or a single value."""
     value = parse_json_text(value)
     if isinstance(value, str):
         return [part.strip() for part in value.split(",") if part.strip()]
@@ -335,15 +335,16 @@ def parse_list(value: object) -> object:
 
 
 def parse_texts(value: object) -> object:
-    """A list of texts that may contain commas, given as such, as JSON text or as a single text."""
+    """A list of texts, which may contain commas, from a list, JSON text or a single text."""
     value = parse_json_text(value)
     return value if isinstance(value, list) else [value]
 
 
 def parse_objects(key: str, value: object) -> object:
-    """A list of objects, given as such, as one object, as JSON text, or as the path of a JSON file with either.
+    """A list of objects, from a list, one object, JSON text, or the path of a JSON file.
 
-    `{env:NAME}` in the file expands; such values, and values of keys that look like secrets, are hidden in all output.
+    `{env:NAME}` in the file expands; expanded values, and values of keys that look like secrets, are hidden in all
+    output.
     """
     value = parse_json_text(value)
     if isinstance(value, str):
@@ -372,15 +373,15 @@ BYTES_TEXT = re.compile(r"([0-9.]+) ?([MGT])i?B?", re.IGNORECASE)
 
 
 def parse_gigabytes(value: object) -> float:
-    """GB from a number of them, or from text with a unit: "10G", "500 MB"."""
-    found = BYTES_TEXT.fullmatch(value.strip()) if isinstance(value, str) else None
-    scale = {"M": 1e-3, "G": 1.0, "T": 1e3}[found[2].upper()] if found else 1.0
-    return scale * parse_number(found[1] if found else value, "is not a size such as 10G or 500M")
+    """GB from a number, or from text with a unit: "10G", "500 MB"."""
+    match = BYTES_TEXT.fullmatch(value.strip()) if isinstance(value, str) else None
+    scale = {"M": 1e-3, "G": 1.0, "T": 1e3}[match[2].upper()] if match else 1.0
+    return scale * parse_number(match[1] if match else value, "is not a size such as 10G or 500M")
 
 
 Gigabytes = Annotated[float, BeforeValidator(parse_gigabytes)]
 Size = tuple[int, int]  # width and height in pixels
-# "1024" is a square; "1024.0" is what a number in JSON becomes as text.
+# "1024" is a square; "1024.0" is a JSON number as text.
 SIZE = re.compile(r"[0-9]{1,6}(\.0*)?(x[0-9]{1,6}(\.0*)?)?")
 
 
@@ -399,9 +400,9 @@ def parse_sizes(value: object) -> object:
 
 
 def write_sizes(sizes: tuple[Size, ...] | None) -> str | None:
-    """Sizes as they are written in a config."""
+    """Sizes as written in a config."""
     return None if sizes is None else ",".join(f"{width}x{height}" for width, height in sizes)
 
 
-# Written as users write them, so that the config.json of a checkpoint can be read again.
+# Serialised as users write sizes, so that the config.json of a checkpoint can be read again.
 Sizes = Annotated[tuple[Size, ...], BeforeValidator(parse_sizes), PlainSerializer(write_sizes)]

@@ -1,11 +1,11 @@
-"""From the entries of a dataset file to batches; free of torch but for the loader. To be read in this order:
+"""From the entries of a dataset file to batches; only the loader imports torch. Read the modules in this order:
 
 | question                                      | files                                              |
 |-----------------------------------------------|----------------------------------------------------|
 | what the user and the run ask for             | `entries`                                          |
-| what is there                                 | `files`, `discovery`, `captions`, `remote` (annex) |
-| what a file shows                             | `media`, `clips`, `readers`, `masks`               |
+| which files exist, and their captions         | `files`, `discovery`, `captions`, `remote` (annex) |
+| how a file is decoded                         | `media`, `clips`, `readers`, `masks`               |
 | which size, crop and length is trained        | `buckets`, `clips`                                 |
-| what becomes of a file                        | `sample`, `dataset`, `build`                       |
-| in which order                                | `chance`, `sampler`, `loader`                      |
+| whether a file is trained or left out         | `sample`, `dataset`, `build`                       |
+| in which order samples are drawn              | `chance`, `sampler`, `loader`                      |
 """

@@ -1,7 +1,7 @@
-"""From the size of a picture to the size it is trained at, and the crop; and the checks of the keys that decide it.
+"""Aspect buckets: the training size and crop of a picture, and the checks of the keys that set them.
 
-The arithmetic is that of the section *Sizes* in the dataset reference. a is `aspect_bucket_alignment`, R rounds half
-to even to a multiple of a and to at least a, ar is width / height rounded to `aspect_bucket_rounding` decimals:
+The arithmetic is documented in the section *Sizes* of the dataset reference. a is `aspect_bucket_alignment`, R rounds
+half to even to a multiple of a (at least a), ar is width / height rounded to `aspect_bucket_rounding` decimals:
 
     pixel_area  E = R(resolution)                       W = R(E sqrt(ar))   H = R(E / sqrt(ar))
     area        E = R(floor(sqrt(resolution 10^6)))     the same
@@ -30,7 +30,7 @@ from simpletuner.models.spec import FamilySpec
 ResolutionType = Literal["pixel", "area", "pixel_area"]
 UNITS: Mapping[ResolutionType, str] = {"area": "megapixels", "pixel": "pixels", "pixel_area": "pixels"}
 UNIT_CHECK_OVERRIDE = "SIMPLETUNER_MAXIMUM_IMAGE_SIZE_OVERRIDE"
-# A maximum this large in megapixels, or this small as an edge in pixels, was probably meant in the other unit.
+# A maximum of this many megapixels or more, or an edge of this few pixels or fewer, is probably in the wrong unit.
 SUSPICIOUS_AREA, SUSPICIOUS_EDGE = 20, 512
 
 CHOSEN = ("closest", "random")  # values of `crop_aspect` that choose from a list
@@ -39,7 +39,7 @@ outside_limits = partial(LeftOutError, "outside the limits")
 
 @dataclass(frozen=True, slots=True)
 class Geometry:
-    """How a picture becomes a training picture.
+    """Resize and crop of a picture to its training size.
 
     Attributes:
         bucket: label; all samples of a dataset with the same label have the same size.
@@ -68,7 +68,7 @@ class PixelGrid:
         return max(1, round(length / self.alignment)) * self.alignment
 
     def rounded(self, ratio: float) -> float:
-        """The ratio as buckets are labelled with it; never 0, however narrow the picture."""
+        """The ratio as bucket labels show it; never 0, however narrow the picture."""
         return max(round(ratio, self.rounding), 10.0**-self.rounding)
 
     def ratio(self, size: Size) -> float:
@@ -76,7 +76,7 @@ class PixelGrid:
         return self.rounded(size[0] / size[1])
 
     def area(self, length: float) -> float:
-        """Pixels that a size in the unit of the resolution stands for (`area` and `pixel_area`)."""
+        """Converts a size in the unit of the resolution to a number of pixels (`area` and `pixel_area`)."""
         return length * 1e6 if self.resolution_type == "area" else length**2
 
     @property
@@ -107,7 +107,7 @@ class Aspect:
     weight: float = 1.0
 
     def enlargement(self, picture: Size) -> float:
-        """The share by which a picture is enlarged to cover this bucket; negative if it shrinks."""
+        """Relative enlargement of a picture that covers this bucket; negative if the picture shrinks."""
         return max(self.size[0] / picture[0], self.size[1] / picture[1]) - 1
 
 
@@ -118,7 +118,7 @@ def listed_aspects(grid: PixelGrid, ratios: Sequence[tuple[float, float]]) -> li
 
 
 def native_aspects(grid: PixelGrid, native: Mapping[int, Sequence[Size]]) -> list[Aspect]:
-    """The sizes a model was trained at if resolution and grid allow them, else their ratios on the dataset's grid."""
+    """The model's native sizes if resolution and grid allow them, else their ratios on the dataset's grid."""
     if not native:
         return []
     edge = math.sqrt(grid.resolution * 1e6) if grid.resolution_type == "area" else grid.resolution
@@ -139,8 +139,8 @@ class BucketRules:
     Attributes:
         grid: what the resolution means.
         largest_side: the model's limit per side in pixels.
-        config: the entry with its defaults filled in; its limits are in the unit of the resolution, and 0 is off.
-        aspects: what `crop_aspect` closest and random choose from.
+        config: the entry with its defaults filled in; limits are in the unit of the resolution, and 0 disables one.
+        aspects: the buckets that `crop_aspect` closest and random choose from.
     """
 
     grid: PixelGrid
@@ -154,10 +154,10 @@ class BucketRules:
 
         Args:
             picture: its width and height after EXIF rotation.
-            token: seeds the random choices: the same token gives the same crop.
+            token: seed of the random choices; the same token gives the same crop.
 
         Raises:
-            LeftOutError: the picture is left out.
+            LeftOutError: the picture is outside the limits.
         """
         if self.config.crop and "random" in (self.config.crop_aspect, self.config.crop_style):
             return self._place(picture, token)
@@ -175,7 +175,7 @@ class BucketRules:
         return Geometry(bucket, size, resized, self._position(resized, size, token))
 
     def follow(self, picture: Size, source: Geometry, *token: object) -> Geometry:
-        """Geometry of a partner that may show something other than its source but must have the same size."""
+        """Geometry of a partner with other content than its source: the same size, with its own crop."""
         resized = cover(picture, source.size)
         return Geometry(source.bucket, source.size, resized, self._position(resized, source.size, token))
 
@@ -192,7 +192,7 @@ class BucketRules:
         if self.grid.resolution_type == "pixel":
             return min(picture) < smallest
         least = self.grid.area(smallest)
-        # A square crop of a long picture uses its short side only, whatever the area.
+        # A square crop uses only the short side of a long picture, whatever the area.
         square = self.config.crop and self.config.crop_aspect == "square"
         return picture[0] * picture[1] < least or (square and min(picture) < math.sqrt(least))
 
@@ -216,12 +216,12 @@ class BucketRules:
             # Distance in log space treats wide and tall alike and crops the least.
             ratio = math.log(picture[0] / picture[1])
             return min(allowed, key=lambda aspect: abs(math.log(aspect.size[0] / aspect.size[1]) - ratio))
-        # Drawn by weight: the aspect whose part of the sum holds the mark; the last one if it is rounded up to the sum.
+        # A weighted draw. `min` guards against a product that rounds up to the sum of all weights.
         ends = [*accumulate(aspect.weight for aspect in allowed)]
         return allowed[min(bisect(ends, fraction(*token, "aspect") * ends[-1]), len(allowed) - 1)]
 
     def _resized(self, picture: Size, size: Size) -> Size:
-        """Just large enough to cover the bucket, or the target size if a picture exceeds the maximum."""
+        """The smallest size that covers the bucket, or the target size if the picture exceeds the maximum."""
         covering, area = cover(picture, size), picture[0] * picture[1]
         largest, target = self.config.maximum_image_size or 0, self.config.target_downsample_size or 0
         if self.grid.resolution_type == "pixel":  # the maximum measures the long edge, the target the short one
@@ -245,9 +245,9 @@ class BucketRules:
 
 
 def cover(picture: Size, size: Size) -> Size:
-    """The smallest size with the picture's own ratio that covers `size`."""
+    """The smallest size with the picture's ratio that covers `size`."""
     (width, height), (wanted_width, wanted_height) = picture, size
-    # Exact in integers; a division could round to the wrong side where both ratios are equal.
+    # Integers are exact; a division could round either way if both ratios are equal.
     if wanted_width * height >= wanted_height * width:
         return wanted_width, max(wanted_height, round(height * wanted_width / width))
     return max(wanted_width, round(width * wanted_height / height)), wanted_height
@@ -266,7 +266,7 @@ def build_rules(config: DatasetConfig, spec: FamilySpec) -> Reading[BucketRules 
     alignment = int(config.aspect_bucket_alignment or spec.size_multiple)
     grid = PixelGrid(config.resolution, config.resolution_type, alignment, config.aspect_bucket_rounding or 2)
     yield from _check_grid(grid, spec)
-    # Some side of every bucket is at least as long as the square's, so no picture could be placed.
+    # Every bucket has a side at least as long as the square's, so no picture could be placed.
     if grid.square > spec.largest_side:
         return None
     aspects: list[Aspect] = []

@@ -1,6 +1,6 @@
-"""Datasets from the entries of the dataset file: every file becomes a sample or is rejected with a reason.
+"""Builds datasets from the entries of the dataset file: every file becomes a sample or is rejected with a reason.
 
-All problems are collected; nothing is decoded, and nothing is written but downloads.
+All problems are collected. Nothing is decoded, and only downloads are written.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from simpletuner.data.sample import Rejected, Sample
 from simpletuner.errors import Problem, Problems, Reading, counted, did_you_mean, shorten, warning, within
 
 T = TypeVar("T")
-MOST_COMPARED = 1000  # names of files, for the nearest spelling
+MOST_COMPARED = 1000  # file names compared for a "did you mean"
 
 
 def build_datasets(
@@ -33,38 +33,38 @@ def build_datasets(
     problems: Problems,
     folders: Mapping[str, Folder] = MappingProxyType({}),
 ) -> list[Dataset]:
-    """Inspect every file of every entry, after downloading those of remote entries.
+    """Inspect every file of every entry; the files of remote entries are downloaded first.
 
     Args:
         configs: the enabled entries of the dataset file.
-        context: the run.
-        problems: receives everything that is wrong or worth knowing; nothing is raised. With a fatal one in it,
-            nothing is downloaded.
-        folders: those that were read, in part or whole, by the id of their entry.
+        context: settings of the run.
+        problems: receives all errors and warnings; nothing is raised. If it holds a fatal problem, nothing is
+            downloaded.
+        folders: folders already read, in part or whole, by the id of their entry.
 
     Returns:
         one `Dataset` for each entry of pictures or clips: first those with captions, in file order, then the
         conditioning datasets paired with them. Complete only if no problem is fatal.
     """
     entries = [context.fill(config) for config in configs]
-    # In a second pass, since an entry may name the cache folder of another.
+    # A second pass, since an entry may name the cache folder of another entry.
     entries = [entry.model_copy(update={"cache_dir_vae": latent_dir_of(entry, entries)}) for entry in entries]
     problems.extend(check_dataset_file(configs, entries, context))
     links = problems.take(link_partners(entries, context))
     builder = _Builder(entries, context, problems, _collect_remote(entries, context, problems), {**folders})
     datasets = []
     for written, entry in zip(configs, entries, strict=True):
-        # Caches; and conditioning entries, which are read for the datasets that they are paired with.
+        # Skip caches, and conditioning entries, which are read for the datasets they are paired with.
         if entry.id not in links:
             continue
         if builder.folder(entry).is_there:
             problems.extend(_hint_at_caption_files(written, entry, builder.folder(entry)))
             dataset = builder.dataset(entry, links[entry.id])
             datasets += [] if dataset is None else [dataset]
-        else:  # the missing folder has been reported; its rules may be wrong as well
+        else:  # the missing folder has been reported; the entry's rules may be wrong as well
             builder.take(entry, build_rules(entry, context.spec))
     datasets += builder.held
-    # Last, since their samples are the partners that the datasets before them use.
+    # Last, since their samples are the partners that the other datasets use.
     return datasets + builder.conditioning_datasets(datasets)
 
 
@@ -72,14 +72,14 @@ def _collect_remote(entries: Sequence[DatasetConfig], context: DataContext, prob
     remote = [entry for entry in entries if entry.type != "local"]
     if context.collect is not None:
         return context.collect(remote, context, problems) if remote else {}
-    message = "is fetched by an annex: pass its `collect`, as the commands do."
+    message = "is downloaded by an annex: pass its `collect`, as the commands do."
     problems.extend(Problem(f"{entry.id}.type", f"{entry.type!r} {message}") for entry in remote)
     return {}
 
 
 @dataclass
 class _Builder:
-    """A build in progress: what has been read so far, so that nothing is read twice."""
+    """A build in progress; caches folders and partners, so that each is read once."""
 
     entries: Sequence[DatasetConfig]
     context: DataContext
@@ -91,7 +91,7 @@ class _Builder:
     held: list[Dataset] = field(default_factory=list)
 
     def take(self, entry: DatasetConfig, reading: Reading[T]) -> T:
-        """The result of a reading that is about an entry."""
+        """The result of a reading; its problems are filed under the entry."""
         return self.problems.take(within(entry.id, reading))
 
     def folder(self, entry: DatasetConfig) -> Folder:
@@ -122,16 +122,16 @@ class _Builder:
         """The dataset of one entry, or None if its rules are unusable."""
         dataset = self._without_samples(entry)
         clips = self.take(entry, build_clip_rules(entry, self.context))
-        # A missing folder has been reported; without it nothing can be said about pairs.
+        # A missing folder has been reported; its pairs cannot be checked.
         linked = [self.partners_of(link) for link in links if self.folder(link).is_there]
         partners = tuple(partner for partner in linked if partner is not None)
         captions = self.take(entry, caption_source(entry, self.folder(entry), self._filter))
-        # closest and random without a list cannot place anything; that has been reported.
+        # closest and random cannot place a picture without a list of aspects; that has been reported.
         if dataset is None or (entry.crop and entry.crop_aspect in ("closest", "random") and not dataset.rules.aspects):
             return None
         # `captions.facts` grows while captions are read, and is saved as the dataset's index.
         dataset = replace(dataset, facts=captions.facts, partners=partners, clips=clips, repeats=entry.repeats or 0)
-        # Chosen before masks are read, which decodes them.
+        # Choose the samples first: reading masks decodes them.
         dataset = self._read_masks(_choose(self._fill(dataset, captions)))
         self.problems.extend(summarise_rejected(dataset))
         self.problems.extend(warn_of_enlarged(dataset))
@@ -155,7 +155,7 @@ class _Builder:
         return replace(dataset, samples=tuple(samples), rejected=tuple(rejected))
 
     def _read_masks(self, dataset: Dataset) -> Dataset:
-        """Look at every mask as it is trained, unless the index has the result; damaged ones leave their pair out."""
+        """Measure every mask as trained, unless the index has the result; a damaged mask drops its pair."""
         masks = dataset.masks
         if masks is None:
             return dataset
@@ -178,7 +178,7 @@ class _Builder:
         return self.filters[text_entry.id]
 
     def conditioning_datasets(self, datasets: Sequence[Dataset]) -> list[Dataset]:
-        """A dataset of the partners in use for each conditioning entry, so that its files are listed too."""
+        """One dataset per conditioning entry, with the partners in use, so that its files are listed too."""
         samples = [sample for dataset in datasets for sample in dataset.samples]
         used = [partner for sample in samples for partner in (sample.partner, sample.mask) if partner]
         partners = [self.partners.get(entry.id) for entry in self.entries]
@@ -190,10 +190,10 @@ class _Builder:
 
 
 def _sample(name: str, dataset: Dataset, captions: CaptionSource) -> Sample:
-    """The sample of a picture or clip; of the dataset, samples are not read.
+    """The sample of a picture or clip; does not read `dataset.samples`.
 
     Raises:
-        LeftOutError: it has none.
+        LeftOutError: the file is left out.
     """
     for partners in dataset.partners:
         paired = partners.facts_for(name)
@@ -201,7 +201,7 @@ def _sample(name: str, dataset: Dataset, captions: CaptionSource) -> Sample:
             raise LeftOutError("partner unusable", f"has no partner in {partners.id}")
         if paired.problem is not None:
             raise LeftOutError("partner unusable", f"its partner {partners.name_for(name)} {paired.problem}")
-    # The rows of the table choose among the files.
+    # Only files with a row in the table are trained.
     if dataset.config.metadata_backend == "parquet" and name not in captions.table:
         raise LeftOutError("not in the table", "is not in the table")
     facts, clips, clip = dataset.facts[name], dataset.clips, dataset.clip_for(name)
@@ -225,12 +225,12 @@ def _choose(dataset: Dataset) -> Dataset:
 
 
 def _hold_out(dataset: Dataset) -> Reading[tuple[Dataset, list[Dataset]]]:
-    """A dataset without the samples that its `hold_out` keeps from training, and an eval dataset of these."""
+    """Splits off the samples of `hold_out`: the rest of the dataset, and an eval dataset of the held-out samples."""
     count = dataset.config.hold_out
     if count >= len(dataset.samples):
         yield Problem("hold_out", f"{count} of {len(dataset.samples)} samples would leave nothing to train on.")
         return dataset, []
-    # By hash as in `_choose`, with another key: of `max_num_samples` the last ranks would always be the same.
+    # Ranked by hash with another key than in `_choose`, whose last ranks would always be held out.
     ranked = sorted(dataset.samples, key=lambda sample: order_key(dataset.id, "held out", sample.name))
     name = f"{dataset.id}-held-out"
     changes: dict[str, object] = {"id": name, "dataset_type": "eval", "hold_out": 0, "train_batch_size": 1}
@@ -243,7 +243,7 @@ def _hold_out(dataset: Dataset) -> Reading[tuple[Dataset, list[Dataset]]]:
 
 
 def _check_excluded(entry: DatasetConfig, excluded: frozenset[str], folder: Folder) -> Iterator[Problem]:
-    """A name that belongs to no file is most likely misspelt."""
+    """Report excluded names without a file, which are probably misspelt."""
     if missing := sorted(excluded.difference(folder.listing.files)):
         message = f"{entry.exclude_files} names {counted(len(missing), 'file')} not in the folder: {shorten(missing)}."
         hint = did_you_mean(missing[0], folder.listing.files[:MOST_COMPARED])
@@ -251,9 +251,9 @@ def _check_excluded(entry: DatasetConfig, excluded: frozenset[str], folder: Fold
 
 
 def _hint_at_caption_files(written: DatasetConfig, entry: DatasetConfig, folder: Folder) -> Iterator[Problem]:
-    """Unused text files beside pictures or clips are most likely captions."""
+    """Warn about unused text files beside pictures or clips, which are probably captions."""
     count = len(folder.listing.captions)
-    # A written `filename` is meant; only the default may surprise.
+    # An explicit `filename` is intended; only the default may surprise.
     if written.caption_strategy is None and entry.caption_strategy == "filename" and count:
         message = f"captions come from the file names, not from {counted(count, 'caption file')} beside them."
         yield warning(f"{entry.id}.caption_strategy", f"{message} To use them, set caption_strategy to textfile.")
@@ -268,14 +268,14 @@ def _unused_captions(entry: DatasetConfig, captions: CaptionSource) -> list[Reje
 
 
 def _check_partners(dataset: Dataset, partners: Dataset, names: Sequence[str]) -> Iterator[Problem]:
-    """The pictures without a partner, and those whose partner cannot take over their size and crop."""
+    """Report pictures without a partner, and pictures whose partner cannot take over their size and crop."""
     missing = [name for name in names if partners.name_for(name) is None]
     if missing:
         message = f"no partner of the same path and name in {partners.id} ({str(partners.root)!r}) for"
         yield Problem(dataset.id, f"{message} {len(missing)} of {counted(len(names), 'picture')}: {shorten(missing)}.")
     if partners.config.conditioning_type in MASKS:
         yield from check_mask_sizes(dataset, partners)
-    # A loose reference is cropped by its own rules, and a mask of another ratio was refused above.
+    # A loose reference is cropped separately, and masks of another ratio are an error already.
     if partners.config.conditioning_type != "reference_strict":
         return
     pairs = [(dataset.facts[name].picture_size, partners.facts_for(name)) for name in names]
@@ -286,7 +286,7 @@ def _check_partners(dataset: Dataset, partners: Dataset, names: Sequence[str]) -
 
 
 def _check_speed(dataset: Dataset, model_rate: float | None) -> Iterator[Problem]:
-    """One warning about clips that move at another speed than the model's, or less smoothly.
+    """Warn about clips that play faster, slower or less smoothly than the model's frame rate.
 
     Args:
         model_rate: frames per second that the model was trained at.
@@ -315,9 +315,9 @@ def _check_speed(dataset: Dataset, model_rate: float | None) -> Iterator[Problem
 
 def _in_use(partners: Dataset, used: Sequence[Sample]) -> Dataset:
     """A conditioning dataset with the partners in use as samples."""
-    # A file may be the partner of several sources, with a crop for each.
+    # A file may be the partner of several sources, with one crop per source.
     samples = {(sample.name, sample.geometry): sample for sample in used if sample.dataset_id == partners.id}
-    # Masks are decoded only when they are measured.
+    # Masks are decoded only when they are measured, which may reveal damage.
     damaged = {name: fact for name in partners.folder.usable if (fact := partners.facts[name]).problem}
     idle = {*partners.folder.usable} - {name for name, _ in samples} - damaged.keys()
     detail = "is not the partner of any trained picture"

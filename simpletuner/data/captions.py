@@ -27,7 +27,7 @@ from simpletuner.data.discovery import FileFacts, Folder, pair_key
 from simpletuner.data.files import LARGEST_CAPTION, LeftOutError, UnreadableError, read_file
 from simpletuner.errors import Problem, Reading, UserError, counted, did_you_mean, shorten, warning
 
-COARSEST_CLOCK = 3.0  # seconds: file systems round times, FAT to two seconds
+COARSEST_CLOCK = 3.0  # seconds; file systems round times, FAT to two seconds
 FILTER_SECONDS = 5.0  # for one expression on one caption: some expressions take exponential time
 FILTERS = "caption_filter_list"
 EMPTY = "has an empty caption file"
@@ -39,16 +39,16 @@ UTF16_MARKS = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
 no_caption, bad_caption = partial(LeftOutError, "no caption"), partial(LeftOutError, "unreadable caption")
 
 CaptionTable = Mapping[str, tuple[str, ...]]  # by file name
-Edit = Callable[[str], Sequence[str]]  # a caption in, its replacements out
+Edit = Callable[[str], Sequence[str]]  # maps a caption to its replacements
 
-# Control tokens of tokenizers: in a caption they would end the prompt or stand for a picture that does not exist.
+# Control tokens of tokenizers: in a caption they would end the prompt or refer to a missing picture.
 CONTROL_TOKEN = re.compile(r"<\|\w+\|>|</?(?:s|bos|eos|pad|unk|mask|start_of_turn|end_of_turn|image|start_of_image)>")
 
 
 def control_token(text: str) -> str | None:
     """The first control token in a text, or None."""
-    found = CONTROL_TOKEN.search(text) if "<" in text else None
-    return found.group() if found else None
+    match = CONTROL_TOKEN.search(text) if "<" in text else None
+    return match.group() if match else None
 
 
 @dataclass(frozen=True)
@@ -57,10 +57,10 @@ class CaptionSource:
 
     Attributes:
         config: the dataset's entry with its defaults filled in.
-        folder: its folder as it was read.
+        folder: the dataset's folder as read.
         table: captions by picture name, from a table or from the hub.
         edits: applied to each caption, in this order.
-        facts: of the files, by name; a caption file is read only if it has changed, and is added here then.
+        facts: file facts by name; the captions of a new or changed caption file are added when it is read.
     """
 
     config: DatasetConfig
@@ -76,7 +76,7 @@ def caption_source(
     """The caption table and edits of an entry.
 
     Args:
-        text_filter: the edit of the text_embeds entry that belongs to it.
+        text_filter: maps the entry to the edit of its text_embeds entry.
     """
     table = folder.listing.table
     if entry.metadata_backend == "parquet" and entry.parquet is not None:
@@ -93,14 +93,14 @@ def captions_for(name: str, source: CaptionSource) -> tuple[str, ...]:
 
     Args:
         name: path below the dataset's folder.
-        source: where its captions come from.
+        source: where the dataset's captions come from.
 
     Raises:
-        LeftOutError: it has none.
+        LeftOutError: the picture has no caption.
         UserError: an expression of `caption_filter_list` takes too long.
     """
     known = source.facts.get(name)
-    # Without a stamp, the index holds captions as they were trained, edits included.
+    # Without a stamp, the captions in the index are already edited.
     if known and name in source.folder.gone and known.captions and not known.stamp:
         return known.captions
     captions = _edited(_written(name, source), source.edits, str(source.folder.root / name))
@@ -157,10 +157,10 @@ def _own_captions(name: str, source: CaptionSource) -> tuple[str, ...]:
 
 
 def caption_stamp(path: str, *, whole: bool) -> str | None:
-    """A stamp that changes whenever the captions of a file may: how it is split, its size, times and inode.
+    """A stamp that changes if the captions may have: how the file is split, its size, times and inode.
 
-    The time of change cannot be set, so even an edit that restores the time of modification is noticed. None if the
-    file is missing, or so new that a later change might bear the same times.
+    The ctime cannot be set, so an edit that restores the mtime is noticed too. None if the file is missing, or so new
+    that a later change could have the same times.
     """
     try:
         status = os.stat(path)  # noqa: PTH116 - pathlib takes three times as long
@@ -177,10 +177,10 @@ def caption_of_name(name: str) -> str:
     Raises:
         LeftOutError: it is empty.
     """
-    # macOS stores names decomposed; tokenizers split those differently.
+    # macOS stores names decomposed (NFD), which tokenizers split differently.
     caption = " ".join(unicodedata.normalize("NFC", PurePosixPath(name).stem).replace("_", " ").split())
     if not caption:
-        raise no_caption("has a name that gives no caption")
+        raise no_caption("has a name that yields no caption")
     return caption
 
 
@@ -201,9 +201,9 @@ def read_caption_file(path: Path, *, whole: bool = False) -> tuple[str, ...]:
 
 
 def read_caption_text(path: Path) -> str:
-    """The text of a caption file, with `\\n` as its line ends.
+    """The text of a caption file, with `\\n` line endings.
 
-    UTF-8 with or without a byte order mark, or UTF-16 with one.
+    Accepts UTF-8 with or without a byte order mark, and UTF-16 with one.
 
     Raises:
         LeftOutError: unreadable, or in another encoding.
@@ -216,12 +216,12 @@ def read_caption_text(path: Path) -> str:
         raise bad_caption(f"has a caption file that {error}") from error
     except UnicodeDecodeError as error:
         raise bad_caption(f"has a caption file that is not UTF-8 text (byte {error.start})") from error
-    if "\0" in text:  # UTF-16 without a mark decodes as UTF-8, with a NUL beside every Latin letter
+    if "\0" in text:  # UTF-16 without a mark decodes as UTF-8, with a NUL next to every Latin letter
         raise bad_caption("has a caption file with NUL characters: UTF-16 without a byte order mark? Save it as UTF-8")
     return text.replace("\r\n", "\n").replace("\r", "\n")
 
 
-SEPARATORS = {"comma": (",", ", "), "space": (" ", " "), "period": (".", ". ")}  # how to split, how to join
+SEPARATORS = {"comma": (",", ", "), "space": (" ", " "), "period": (".", ". ")}  # (split at, join with)
 REPLACEMENT = re.compile(r"s/((?:[^/\\]|\\.)*)/((?:[^/\\]|\\.)*)/?")
 
 
@@ -231,7 +231,7 @@ def shuffle_edit(settings: CaptionShuffle | None) -> Edit | None:
 
 
 def _shuffle(settings: CaptionShuffle, caption: str) -> Sequence[str]:
-    """The caption and its shuffled forms without duplicates; the order depends only on the text and the seed."""
+    """The caption and its shuffled forms, without duplicates; a function of the text and the seed only."""
     splitter, joiner = SEPARATORS[settings.split_on]
     parts = [part.strip() for part in caption.split(splitter) if part.strip()]
     fixed, movable = parts[: settings.position_start], parts[settings.position_start :]
@@ -240,7 +240,7 @@ def _shuffle(settings: CaptionShuffle, caption: str) -> Sequence[str]:
         order = list(movable)
         generator("caption shuffle", settings.seed, caption, number).shuffle(order)
         text = joiner.join(fixed + order)
-        # Splitting removed the final period.
+        # Restore the final period, which splitting removed.
         forms.append(text + "." if settings.split_on == "period" and caption.endswith(".") else text)
     return list(dict.fromkeys(forms))
 
@@ -322,7 +322,7 @@ def read_caption_table(config: ParquetConfig) -> Reading[dict[str, tuple[str, ..
         return {}
     from pyarrow import parquet
 
-    # Only these columns, since a table may hold the pictures themselves.
+    # Read only these columns: a table may hold the pictures themselves.
     columns = [column for column in (config.caption_column, config.fallback_caption_column) if column]
     rows = parquet.read_table(path, columns=list(dict.fromkeys([config.filename_column, *columns]))).to_pylist()
     named = {_name(str(row[config.filename_column]), config): row for row in rows if row[config.filename_column]}
@@ -332,7 +332,7 @@ def read_caption_table(config: ParquetConfig) -> Reading[dict[str, tuple[str, ..
 def match_rows(table: CaptionTable, pictures: Iterable[str]) -> tuple[CaptionTable, list[str]]:
     """Captions by picture, and the names in the table without a picture.
 
-    A table names a picture by its path below the dataset's folder or, if that is not found, by its bare name.
+    A table names a picture by its path below the dataset's folder, or else by its bare file name.
     """
     matched, unused = {}, set(table)
     for picture in pictures:
@@ -345,12 +345,12 @@ def match_rows(table: CaptionTable, pictures: Iterable[str]) -> tuple[CaptionTab
 
 
 def _check_table(path: Path, config: ParquetConfig) -> Iterator[Problem]:
-    """Check every column that the entry names, even those of sizes, which are read from the pictures themselves."""
+    """Check every column that the entry names, including the size columns, which are not read."""
     from pyarrow import parquet
 
     try:
         known = list(parquet.read_schema(path).names)
-    except (OSError, ValueError) as error:  # the bases of pyarrow's own errors
+    except (OSError, ValueError) as error:  # base classes of pyarrow's errors
         yield Problem("parquet.path", f"{str(path)!r} is not a parquet file: {error}.")
         return
     named = {key: value for key, value in config.model_dump().items() if key.endswith("_column") and value}
@@ -358,7 +358,7 @@ def _check_table(path: Path, config: ParquetConfig) -> Iterator[Problem]:
 
 
 def check_columns(named: Mapping[str, str], known: Sequence[str], where: str, what: str = "table") -> Iterator[Problem]:
-    """The columns that keys name but a table lacks."""
+    """Report the columns that keys name but the table lacks."""
     for key, column in named.items():
         if column not in known:
             message = f"there is no column {column!r}; the {what} has: {', '.join(known)}."
@@ -371,7 +371,7 @@ def _name(name: str, config: ParquetConfig) -> str:
 
 
 def first_texts(row: Mapping[str, Any], *columns: str) -> tuple[str, ...]:
-    """The captions in the first column that has any; a cell may hold a list."""
+    """The captions in the first non-empty column; a cell may hold a list."""
     return next(filter(None, (texts_in(row.get(column)) for column in columns)), ())
 
 

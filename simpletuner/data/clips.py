@@ -1,10 +1,10 @@
-"""Clips: their facts without decoding them, and which of their frames are trained.
+"""Clips: facts read without decoding, and the choice of the frames to train.
 
-Training frame k is what the source shows at k / rate seconds, whatever its own frame rate, constant or not. Times count
-from the first frame shown.
+Training frame k is the frame that the source shows at k / rate seconds, whatever the source's frame rate, constant or
+variable. Times count from the first frame shown.
 
-Lengths are counted in frames at the dataset's rate, after resampling. The models take 1, 5, 9, … frames: 4k + 1 frames
-become k + 1 latent frames. Other lengths are rounded down.
+Lengths are frames at the dataset's rate, after resampling. The models take 1, 5, 9, … frames: 4k + 1 frames become
+k + 1 latent frames. Other lengths are rounded down.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ logger = logging.getLogger(__name__)
 CLIP_SUFFIXES = frozenset({".mp4", ".mov", ".avi", ".mkv", ".webm", ".flv", ".wmv", ".m4v", ".mpeg", ".mpg", ".ogv"})
 CLIP_SUFFIXES |= {".gif", ".3gp", ".ts", ".mts", ".m2ts"}
 
-# First bytes of a file, and the extension for it.
+# (first bytes of a file, its extension)
 CLIP_MAGIC = (
     (b"\x1aE\xdf\xa3", ".mkv"),
     (b"FLV", ".flv"),
@@ -51,11 +51,11 @@ BRANDS = {b"qt  ": ".mov", b"M4V ": ".m4v"}
 
 ColorMatrix = Literal["bt601", "bt709"]
 
-# Seconds. Containers round times to milliseconds or to 1/600 s, so a frame may appear to start this much late.
+# Seconds. Containers round times to milliseconds or to 1/600 s, so a frame may seem to start this late.
 TOLERANCE = 0.002
-# If the next frame starts within this time, it is taken instead of repeating the current one.
+# If the next frame starts within this time, use it instead of repeating the current frame.
 REPEAT_TOLERANCE = 3 * TOLERANCE
-# Seconds that may be missing at the end before a clip counts as truncated: headers are not exact.
+# Seconds missing at the end before a clip counts as truncated; declared durations are not exact.
 MISSING_SECONDS = 0.25
 # Relative. NTSC video runs at 1000/1001 of its nominal rate, so 23.976 and 24 frames a second are the same rate.
 SAME_RATE = 0.002
@@ -78,12 +78,12 @@ def clip_suffix(head: bytes) -> str | None:
 
 @dataclass(frozen=True)
 class ClipFacts:
-    """Facts of a clip that are known without decoding it.
+    """Facts of a clip, read without decoding it.
 
     Attributes:
-        width, height: as shown: upright, in square pixels.
-        seconds: from the first frame to the end of the last one.
-        source_rate: its own average frames per second; 0 for a single frame.
+        width, height: display size: upright, in square pixels.
+        seconds: from the start of the first frame to the end of the last.
+        source_rate: average frames per second of the source; 0 for a single frame.
         matrix: colour matrix assumed for an untagged file; None for a tagged one.
     """
 
@@ -95,7 +95,7 @@ class ClipFacts:
 
     def frames_at(self, rate: float) -> int:
         """Number of frames at a rate, at least one."""
-        # Without the tolerance, rounding in the container would add a frame that starts at the very end.
+        # Without the tolerance, rounding in the container would add a frame that starts at the end.
         return max(1, math.ceil((self.seconds - TOLERANCE) * rate / self.slowed(rate)))
 
     def moments(self, frames: int, rate: float) -> list[float]:
@@ -103,19 +103,19 @@ class ClipFacts:
         return moments_of(frames, rate / self.slowed(rate))
 
     def slowed(self, rate: float) -> float:
-        """Factor close to 1 that maps its own rate and `rate` to the whole numbers they stand for.
+        """Factor close to 1 that maps the source's rate and `rate` to their nominal whole numbers.
 
-        Without it, taking 24 frames per second from a clip at 23.976 would repeat a frame every 42 seconds, the first
-        one as soon as the tolerance is used up.
+        Without it, sampling a 23.976 fps clip at 24 fps would repeat a frame every 42 seconds, the first one as soon as
+        the tolerance is used up.
         """
-        own = self.source_rate
-        if not own:
+        source = self.source_rate
+        if not source:
             return 1.0
-        # The same nominal rate: every frame is taken once.
-        if abs(own / rate - 1) <= SAME_RATE:
-            return rate / own
-        # Others keep the nominal relation: 29.97 to 24 is read as 30 to 24.
-        return _whole(own) / own * rate / _whole(rate)
+        # The same nominal rate: every frame is used once.
+        if abs(source / rate - 1) <= SAME_RATE:
+            return rate / source
+        # Different rates keep their nominal ratio: 29.97 to 24 is read as 30 to 24.
+        return _whole(source) / source * rate / _whole(rate)
 
 
 def _whole(rate: float) -> float:
@@ -130,9 +130,13 @@ def moments_of(frames: int, rate: float) -> list[float]:
 
 
 def choose_frames(frames: Iterable[tuple[T, float]], moments: Iterable[float]) -> Iterator[T]:
-    """The frame shown at each moment, of frames with the times at which they start; both increase.
+    """The frame shown at each moment.
 
-    A frame is repeated only if the next one is not due soon; the last one stays.
+    A frame is repeated unless the next one is due within `REPEAT_TOLERANCE`; the last frame is shown forever.
+
+    Args:
+        frames: (frame, start in seconds), in increasing order.
+        moments: seconds, in increasing order.
     """
     wanted, end = deque(moments), (None, math.inf)
     pairs: Iterable[Any] = pairwise(chain(frames, [end]))
@@ -157,7 +161,7 @@ def probe_clip(path: Path) -> ClipFacts:
     Raises:
         MediaError: empty, not a clip, without frames, damaged or truncated.
     """
-    from simpletuner.data import readers  # imported late, so that runs on pictures start without them
+    from simpletuner.data import readers  # imported late: runs on pictures do not need PyAV
 
     return retry_once(lambda: readers.read_facts(path))
 
@@ -182,7 +186,7 @@ def frames_of(
     moments = deque(clip.moments(frames, rate))
     for read in readers.READERS:
         try:
-            # A copy, since the deque loses a moment with every frame that is handed out; the next reader gets the rest.
+            # A copy: the deque loses a moment with every frame, and the next reader gets the rest.
             for frame in read(path, list(moments), clip.matrix):
                 yield Image.fromarray(np.ascontiguousarray(frame))
                 moments.popleft()
@@ -195,7 +199,7 @@ def frames_of(
 def retry_once(attempt: Callable[[], T]) -> T:
     """Call `attempt` again if it fails: a clip counts as damaged only if decoding it fails twice.
 
-    The readers do not tell damaged data from a failing device.
+    The readers cannot distinguish damaged data from a failing device.
     """
     try:
         return attempt()
@@ -206,7 +210,7 @@ def retry_once(attempt: Callable[[], T]) -> T:
 
 
 def fit_clip(frames: Iterable[Image.Image], geometry: Geometry) -> NDArray[np.uint8]:
-    """Resize and crop every frame in the same way; only one at a time is held at its original size.
+    """Resize and crop every frame in the same way; holds one frame at a time at its original size.
 
     Returns:
         pixels 0..255, `T H W 3`.
@@ -219,8 +223,8 @@ class ClipRules:
     """The rules of a dataset for lengths and frame rates.
 
     Attributes:
-        keys: as the user set them.
-        rate: frames per second that are taken.
+        keys: the user's `video` object.
+        rate: frames per second at which clips are sampled.
         stride: frames per latent frame.
         num_frames: the length of every sample; None: each clip has its own.
         minimum: clips with fewer frames are left out.
@@ -247,7 +251,7 @@ class ClipRules:
         """How many frames of a clip are trained.
 
         Raises:
-            LeftOutError: it is left out.
+            LeftOutError: the clip is too short or too long.
         """
         length, longest = clip.frames_at(self.rate), self.keys.max_frames
         has = f"has {counted(length, 'frame')} at {self.rate:g} a second"
@@ -262,7 +266,7 @@ class ClipRules:
         return self.num_frames or fitting_frames(length // interval * interval or length, self.stride)
 
     def label(self, geometry: Geometry, frames: int) -> Geometry:
-        """The geometry in the bucket of its size and length, or unchanged if the ratio is the label."""
+        """The geometry with size and length as its bucket, or unchanged if buckets are labelled by ratio."""
         width, height = geometry.size
         return replace(geometry, bucket=f"{width}x{height}@{frames}") if self.names_size else geometry
 
@@ -280,21 +284,21 @@ def build_clip_rules(config: DatasetConfig, context: DataContext) -> Reading[Cli
     """
     video, native = config.video, context.frame_rate
     if not config.holds_clips or native is None:
-        # An explicit `is_i2v: false` is true of pictures.
+        # Pictures may set `is_i2v: false`, which is correct.
         if video.model_copy(update={"is_i2v": video.is_i2v or None}) != VideoConfig():
             yield warning("video", "has no effect: it is for datasets of clips (dataset_type video).")
         return None
     rules = _rules_of(video, native, context)
     yield from within("video", _check_length(rules))
     yield from within("video", _check_condition(rules, context))
-    # Beside the condition, one latent frame must be left to train.
+    # Besides the condition, at least one latent frame must be left to train.
     return replace(rules, minimum=max(rules.minimum, rules.stride + 1)) if rules.is_i2v else rules
 
 
 def _rules_of(video: VideoConfig, native: float, context: DataContext) -> ClipRules:
-    """The rules of the keys; the rate and the task of the model are the defaults."""
+    """The rules that the keys set; rate and task default to the model's."""
     stride = context.spec.frame_stride
-    # `+ 1`: the VAEs encode the first frame alone.
+    # `+ 1`: the VAEs encode the first frame separately.
     wanted = video.num_frames or round(DEFAULT_SECONDS * native) + 1
     keeps_length = video.bucket_strategy == "resolution_frames" and video.frame_interval and not video.num_frames
     num_frames = None if keeps_length else fitting_frames(wanted, stride)

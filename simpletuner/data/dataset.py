@@ -1,4 +1,4 @@
-"""Datasets: their samples, the files that are left out, the partners of pictures, and warnings about all of them.
+"""Datasets: samples, rejected files, partners of pictures, and the warnings about them.
 
 `build.build_datasets` reads every file once and collects all problems; nothing is decoded and nothing is written.
 """
@@ -24,37 +24,37 @@ from simpletuner.data.entries import DataContext
 from simpletuner.data.sample import EXPECTED, LedgerEntry, Rejected, Sample, shape_text
 from simpletuner.errors import Problem, Problems, counted, shorten, warning
 
-# A partner that takes over a picture's crop is visibly stretched if their ratios differ by more than this share.
+# Relative. A partner that takes over a picture's crop is visibly stretched if their ratios differ by more than this.
 STRETCH_TOLERANCE = 0.02
-# Enlarged by more than this, a picture looks blurred at the training size.
+# A picture enlarged by more than this factor looks blurred at the training size.
 NOTICEABLE_ENLARGEMENT = 1.5
 
 
-def is_stretched(own: Size, other: Size) -> bool:
-    """Whether two ratios differ, so that a partner that takes over the source's crop is stretched."""
-    # one ratio divided by the other
-    return abs(own[0] * other[1] / (own[1] * other[0]) - 1) > STRETCH_TOLERANCE
+def is_stretched(source: Size, partner: Size) -> bool:
+    """Whether the ratios differ, so that a partner that takes over the source's crop is stretched."""
+    # the source's ratio divided by the partner's
+    return abs(source[0] * partner[1] / (source[1] * partner[0]) - 1) > STRETCH_TOLERANCE
 
 
 @dataclass(frozen=True)
 class Dataset:
     """The usable pictures or clips of one entry, with the rules that placed them.
 
-    A conditioning dataset holds the partners of others: masks and those of reference_strict take over size and crop;
-    those of reference_loose are cropped to the same size by their own rules.
+    A conditioning dataset holds the partners of other datasets. Masks and reference_strict partners take over size and
+    crop of their source; reference_loose partners are cropped to the same size by the rules of their dataset.
 
     Attributes:
         config: the entry with its defaults filled in.
-        folder: as it was read.
-        facts: of its pictures or clips by name, with what was learned since.
-        rules: sizes and crops of pictures and of the frames of clips.
+        folder: the folder as read.
+        facts: file facts by name, updated since the folder was read.
+        rules: sizes and crops of pictures and of frames.
         seed: for random crops.
         rejected: every file below the folder that is not a sample.
         samples: sorted by name.
-        repeats: extra passes; a sample is seen `repeats` + 1 times an epoch.
-        partners: the conditioning datasets that it is paired with.
+        repeats: extra passes; a sample is seen `repeats` + 1 times per epoch.
+        partners: the conditioning datasets paired with this one.
         epoch: the epoch that random crops were drawn for.
-        clips: how many frames are trained at which rate; None for pictures.
+        clips: number of frames and frame rate; None for pictures.
     """
 
     config: DatasetConfig
@@ -75,44 +75,44 @@ class Dataset:
 
     @property
     def root(self) -> Path:
-        """Where its files are."""
+        """The folder of the files."""
         return self.folder.root
 
     @property
     def latent_dir(self) -> Path:
-        """The folder of its latents and of its index."""
+        """The folder of the latents and the index."""
         return Path(self.config.cache_dir_vae or "")
 
     @cached_property
     def references(self) -> list[Dataset]:
-        """The datasets of source pictures; each sample has a partner in one of them."""
+        """The datasets of source pictures; every sample has a partner in one of them."""
         return [each for each in self.partners if each.config.conditioning_type not in MASKS]
 
     @cached_property
     def masks(self) -> Dataset | None:
-        """The dataset of its masks, or None."""
+        """The dataset of the masks, or None."""
         return next((each for each in self.partners if each.config.conditioning_type in MASKS), None)
 
     @cached_property
     def names(self) -> dict[str, str]:
-        """Names of its files by `pair_key`; of several file types with the same stem the first counts."""
-        # In reverse, so that the first of several names with the same stem is stored last.
+        """File names by `pair_key`; of several names with the same stem, the first is used."""
+        # Reversed: the last one stored wins.
         return {pair_key(name): name for name in sorted(self.facts, reverse=True)}
 
     def name_for(self, source: str) -> str | None:
-        """Name of the file that is the partner of a file of another dataset, or None."""
+        """Name of the partner of a file in another dataset, or None."""
         return self.names.get(pair_key(source))
 
     def facts_for(self, source: str) -> FileFacts | None:
-        """Facts of the partner of a file of another dataset, or None."""
+        """Facts of the partner of a file in another dataset, or None."""
         name = self.name_for(source)
         return None if name is None else self.facts[name]
 
     def partner_for(self, source: str, geometry: Geometry, *token: object) -> Sample:
-        """The partner of a file of another dataset, cropped to the same size.
+        """The partner of a file in another dataset, cropped to the same size.
 
         Raises:
-            KeyError: it has none.
+            KeyError: the file has no partner.
         """
         name = self.names[pair_key(source)]
         facts = self.facts[name]
@@ -121,13 +121,13 @@ class Dataset:
         return Sample(self.id, name, self.root, facts.content, facts.picture_size, geometry)
 
     def mask_for(self, sample: Sample) -> Sample:
-        """The mask of a sample of another dataset; if it is a clip, the same frames of it.
+        """The mask of a sample in another dataset; a mask clip has the frames of the sample.
 
         Raises:
-            KeyError: it has none.
+            KeyError: the sample has no mask.
         """
         mask = self.partner_for(sample.name, sample.geometry)
-        # A picture stays a single frame: `latent_mask` repeats it for the whole clip.
+        # A mask picture stays a single frame, which `latent_mask` repeats for the whole clip.
         clip = self.facts[mask.name].clip
         if clip is not None:
             mask = replace(mask, frames=sample.frames, frame_rate=sample.frame_rate, clip=clip)
@@ -135,7 +135,7 @@ class Dataset:
 
     @property
     def white(self) -> dict[str, float]:
-        """The share of each mask that is white where it is trained, by the name of the mask."""
+        """White share of each mask within the trained area, by the name of the mask."""
         facts = self.masks.facts if self.masks else {}
         used = {sample.mask.name: facts[sample.mask.name].white for sample in self.samples if sample.mask}
         return {name: white[1] for name, white in used.items() if white}
@@ -147,7 +147,7 @@ class Dataset:
 
     @property
     def batch_size(self) -> int:
-        """Samples of one micro-batch on one device."""
+        """Samples per micro-batch and device."""
         return self.config.train_batch_size or 1
 
     @property
@@ -156,7 +156,7 @@ class Dataset:
         return bool(self.config.vae_cache_clear_each_epoch)
 
     def at_epoch(self, epoch: int) -> Dataset:
-        """The dataset as trained in an epoch, counted from 1: other random crops, the same pictures."""
+        """The dataset of an epoch, counted from 1: the same pictures with new random crops."""
         if not self.changes_each_epoch or epoch == self.epoch:
             return self
         samples = []
@@ -164,7 +164,7 @@ class Dataset:
             geometry, partner = self.place(sample.name, sample.original_size, epoch, sample.frames)
             mask = sample.mask and replace(sample.mask, geometry=geometry)
             samples.append(replace(sample, geometry=geometry, partner=partner, mask=mask))
-        # A new object also drops the cached buckets, which hold the old crops.
+        # A new object also drops the cached buckets with the old crops.
         return replace(self, samples=tuple(samples), epoch=epoch)
 
     def place(self, name: str, size: Size, epoch: int, frames: int = 1) -> tuple[Geometry, Sample | None]:
@@ -173,13 +173,13 @@ class Dataset:
         Args:
             name: of the file.
             size: its width and height in pixels.
-            epoch: counted from 1; it matters only if crops change each epoch.
+            epoch: counted from 1; used only if crops change each epoch.
             frames: how many are trained.
 
         Raises:
-            LeftOutError: the picture is left out, in this epoch as in every other.
+            LeftOutError: the picture is left out, in every epoch.
         """
-        # A constant epoch keeps fixed crops, and with them the cached latents, for the whole run.
+        # A constant epoch keeps fixed crops, and so the cached latents, for the whole run.
         token = (self.seed, self.id, name, epoch if self.changes_each_epoch else 1)
         geometry = self.rules.place(size, *token)
         if self.clips is not None:
@@ -187,20 +187,20 @@ class Dataset:
         references = self.references
         if not references:
             return geometry, None
-        # Without the epoch: a picture keeps its partner.
+        # Independent of the epoch: a picture keeps its partner.
         choice = references[int(fraction(*token[:3], "partner") * len(references))]
         return geometry, choice.partner_for(name, geometry, *token)
 
     @cached_property
     def buckets(self) -> dict[str, list[Sample]]:
-        """Samples by bucket label, in the order of the labels."""
+        """Samples by bucket label, sorted by label."""
         groups: dict[str, list[Sample]] = {}
         for sample in self.samples:
             groups.setdefault(sample.geometry.bucket, []).append(sample)
         return dict(sorted(groups.items()))
 
     def without(self, problems: Mapping[str, str], reason: str = "damaged") -> Dataset:
-        """The dataset without samples that turned out to be unusable.
+        """The dataset without samples that have proved unusable.
 
         Args:
             problems: why files are unusable, by name.
@@ -230,26 +230,26 @@ class Dataset:
         return [LedgerEntry(self.id, each.name, each.detail, origins.get(each.name, "")) for each in left_out]
 
     def sizes(self) -> dict[str, int]:
-        """The number of samples by the size that they are trained at, as text."""
-        found = Counter((each.geometry.bucket, each.geometry.size, each.frames) for each in self.samples)
-        return {shape_text(*kind): count for kind, count in found.items()}
+        """Number of samples by training size, as text."""
+        shapes = Counter((each.geometry.bucket, each.geometry.size, each.frames) for each in self.samples)
+        return {shape_text(*shape): count for shape, count in shapes.items()}
 
     def counts(self) -> Counter[str]:
         """Number of rejected files, by reason."""
         return Counter(file.reason for file in self.rejected)
 
     def save_index(self, except_for: Collection[str] = ()) -> None:
-        """Write the facts of the files, so that the next run need not read them.
+        """Write the file facts, so that the next run need not read the files.
 
         Args:
-            except_for: files that it must read again.
+            except_for: files that the next run must read again.
 
         Raises:
-            DiskFullError: no space left; the index that was there is kept.
+            DiskFullError: no space left; the previous index is kept.
         """
-        # Files that could not be read are left out, too: the next run tries them again.
+        # Unreadable files are left out too: the next run retries them.
         files = {name: fact for name, fact in self.facts.items() if fact.content and name not in except_for}
-        # Captions from names, tables and prompts have no stamp. Those last used are kept for `ignore_missing_files`.
+        # Captions from names, tables and prompts have no stamp; the last ones are kept for `ignore_missing_files`.
         if any(not fact.stamp for fact in files.values()):
             used = {sample.name: sample.captions for sample in self.samples}
             for name, fact in files.items():
@@ -277,7 +277,7 @@ class DatasetFile:
 
     @property
     def seconds(self) -> float | None:
-        """How much of a clip is trained, from its start; all of it if it is left out. None for pictures."""
+        """Trained length of a clip from its start; the whole length if it is left out. None for pictures."""
         clip, rules = self.clip, self.dataset.clips
         if clip is None or rules is None:
             return None
@@ -294,21 +294,21 @@ class DatasetFile:
 
 
 def ledger_rows(datasets: Sequence[Dataset], most: int) -> list[LedgerEntry]:
-    """The first lines of the ledgers: unused files first, since readers look for those."""
+    """The first lines of the ledgers, unused files first."""
     unused = (entry for dataset in datasets for entry in dataset.unused())
     used = (dataset.used(sample) for dataset in datasets for sample in dataset.samples)
     return list(islice(chain(unused, used), most))
 
 
 def without_damaged(datasets: Sequence[Dataset], damaged: Mapping[tuple[str, str], str]) -> list[Dataset]:
-    """Datasets without files that turned out to be damaged when they were decoded; a pair is dropped as a whole.
+    """Datasets without files that failed to decode; a pair is dropped as a whole.
 
     Args:
         damaged: why each file is unusable, by dataset id and name.
     """
     reduced, folders = [], {dataset.id: dataset.folder for dataset in datasets}
     for dataset in datasets:
-        # By folder: the index of a dataset also remembers the damage of the samples that are held out from it.
+        # By folder: the index of a dataset also records damage to its held-out samples.
         unusable = {name: problem for (owner, name), problem in damaged.items() if folders.get(owner) is dataset.folder}
         whole = dataset.without(unusable)
         single = {
@@ -321,12 +321,12 @@ def without_damaged(datasets: Sequence[Dataset], damaged: Mapping[tuple[str, str
 
 
 def summarise_rejected(dataset: Dataset) -> Iterator[Problem]:
-    """One warning with the files that are left out, by reason; the ledger has the details."""
+    """Warn once about all files left out, by reason; the ledger has the details."""
     names = defaultdict(list)
     for file in dataset.rejected:
         if file.reason not in EXPECTED:
             names[file.reason].append(file.name)
-    # Without any sample, `_nothing_usable` gives the reasons in an error.
+    # Without any sample, the error of `_nothing_usable` has the reasons.
     if names and dataset.samples:
         left_out = "; ".join(f"{len(files)} {reason} ({shorten(files)})" for reason, files in names.items())
         total = sum(map(len, names.values()))
@@ -335,8 +335,8 @@ def summarise_rejected(dataset: Dataset) -> Iterator[Problem]:
 
 
 def warn_of_enlarged(dataset: Dataset) -> Iterator[Problem]:
-    """One warning about samples that are much smaller than their training size."""
-    # The width alone, since resizing keeps the ratio.
+    """Warn once about all samples that are much smaller than their training size."""
+    # The width suffices, since resizing keeps the ratio.
     factors = [sample.geometry.resized[0] / sample.original_size[0] for sample in dataset.samples]
     enlarged = sum(factor > NOTICEABLE_ENLARGEMENT for factor in factors)
     if not enlarged:
@@ -349,21 +349,21 @@ def warn_of_enlarged(dataset: Dataset) -> Iterator[Problem]:
 
 
 def check_amount(dataset: Dataset, context: DataContext, problems: Problems) -> Dataset:
-    """Report a dataset that cannot fill one optimizer step, or raise its repeats where that is allowed."""
+    """Report a dataset that cannot fill one optimizer step, or raise its repeats if that is allowed."""
     count = len(dataset.samples)
     if not count:
-        # An error in the entry itself already explains it.
+        # An error in the entry already explains it.
         places = [problem.where for problem in problems if problem.fatal]
         if not any(where == dataset.id or where.startswith(f"{dataset.id}.") for where in places):
             problems.append(Problem(dataset.id, _nothing_usable(dataset)))
         return dataset
-    # Evaluation takes any number of samples.
+    # Evaluation accepts any number of samples.
     if not dataset.config.is_trained:
         return dataset
     needed = dataset.batch_size * context.num_processes * context.gradient_accumulation_steps
     enough = -(-needed // count) - 1  # the fewest repeats that fill a step
     if dataset.repeats < enough:
-        # `fill` leaves None only where the user set no repeats; an explicit number is never raised.
+        # `fill` leaves None only if the user set no repeats; an explicit number is never raised.
         if context.defaults.allow_dataset_oversubscription and dataset.config.repeats is None:
             message = f"repeats is raised to {enough}: {counted(count, 'sample')} must fill a step of {needed}."
             problems.append(warning(dataset.id, message))

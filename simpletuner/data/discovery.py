@@ -1,7 +1,7 @@
-"""The files of a dataset folder, the facts of each, and the caption files that belong to them.
+"""Lists a dataset folder: its files with their facts, and their caption files.
 
-Facts about a file (content hash, size, problem) are kept in an index beside the latent cache, so that an unchanged
-file is read only once. The index can always be rebuilt; a damaged or foreign one is ignored.
+File facts (content hash, size, problem) are kept in an index beside the latent cache, so that an unchanged file is read
+only once. The index can always be rebuilt; a damaged index, or one of another folder, is ignored.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from simpletuner.data.media import PICTURE_SUFFIXES, probe
 from simpletuner.data.sample import Rejected
 from simpletuner.errors import Problem, Problems, Reading
 
-if TYPE_CHECKING:  # it reads folders by this module
+if TYPE_CHECKING:  # entries imports this module
     from simpletuner.data.entries import DataContext
 
 CAPTION_SUFFIX = ".txt"
@@ -44,10 +44,10 @@ class Scan:
 
     Attributes:
         files: names of pictures or of clips, sorted; a name is the path below the folder with `/`.
-        captions: name of the caption file by the `pair_key` of the files it belongs to.
-        ignored: everything else by name, with the reason as a category and as text.
-        table: captions by name, where a table has them.
-        origins: where a downloaded file comes from, by name.
+        captions: caption file by `pair_key`.
+        ignored: all other files by name, with the reason as a category and as text.
+        table: captions by name, if they come from a table.
+        origins: source of a downloaded file, by name.
     """
 
     files: tuple[str, ...] = ()
@@ -58,9 +58,9 @@ class Scan:
 
 
 def pair_key(name: str) -> str:
-    """The path without its extension, which a picture or clip shares with its caption file and its partner.
+    """The path without its extension, shared by a picture or clip, its caption file and its partner.
 
-    Normalised to NFC: some systems store accents and vowel signs as separate characters.
+    Normalised to NFC, since some systems store accents and vowel signs as separate characters.
     """
     stem, _, suffix = name.rpartition(".")  # a tenth of the time of pathlib
     key = stem if stem and "/" not in suffix else name
@@ -73,9 +73,9 @@ def is_readable(folder: Path) -> bool:
 
 
 def scan(root: Path, wanted: frozenset[str] = PICTURE_SUFFIXES) -> Scan:
-    """List a folder with its sub-folders, in the same order on every machine.
+    """List a folder and its subfolders, in the same order on every machine.
 
-    Links are followed, each folder is visited once. A folder that cannot be listed is reported as ignored.
+    Links are followed; every folder is visited once. A folder that cannot be listed is reported as ignored.
 
     Args:
         wanted: extensions of the files to look for.
@@ -87,19 +87,19 @@ def scan(root: Path, wanted: frozenset[str] = PICTURE_SUFFIXES) -> Scan:
 
 
 def classify(names: Iterable[tuple[str, tuple[str, str] | None]], wanted: frozenset[str]) -> Scan:
-    """Tell pictures or clips, their captions and other files apart.
+    """Sort files into pictures or clips, caption files and ignored files.
 
     Args:
-        names: paths below the folder, with the reason if one cannot be used.
+        names: paths below the folder, with the reason if a file cannot be used.
         wanted: extensions of the files to look for.
     """
     media, texts = [], []
     ignored: dict[str, tuple[str, str]] = {}
-    # The order of a listing depends on the file system, and of two caption files for one picture the first is used.
+    # Sorted, since listings depend on the file system and the first of several caption files is used.
     for name, problem in sorted(names, key=itemgetter(0)):
         suffix = _suffix(name)
         if problem is not None:
-            # Surrogates in a name could be neither printed nor written to the plan's JSON.
+            # Names with surrogates cannot be printed or written to the plan's JSON.
             ignored[_printable(name)] = problem
         elif suffix in wanted:
             media.append(name)
@@ -146,7 +146,7 @@ def _walk(root: Path) -> Iterator[tuple[str, tuple[str, str] | None]]:
         visited.add(identity)
         unusable = {name for name in below if name_problem(name)}
         yield from ((prefix + name, name_problem(name)) for name in (*names, *unusable))
-        # In a fixed order, which decides by which of several links a folder is reached.
+        # A fixed order determines which of several links leads to a folder.
         below[:] = sorted(set(below) - unusable, reverse=True)
     for error in failed:
         if error.filename == top:
@@ -156,12 +156,12 @@ def _walk(root: Path) -> Iterator[tuple[str, tuple[str, str] | None]]:
 
 @cache
 def _kernel_devices() -> frozenset[int]:
-    """Where the kernel answers instead of a disk, in hundreds of thousands of files."""
+    """Devices of the kernel's virtual file systems, which have hundreds of thousands of files."""
     return frozenset(folder.stat().st_dev for folder in (Path("/proc"), Path("/sys")) if folder.is_mount())
 
 
 def name_problem(name: str) -> tuple[str, str] | None:
-    """Why a file or folder of this name is not used, or None."""
+    """Why a file or folder with this name is not used, or None."""
     if name.startswith("."):
         return "hidden", "is hidden: its name starts with a dot"
     if not name.isascii() and _printable(name) != name:
@@ -179,10 +179,10 @@ def _suffix(name: str) -> str:
 
 
 INDEX_NAME = "index.json"
-# Raised when files must be read again.
+# Increment it when files must be read again.
 # 2: clips with HDR or a mirroring matrix are refused. 3: checksums of PNG files; colours of clips. 4: AVIF and HEIC.
 INDEX_VERSION = 4
-AT_ONCE = 32  # files of one task for a thread; a task per file would take longer than the check of the file
+AT_ONCE = 32  # files per thread-pool task; one task per file would cost more than the check
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,15 +190,16 @@ class FileFacts:
     """Facts of one file, read once.
 
     Attributes:
-        size, mtime_ns: bytes and modification time; if both are unchanged, so is the file.
+        size, mtime_ns: bytes and modification time; the file counts as unchanged if both are.
         content: SHA-256 of the bytes in hex; empty if the file could not be read.
         width, height: pixels as shown, after any rotation; 0 with a problem.
-        problem: why it cannot be used, or None.
-        reason: the category of the problem, as in `Rejected`.
-        captions: those of its caption file at `stamp`; else those it was last used with, in case the files are gone.
+        problem: why the file cannot be used, or None.
+        reason: category of the problem, as in `Rejected`.
+        captions: content of the caption file at `stamp`; without a stamp the last captions used, in case the file is
+            gone.
         clip: length and rate; None for pictures.
-        white: how it was last read as a mask, and the share of it that is white then.
-        stamp: `captions.caption_stamp` the caption file when it was read; None if there is none.
+        white: for a mask, the settings it was last read with and its white share.
+        stamp: `captions.caption_stamp` of the caption file when it was read, or None.
     """
 
     size: int
@@ -220,7 +221,7 @@ class FileFacts:
 
 @dataclass(frozen=True)
 class _Index:
-    """One line of the index: `PER_LINE` files, so that reading it takes little memory besides its content."""
+    """One line of the index: `PER_LINE` files, which bounds the memory needed to parse it."""
 
     version: int
     root: str
@@ -234,28 +235,28 @@ PER_LINE = 1000
 def inspect_files(
     root: Path, names: Iterable[str], known: Mapping[str, FileFacts], *, workers: int = 4
 ) -> dict[str, FileFacts]:
-    """Facts of each file, read from the disk only if they are unknown or the file has changed.
+    """Facts of every file; only new and changed files are read.
 
     Args:
         root: the dataset's folder.
         names: paths below it.
         known: the index of the last run.
-        workers: threads, at most the machine's cores.
+        workers: number of threads, limited to the machine's cores.
     """
     names, folder = list(names), str(root)
     parts = (names[start : start + AT_ONCE] for start in range(0, len(names), AT_ONCE))
     # Threads suffice: reading and hashing release the GIL.
     with ThreadPoolExecutor(max(1, min(workers, os.cpu_count() or 1))) as pool:
-        found = pool.map(lambda part: [_facts_of(f"{folder}/{name}", known.get(name)) for name in part], parts)
-        return dict(zip(names, chain.from_iterable(found), strict=True))
+        facts = pool.map(lambda part: [_facts_of(f"{folder}/{name}", known.get(name)) for name in part], parts)
+        return dict(zip(names, chain.from_iterable(facts), strict=True))
 
 
 def _facts_of(path: str, known: FileFacts | None) -> FileFacts:
     if known is not None:
-        with suppress(OSError):  # reading the file says why
+        with suppress(OSError):  # `_inspect` reports it
             status = os.stat(path)  # noqa: PTH116 - pathlib takes three times as long
             same = (status.st_size, status.st_mtime_ns) == (known.size, known.mtime_ns)
-            # An index of an earlier version gives problems without a reason.
+            # Indexes of earlier versions have problems without a reason.
             if same and stat.S_ISREG(status.st_mode) and (known.reason or not known.problem):
                 return known
     return _inspect(Path(path))
@@ -266,7 +267,7 @@ def _inspect(path: Path) -> FileFacts:
     facts = FileFacts(0, 0, "")
     try:
         size, mtime_ns = files.check_regular(path, files.LARGEST_CLIP if clip else files.LARGEST_PICTURE)
-        # A picture is read once for its hash and its size. A clip may not fit into memory, so it is hashed in chunks.
+        # A picture is read once for hash and size. A clip may not fit into memory, so it is hashed in chunks.
         data = b"" if clip else files.read_file(path, files.LARGEST_PICTURE)
         facts = FileFacts(size, mtime_ns, files.content_hash(path) if clip else hashlib.sha256(data).hexdigest())
         if clip:
@@ -275,13 +276,13 @@ def _inspect(path: Path) -> FileFacts:
         width, height = probe(data)
         return replace(facts, width=width, height=height)
     except files.MediaError as error:
-        # Without size, time and content: such facts match no file and are not saved, so the next run tries again.
+        # Facts without size, time and content match no file and are not saved, so the next run retries.
         known = FileFacts(0, 0, "") if isinstance(error, files.UnreadableError) else facts
         return replace(known, problem=str(error), reason=error.reason)
 
 
 def load_index(folder: Path, root: Path) -> dict[str, FileFacts]:
-    """The index in a latent cache folder; empty if it is missing, damaged or of another dataset folder."""
+    """Read the index of a latent cache folder; empty if it is missing, damaged or belongs to another dataset folder."""
     facts: dict[str, FileFacts] = {}
     try:
         with (folder / INDEX_NAME).open("rb") as lines:
@@ -298,7 +299,7 @@ def save_index(folder: Path, root: Path, facts: Mapping[str, FileFacts]) -> None
     """Write the index atomically.
 
     Raises:
-        DiskFullError: no space left; the index that was there is kept.
+        DiskFullError: no space left; the previous index is kept.
     """
     names = list(facts)
     # No fsync: a torn index is ignored and rebuilt.
@@ -311,15 +312,15 @@ def save_index(folder: Path, root: Path, facts: Mapping[str, FileFacts]) -> None
 
 @dataclass(frozen=True)
 class Folder:
-    """A dataset folder after every file was inspected.
+    """A dataset folder with all its files inspected.
 
     Attributes:
         root: the folder.
-        facts: of each picture or clip, sorted by name.
+        facts: facts of every picture or clip, sorted by name.
         listing: caption files, captions of a table, origins.
-        gone: those that are used although their files are gone.
-        rejected: every file with a problem, and every other file.
-        indexed: what the index on the disk holds.
+        gone: names that are trained from the cache although their files are gone.
+        rejected: every file that is not used, with the reason.
+        indexed: content of the index on disk.
     """
 
     root: Path
@@ -331,7 +332,7 @@ class Folder:
 
     @property
     def is_there(self) -> bool:
-        """Whether the folder exists, or an index can be used in its place."""
+        """Whether the folder exists, or an index can stand in for it."""
         return is_readable(self.root) or bool(self.facts)
 
     @property
@@ -341,7 +342,7 @@ class Folder:
 
 
 def read_excluded(config: DatasetConfig) -> Reading[frozenset[str]]:
-    """The files of an entry that its `exclude_files` names; none without such a list."""
+    """The files named in the entry's `exclude_files`; empty without that list."""
     path = Path(config.instance_data_dir or "", config.exclude_files)
     if path.name != config.exclude_files:
         yield Problem("exclude_files", f"{config.exclude_files!r} must be the name of a file in the dataset's folder.")
@@ -357,10 +358,10 @@ def read_excluded(config: DatasetConfig) -> Reading[frozenset[str]]:
 
 
 def read_folder(config: DatasetConfig, context: DataContext, listing: Scan | None, excluded: frozenset[str]) -> Folder:
-    """Inspect every file of an entry; one that has not changed since the last run is not read again.
+    """Inspect every file of an entry; files unchanged since the last run are not read again.
 
     Args:
-        listing: the files of a remote dataset, whose folder of downloads may hold more; None lists the folder.
+        listing: the files of a remote dataset, whose download folder may hold more; None lists the folder.
         excluded: files to leave out.
     """
     root = Path(config.instance_data_dir or "")
@@ -371,7 +372,7 @@ def read_folder(config: DatasetConfig, context: DataContext, listing: Scan | Non
     names = [name for name in listing.files if name not in left_out]
     facts = inspect_files(root, names, known, workers=context.caching.max_workers)
     listed = frozenset(listing.files)
-    # Files with a problem may have been moved to quarantine.
+    # Only usable files count: a file with a problem may have been moved to quarantine.
     lost = {name: fact for name, fact in known.items() if name not in listed and fact.problem is None}
     if context.defaults.ignore_missing_files:
         facts |= lost
@@ -379,15 +380,15 @@ def read_folder(config: DatasetConfig, context: DataContext, listing: Scan | Non
         left_out |= dict.fromkeys(lost, ("gone", "was here in the last run and is gone"))
     left_out |= {name: (fact.reason, fact.problem) for name, fact in facts.items() if fact.problem}
     rejected = tuple(Rejected(config.id, name, *why) for name, why in left_out.items())
-    # Files with a problem stay in the index too, or every start would read them again.
+    # Files with a problem stay in the index too; otherwise every start would read them again.
     return Folder(root, dict(sorted(facts.items())), listing, frozenset(lost.keys() & facts.keys()), rejected, known)
 
 
 def _not_chosen(config: DatasetConfig, names: Sequence[str], excluded: Set[str], known: Collection[str]) -> Reasons:
-    """The files that the user leaves out, by `exclude_files` or by keeping the list of the last run."""
+    """Files left out by the user, with `exclude_files` or by keeping the list of the last run."""
     reason = "not chosen", f"is left out by {config.exclude_files}"
     left_out = dict.fromkeys(sorted(excluded & {*names}), reason)
-    # Without an index no list has been made that could be kept.
+    # Without an index, no list exists to keep.
     if known and (config.preserve_data_backend_cache or {"metadata", "aspect"} & {*(config.skip_file_discovery or ())}):
         detail = "was added after the list of files was made, and that list is kept"
         left_out |= {name: ("not chosen", detail) for name in names if name not in known}
@@ -395,7 +396,7 @@ def _not_chosen(config: DatasetConfig, names: Sequence[str], excluded: Set[str],
 
 
 def wanted_suffixes(config: DatasetConfig, context: DataContext) -> frozenset[str]:
-    """Extensions of the files of an entry. The mask of a clip may be a picture."""
+    """File extensions that an entry uses; the mask of a clip may be a picture."""
     if context.spec.media == "video" and config.conditioning_type in MASKS:
         return PICTURE_SUFFIXES | CLIP_SUFFIXES
     return CLIP_SUFFIXES if context.spec.media == "video" and config.holds_clips else PICTURE_SUFFIXES

@@ -1,5 +1,4 @@
-"""The entries of a dataset file: defaults from the run, references between entries, and the checks before any file is
-read."""
+"""Entries of a dataset file: defaults from the run, references between entries, and checks that read no file."""
 
 from __future__ import annotations
 
@@ -23,12 +22,12 @@ Configs = Sequence[DatasetConfig]
 
 
 class ProgressBar(Protocol):
-    """Receives progress; whoever shows it stands above."""
+    """Receives progress; implemented by the annex that displays it."""
 
     def advance(self, count: int = 1, note: str = "") -> None: ...
 
 
-# Lists the files of remote entries, by id, and may download them; the entries have their defaults filled in.
+# Lists the files of remote entries by id, and downloads them if needed; the entries have their defaults filled in.
 Collect = Callable[[Configs, "DataContext", Problems], Mapping[str, Scan]]
 
 
@@ -39,17 +38,17 @@ class DataContext:
     Attributes:
         defaults: run-wide defaults of dataset keys.
         spec, task: the model family and the task of its flavour.
-        latent_root: parent folder of the latent caches of datasets that name none.
-        text_root: text cache of datasets that name none.
-        download_root: parent folder of the downloads of datasets that name none.
-        output_dir: of the run.
+        latent_root: default parent folder of latent caches.
+        text_root: default text cache.
+        download_root: default parent folder of downloads.
+        output_dir: output folder of the run.
         frame_rate: default frames per second of clips; None for picture families.
-        train_batch_size, gradient_accumulation_steps, num_processes: their product is one optimizer step; processes
-            that share the tokens of samples count once.
-        collect: the door to remote datasets; None refuses them.
-        seed: for crop positions and random aspects. None, if the user set no seed, makes them depend on file names
-            alone, so that the next run, which draws another seed, finds its latents in the cache.
-        caching: of the run: how caches are written, which files are moved, and how many threads read files.
+        train_batch_size, gradient_accumulation_steps, num_processes: their product is the samples of one optimizer
+            step; a sequence-parallel group of processes counts once.
+        collect: downloads remote datasets; None refuses them.
+        seed: for crop positions and random aspects. If the user set no seed, it is None and crops depend on file names
+            only, so that the next run, which draws a new seed, can reuse the cached latents.
+        caching: the run's settings for caches, for moving files, and for the number of reader threads.
     """
 
     defaults: DatasetDefaults
@@ -85,7 +84,7 @@ class DataContext:
             gradient_accumulation_steps=config.schedule.gradient_accumulation_steps,
             num_processes=config.launch.data_processes,
             collect=collect,
-            # 0 and -1 ask for another seed in each run, see `DataContext.seed`.
+            # 0 and -1 request a new seed in every run, see `DataContext.seed`.
             seed=run.seed if run.seed is not None and run.seed > 0 else None,
             caching=config.caching,
         )
@@ -94,36 +93,36 @@ class DataContext:
         """The entry with all defaults filled in except `repeats`, where None means that the user did not set it."""
         unset = {key for key, value in config if value is None}
         values = {key: value for key, value in self._defaults(config).items() if key in unset}
-        # From here on a remote dataset is the folder of its downloads.
+        # From here on, a remote dataset is its download folder.
         if config.type != "local":
             folders = {"csv": config.csv_cache_dir, "huggingface": config.huggingface_cache_dir or config.cache_dir}
-            own = self.download_root / config.type / _folder_name(config.id)
-            values["instance_data_dir"] = str(Path(folders.get(config.type) or own))
+            default = self.download_root / config.type / _folder_name(config.id)
+            values["instance_data_dir"] = str(Path(folders.get(config.type) or default))
         for key in ("instance_data_dir", "cache_dir", "cache_dir_vae", "csv_file"):
             if folder := values.get(key) or getattr(config, key):
                 values[key] = str(Path(folder).expanduser())
         return config.model_copy(update=values)
 
     def _defaults(self, config: DatasetConfig) -> dict[str, Any]:
-        """Values of unset keys: defaults of the family and of the run, and values that follow from other keys."""
+        """Values of unset keys: defaults of the family and the run, and values derived from other keys."""
         is_eval, random_crops = config.dataset_type == "eval", "random" in (config.crop_aspect, config.crop_style)
         return {
-            # The later value wins: a default of the run, else of the family.
+            # The run's defaults override those of the family.
             **{key: self.spec.defaults.get(key) for key in ("resolution", "aspect_bucket_alignment")},
             **{key: value for key, value in self.defaults if value is not None},
             **({"caption_strategy": config.type} if config.type in ("csv", "huggingface") else {}),
-            # Evaluation reads sample by sample (`BatchReader.read_sample`).
+            # Evaluation reads single samples (`BatchReader.read_sample`).
             "train_batch_size": 1 if is_eval else self.train_batch_size,
             "compress_cache": self.caching.compress_disk_cache,
             **self.caching.model_dump(include=SAME_AS_OF_THE_RUN),
             "cache_dir_vae": str(self.latent_root / _folder_name(config.id)),
-            # Other crops would make the evaluation loss incomparable between epochs.
+            # With new crops, evaluation losses of different epochs would not be comparable.
             "vae_cache_clear_each_epoch": config.crop and random_crops and not is_eval,
         }
 
 
 def _folder_name(dataset_id: str) -> str:
-    """The id without characters that could lead out of the cache folder."""
+    """The id without characters that could escape the cache folder."""
     return re.sub(r'[/\\:*?"<>|]', "_", dataset_id).replace("..", "__")
 
 
@@ -142,29 +141,29 @@ def holds_files(config: DatasetConfig) -> bool:
 
 
 def text_entry_of(config: DatasetConfig, entries: Configs) -> DatasetConfig | None:
-    """The text_embeds entry of a dataset: the one it names, else the default, else the first; None if there is none."""
+    """The text_embeds entry of a dataset: the one it names, else the default, else the first, else None."""
     texts = [entry for entry in entries if entry.is_text_embeds]
     named = [entry for entry in texts if entry.id == config.text_embeds]
     return next(iter([*named, *(entry for entry in texts if entry.default), *texts]), None)
 
 
 def latent_dir_of(config: DatasetConfig, entries: Configs) -> str | None:
-    """Latent folder of an entry with its defaults filled in: that of the image_embeds entry it names, or its own."""
+    """Latent folder of an entry with its defaults filled in; taken from the image_embeds entry if it names one."""
     named = next((entry for entry in entries if entry.id == config.image_embeds), config)
-    # In this order, since `fill` gives every entry a cache_dir_vae.
+    # cache_dir first, since `fill` gives every entry a cache_dir_vae.
     return (named.cache_dir if named is not config else None) or named.cache_dir_vae
 
 
 def check_dataset_file(written: Configs, entries: Configs, context: DataContext) -> Iterator[Problem]:
-    """Check entries alone and together.
+    """Check every entry alone, then all entries together.
 
     Args:
-        written: as the user wrote them.
-        entries: the same with their defaults filled in.
+        written: entries as the user wrote them.
+        entries: the same entries with their defaults filled in.
     """
     for config, entry in zip(written, entries, strict=True):
         yield from _check_entry(entry, context)
-        # As written: a default that belongs to another type is not the user's mistake.
+        # Only written keys: a default for another type is not the user's mistake.
         yield from check_source(entry.id, entry.type, {key: getattr(config, key) for key in config.model_fields_set})
     with_files = [entry for entry in entries if holds_files(entry)]
     texts = [entry for entry in entries if entry.is_text_embeds]
@@ -210,24 +209,24 @@ def _check_kind(config: DatasetConfig, context: DataContext) -> Iterator[Problem
 
 
 def _families_for(kind: str) -> str:
-    """Which families take a kind of dataset, to follow "not available"."""
+    """The families that support a kind of dataset, as text after "not available"."""
     families = " or ".join(name for name, spec in FAMILIES.items() if spec.media == kind)
     return f"; for clips set model_family {families}" if families else " yet"
 
 
 def _rules(config: DatasetConfig) -> Iterator[tuple[bool, str, str]]:
-    """Whether a rule about captions or about times is broken, the key, and the message."""
+    """(is broken, key, message) of the rules for captions and for the range of epochs or steps."""
     strategy, backend, parquet = config.caption_strategy, config.metadata_backend, config.parquet
     has_column = config.type in ("csv", "huggingface")
     wrong_column = has_column and (strategy not in (config.type, *FIXED_PROMPTS) or backend == "parquet")
-    # One mistake gets one message.
+    # Report one mistake once.
     foreign_column = not wrong_column and strategy in ("csv", "huggingface") and config.type != strategy
     wrong_backend, no_prompt = backend == "huggingface" and config.type != "huggingface", not config.instance_prompt
     column = f"{config.type!r} has captions in a column: caption_strategy {config.type} or instanceprompt."
     table = "'parquet' needs the object parquet with the path of the table."
     yield wrong_backend, "metadata_backend", "'huggingface' needs type huggingface."
     yield backend == "parquet" and parquet is None, "metadata_backend", table
-    # A chained comparison: the strategy is parquet and the backend is not.
+    # A chained comparison: true if the strategy is parquet and the backend is not.
     yield strategy == "parquet" != backend, "caption_strategy", "'parquet' needs metadata_backend parquet."
     yield wrong_column, "type", column
     yield foreign_column, "caption_strategy", f"{strategy!r} needs type {strategy}."
@@ -241,7 +240,7 @@ def _rules(config: DatasetConfig) -> Iterator[tuple[bool, str, str]]:
 
 
 def _check_folders(configs: Configs, context: DataContext) -> Iterator[Problem]:
-    """Folders must exist, unless an index may stand in for them, and not contain the previews, which are pictures."""
+    """Folders must exist, unless an index may stand in, and must not contain the previews, which are pictures."""
     local = [config for config in configs if config.type == "local" and config.instance_data_dir]
     named = [(config, Path(config.instance_data_dir or "")) for config in local]
     missing = [f"{config.id}: {str(folder)!r}" for config, folder in named if _is_missing(config, folder, context)]
@@ -250,7 +249,7 @@ def _check_folders(configs: Configs, context: DataContext) -> Iterator[Problem]:
         message = f"these folders do not exist or cannot be listed ({hint}): {'; '.join(missing)}."
         yield Problem("instance_data_dir", message)
     for config, folder in named:
-        # Either path may go through a link.
+        # Resolved, since either path may contain a link.
         if context.output_dir.resolve().is_relative_to(folder.resolve()):
             message = f"{str(folder)!r} contains output_dir ({str(context.output_dir)!r}): previews would be trained."
             yield Problem(f"{config.id}.instance_data_dir", message)
@@ -263,14 +262,14 @@ def _is_missing(config: DatasetConfig, folder: Path, context: DataContext) -> bo
 
 
 def _check_caches(configs: Configs, texts: Configs, context: DataContext) -> Iterator[Problem]:
-    """A latent folder belongs to one dataset, and text embeds must be elsewhere."""
+    """A latent folder belongs to one dataset and must not be a text cache."""
     owners: dict[Path, list[str]] = defaultdict(list)
     for config in configs:
         if config.cache_dir_vae:
             owners[Path(config.cache_dir_vae).resolve()].append(config.id)
     text_folders = {Path(entry.cache_dir).resolve() for entry in texts if entry.cache_dir}
     for folder, names in owners.items():
-        # They would overwrite each other's index, which is in this folder.
+        # Datasets in one folder would overwrite each other's index.
         if len(names) > 1:
             yield Problem("cache_dir_vae", f"{str(folder)!r} holds latents of several datasets: {', '.join(names)}.")
         if folder in text_folders | {context.text_root.resolve()}:
@@ -279,7 +278,7 @@ def _check_caches(configs: Configs, texts: Configs, context: DataContext) -> Ite
 
 
 def _check_start(trained: Configs) -> Iterator[Problem]:
-    """At least one dataset must be trained on, from the first step."""
+    """At least one dataset must be trained from the first step."""
     drawn = [config for config in trained if config.probability > 0]
     if not trained:
         yield Problem("dataset_type", "no entry is a dataset to train on (dataset_type image or video).")
@@ -293,7 +292,7 @@ def _check_start(trained: Configs) -> Iterator[Problem]:
 
 
 def link_partners(configs: Configs, context: DataContext) -> Reading[dict[str, list[DatasetConfig]]]:
-    """The conditioning entries that each dataset is paired with and that the flavour can use."""
+    """The conditioning entries of each dataset, by its id; only those that the flavour can use."""
     conditioning = {config.id: config for config in configs if config.is_conditioning}
     usable = (*MASKS, *(REFERENCES if context.task == "i2i" else ()))
     links: dict[str, list[DatasetConfig]] = {}
@@ -303,7 +302,7 @@ def link_partners(configs: Configs, context: DataContext) -> Reading[dict[str, l
             continue
         entries = _conditions_of(config, conditioning)
         links[config.id] = [entry for entry in entries.values() if entry.conditioning_type in usable]
-        # Entries that the flavour cannot use are not unused: `_check_link` warns of them.
+        # `_check_link` warns about entries that the flavour cannot use.
         unused -= entries.keys()
         yield from chain.from_iterable(_check_link(entry, config, usable) for entry in entries.values())
         yield from _check_partners(config, links[config.id], context)
@@ -315,7 +314,7 @@ def link_partners(configs: Configs, context: DataContext) -> Reading[dict[str, l
 def _conditions_of(config: DatasetConfig, conditioning: Mapping[str, DatasetConfig]) -> dict[str, DatasetConfig]:
     """The entries that a dataset names, and those that name it, by id."""
     belonging = [entry.id for entry in conditioning.values() if entry.source_dataset_id == config.id]
-    # Both sides may name the link.
+    # Either side may name the link.
     names = dict.fromkeys([*(config.conditioning_data or []), *belonging])
     return {name: conditioning[name] for name in names if name in conditioning}
 

@@ -1,6 +1,6 @@
-"""Reading the user's files: only regular files of plausible size, with retries if the device fails.
+"""Reads the user's files: regular files of plausible size only, with retries after device errors.
 
-A disk or network error says nothing about the file: after the retries the run ends, and no file is marked as damaged.
+A disk or network error does not mean that the file is damaged: after the retries the run ends and marks no file.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import TypeVar
 from simpletuner.config.values import unfit_to_read
 from simpletuner.errors import UserError
 
-# Limits in bytes against sparse files and mistakes, far above anything that is trained on.
+# Limits in bytes that catch sparse files and mistakes, far above the size of any training file.
 LARGEST_CAPTION, LARGEST_PICTURE, LARGEST_CLIP = 1 << 20, 1 << 30, 1 << 36
 
 # Errors of the file itself: missing, not permitted, a bad name.
@@ -29,7 +29,7 @@ T = TypeVar("T")
 
 
 class LeftOutError(Exception):
-    """A file that is not trained on: the category of the reason, and a text that fits after the file's name."""
+    """A file is left out: the category of the reason, and a text that continues the file's name."""
 
     def __init__(self, reason: str, detail: str) -> None:
         super().__init__(detail)
@@ -37,36 +37,36 @@ class LeftOutError(Exception):
 
 
 class MediaError(Exception):
-    """A file that cannot be used; the text says why and fits after the file's name. `reason` is as in `Rejected`."""
+    """A file cannot be used; the text gives the cause and continues the file's name. `reason` is as in `Rejected`."""
 
     reason = "damaged"
 
 
 class UnreadableError(MediaError):
-    """A file that could not be read, so nothing is known about its content."""
+    """A file could not be read; its content is unknown."""
 
     reason = "unreadable"
 
 
 class UnsuitableError(MediaError):
-    """An intact file that holds nothing to train on, or that would be decoded wrongly."""
+    """An intact file without trainable content, or one that would be decoded wrongly."""
 
     reason = "unsuitable"
 
 
 class DeviceError(UserError):
-    """The disk or network that holds a file cannot be read."""
+    """The disk or network that holds a file fails."""
 
 
 def read_file(path: Path, most: int) -> bytes:
     """Read a whole file.
 
     Args:
-        most: a larger file is refused.
+        most: size limit in bytes.
 
     Raises:
-        UnreadableError: it is not a regular file, too large, missing, or not readable for this user.
-        DeviceError: the disk or network failed every time.
+        UnreadableError: not a regular file, too large, missing, or not readable by this user.
+        DeviceError: the disk or network failed on every attempt.
     """
     check_regular(path, most)
     return with_retries(path, path.read_bytes)
@@ -87,7 +87,10 @@ def content_hash(path: Path) -> str:
 
 
 def check_regular(path: Path, most: int) -> tuple[int, int]:
-    """Check that a file is safe to open (opening a pipe would block); returns its size and modification time in ns.
+    """Check that a file is safe to open; opening a pipe would block.
+
+    Returns:
+        size in bytes, modification time in ns.
 
     Raises:
         UnreadableError, DeviceError: as in `read_file`.
@@ -108,7 +111,7 @@ def with_retries(path: Path, attempt: Callable[[], T]) -> T:
     for pause in (*RETRY_DELAYS, None):
         try:
             return attempt()
-        except ValueError as error:  # NUL in its name
+        except ValueError as error:  # NUL in the name
             raise UnreadableError(f"cannot be read: {error}") from error
         except OSError as error:
             if error.errno in FILE_ERRORS:

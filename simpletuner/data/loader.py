@@ -1,10 +1,10 @@
-"""From planned batches to tensors: cached entries are read ahead of the training loop.
+"""Prefetching data loader: a background thread turns planned batches into tensors ahead of the training loop.
 
-One background thread reads, so that the loop's next batch is ready. The content of a batch is a pure function of the
-seed and its place in the run, so reading ahead, stopping and resuming cannot change it.
+The content of a batch is a pure function of the seed and the position in the run, so prefetching, stopping and
+resuming cannot change it.
 
-Models are loaded in the loop's thread only (`in_loop`). While a library loads one, it replaces functions of torch and
-the default dtype of the whole process: what another thread creates would end up on `meta` or in another dtype.
+Models are loaded in the loop's thread only (`in_loop`). While a library loads a model, it patches torch functions and
+the default dtype for the whole process: tensors created by another thread would end up on `meta` or in another dtype.
 """
 
 from __future__ import annotations
@@ -31,18 +31,18 @@ Result = TypeVar("Result")
 
 @dataclass(eq=False)
 class BatchLoader:
-    """An endless supply of batches, in the sampler's order.
+    """An endless iterator of batches, in the sampler's order.
 
     Attributes:
         sampler: decides the order.
         read: builds a batch from cached entries; called in the background.
-        prepare_epoch: called in the loop's own thread before the first batch of each epoch is read, to fill the
-            caches with new random crops.
-        pin: page-lock batches, so that uploads do not block.
-        complete: (batch, micro-batches of the run before it) -> batch; called in the background.
-        count: micro-batches of the run so far; to be set where a run starts or continues.
-        epoch: epoch of the last batch handed out, counted from 1.
-        index: how many batches of it have been handed out.
+        prepare_epoch: called in the loop's thread before the first batch of each epoch is read, to fill the caches
+            with new random crops.
+        pin: pin the memory of batches, so that uploads do not block.
+        complete: (batch, number of earlier micro-batches in the run) -> batch; called in the background.
+        count: micro-batches of the run so far; set when a run starts or resumes.
+        epoch: epoch of the last batch yielded, counted from 1.
+        index: number of batches yielded in that epoch.
     """
 
     sampler: Sampler
@@ -60,7 +60,7 @@ class BatchLoader:
         return self
 
     def __next__(self) -> Batch:
-        # A run may resume at the very end of an epoch, which then has no batch left.
+        # A run may resume at the end of an epoch, which has no batch left.
         while True:
             if self._supply is None:
                 self._supply = self._read_epoch()
@@ -72,7 +72,7 @@ class BatchLoader:
 
     @property
     def epochs_done(self) -> int:
-        """Number of epochs whose every batch has been handed out."""
+        """Number of complete epochs."""
         return self.epoch if self.index >= self.sampler.batches_per_epoch(self.epoch) else self.epoch - 1
 
     def state_dict(self) -> dict[str, Any]:
@@ -80,23 +80,23 @@ class BatchLoader:
         return {"epoch": self.epoch, "position": self.index}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue after the last batch that was handed out."""
+        """Continue after the last batch yielded."""
         self.close()
         self.epoch, self.index = state["epoch"], state["position"]
 
     def planned(self, state: dict[str, Any], count: int) -> list[PlannedBatch]:
-        """The next `count` batches after a position, as planned."""
-        epoch, index, found = state["epoch"], state["position"], list[PlannedBatch]()
-        while len(found) < count:
+        """The `count` planned batches after a position."""
+        epoch, index, upcoming = state["epoch"], state["position"], list[PlannedBatch]()
+        while len(upcoming) < count:
             batches = self.sampler.batches(epoch)
-            found += [batches[each] for each in range(index, len(batches))[: count - len(found)]]
+            upcoming += [batches[each] for each in range(index, len(batches))[: count - len(upcoming)]]
             epoch, index = epoch + 1, 0
-        return found
+        return upcoming
 
     def close(self) -> None:
-        """Stop reading ahead."""
+        """Stop prefetching."""
         if self._supply is not None:
-            self._supply.close()  # ends its background thread
+            self._supply.close()  # joins the background thread
             self._supply = None
 
     def _read_epoch(self) -> Generator[Batch]:
@@ -109,17 +109,17 @@ class BatchLoader:
             batch = self.complete(self.read(batches[index]), before + index)
             return batch.pin_memory() if self.pin and torch.cuda.is_available() else batch
 
-        # One batch even without prefetching, so that reading overlaps with the step.
+        # One batch ahead even without prefetching, so that reading overlaps with the step.
         ahead = self.config.dataloader_prefetch_qlen if self.config.dataloader_prefetch else 1
         return read_ahead(range(self.index, len(batches)), make, ahead)
 
 
 @dataclass(frozen=True)
 class Errands:
-    """The calls that a reading thread leaves to the loop's thread.
+    """Calls that a prefetch thread delegates to the loop's thread.
 
     Attributes:
-        asked: calls; None where another item is done.
+        asked: calls; None after each finished item.
         answered: their results; None once the loop has ended.
     """
 
@@ -127,12 +127,12 @@ class Errands:
     answered: SimpleQueue[Future[Any] | None] = field(default_factory=SimpleQueue)
 
 
-# Of this thread; None unless it reads ahead.
+# Set in prefetch threads, None in all other threads.
 _ERRANDS: ContextVar[Errands | None] = ContextVar("errands", default=None)
 
 
 def read_ahead(items: Iterable[Item], make: Callable[[Item], Result], ahead: int) -> Generator[Result]:
-    """Yield `make(item)` for every item, in order; a background thread works up to `ahead` items in advance."""
+    """Yield `make(item)` for every item, in order; a background thread prefetches up to `ahead` items."""
     gpu = torch.cuda.current_device() if torch.cuda.is_initialized() else None
     errands = Errands()
 
@@ -149,7 +149,7 @@ def read_ahead(items: Iterable[Item], make: Callable[[Item], Result], ahead: int
     rest, waiting = iter(items), deque[Future[Result]]()
     with ThreadPoolExecutor(1, "batch-reader", begin) as reader:
         try:
-            # Beside those in front, the one that is being made.
+            # `ahead` items, and the one being made.
             waiting.extend(map(start, islice(rest, ahead + 1)))
             while waiting:
                 for call in iter(errands.asked.get, None):
@@ -158,7 +158,7 @@ def read_ahead(items: Iterable[Item], make: Callable[[Item], Result], ahead: int
                 waiting.extend(map(start, islice(rest, 1)))
                 yield made
         finally:
-            # First, and in C: a second Ctrl-C may come at any call in Python, and the thread must end all the same.
+            # First, and in C: a second Ctrl-C can interrupt any Python call, and the thread must still end.
             errands.answered.put(None)
             reader.shutdown(wait=False, cancel_futures=True)
 
@@ -167,19 +167,19 @@ def _run(call: Callable[[], Any]) -> Future[Any]:
     result = Future[Any]()
     try:
         result.set_result(call())
-    except BaseException as error:  # noqa: BLE001 - passed to the reading thread, which raises it
+    except BaseException as error:  # noqa: BLE001 - re-raised in the prefetch thread
         result.set_exception(error)
     return result
 
 
 def in_loop(call: Callable[[], Result]) -> Result:
-    """The result of a call that the loop's thread makes: at once, or when it asks for the batch that is read here."""
+    """Make a call in the loop's thread: immediately, or, from a prefetch thread, once the loop waits for this batch."""
     errands = _ERRANDS.get()
     if errands is None:
         return call()
     errands.asked.put(call)
     made: Future[Result] | None = errands.answered.get()
     if made is None:
-        errands.answered.put(None)  # for the item that is read next
+        errands.answered.put(None)  # for the next item
         raise CancelledError
     return made.result()

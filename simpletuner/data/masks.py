@@ -1,7 +1,7 @@
-"""Masks: which part of a picture or clip is learned, read from a file and averaged to latent positions; their checks.
+"""Loss masks: read from a file and averaged to latent positions, and their checks.
 
-White is learned, black is not; transparent areas count as black. A mask is resized and cropped like its picture, but by
-area: an antialiasing filter would ring at its edges and leave some weight in black areas.
+White is learned, black is not; transparent areas count as black. A mask is resized and cropped like its picture, but
+with a box filter: Lanczos would ring at edges and leave some weight in black areas.
 """
 
 from __future__ import annotations
@@ -24,22 +24,22 @@ from simpletuner.data.media import fit
 from simpletuner.data.sample import Sample
 from simpletuner.errors import Problem, counted, shorten, warning
 
-# A mask of which less than this is white teaches almost nothing.
+# A mask with a smaller white share teaches almost nothing.
 TINY_MASK = 0.01
 
 
-# A mask is needed at every use of its sample; without the cache, its file would be decoded in every step.
+# A mask is needed at every use of its sample; without a cache, its file would be decoded in every step.
 @lru_cache(maxsize=256)
 def latent_mask(mask: Sample, size: tuple[int, int, int]) -> NDArray[np.float32]:
     """The mean of a mask over the area of each latent position, and over the frames of each latent frame.
 
-    The VAEs encode frame 0 alone and then a fixed number of frames at a time. A picture holds for all frames.
+    The VAEs encode frame 0 alone and then groups of frames of a fixed size. A mask picture applies to all frames.
 
     Args:
         size: frames, height and width of the latents.
 
     Returns:
-        weights in [0, 1], `1 F H W`; those of a segmentation are 1 wherever anything is not black.
+        weights in [0, 1], `1 F H W`; for a segmentation, 1 for every area that is not entirely black.
 
     Raises:
         MediaError: the file is damaged or cannot be read.
@@ -62,23 +62,23 @@ def _averaged(frame: Image.Image, mask: Sample, height: int, width: int) -> NDAr
 
 
 def measure_masks(dataset: Dataset, masks: Dataset, context: DataContext) -> dict[str, FileFacts]:
-    """Facts of the masks in use, by name: how white each is where it is trained, or why it cannot be read.
+    """Facts of the masks in use, by name, with the white share of the trained area or the reason for a failure.
 
-    Known results are kept. Where crops change each epoch, the whole picture counts.
+    Known results are kept. If crops change each epoch, the whole mask is measured.
     """
 
     def measure(sample: Sample, mask: Sample) -> FileFacts:
         facts = masks.facts[mask.name]
         if dataset.changes_each_epoch:
-            # The whole mask, squeezed into the training size, stands for the crops of all epochs.
+            # The whole mask, squeezed into the training size, represents the crops of all epochs.
             mask = replace(mask, geometry=replace(mask.geometry, resized=mask.geometry.size, crop=(0, 0)))
-        # Everything besides the file that the measured share depends on; a known share counts only for the same way.
+        # All that the share depends on besides the file; a known share is valid only for the same settings.
         way = f"{mask.geometry} {sample.frames} {mask.frame_rate} {mask.is_segmentation} {sample.is_i2v}"
         if facts.white and facts.white[0] == way:
             return facts
         try:
             size = context.spec.latent_size(*sample.geometry.size, sample.frames)
-            # Frame 0 of i2v is given, so its part of the mask teaches nothing.
+            # Frame 0 of i2v is a condition, so its part of the mask has no effect.
             learned = latent_mask(mask, size)[:, 1 if sample.is_i2v else 0 :]
         except MediaError as error:
             return replace(facts, content="", problem=str(error), reason=error.reason)  # not saved, so read again
@@ -91,7 +91,7 @@ def measure_masks(dataset: Dataset, masks: Dataset, context: DataContext) -> dic
 
 
 def check_mask_sizes(dataset: Dataset, masks: Dataset) -> Iterator[Problem]:
-    """One error with the masks that do not fit their picture or clip."""
+    """Report in one error all masks that do not fit their picture or clip."""
     pairs = [(name, facts, masks.facts_for(name)) for name, facts in dataset.facts.items() if facts.width]
     reasons = {name: _misfit(name, facts, mask, dataset.clips) for name, facts, mask in pairs if mask and mask.width}
     wrong = [f"{masks.name_for(name)} {why}" for name, why in reasons.items() if why]
@@ -99,18 +99,18 @@ def check_mask_sizes(dataset: Dataset, masks: Dataset) -> Iterator[Problem]:
         yield Problem(masks.id, f"{len(wrong)} masks do not fit the files of {dataset.id}: {shorten(wrong)}.")
 
 
-def _misfit(name: str, own: FileFacts, mask: FileFacts, rules: ClipRules | None) -> str | None:
-    if is_stretched(own.picture_size, mask.picture_size):
-        return f"is {mask.width}x{mask.height} and {name} {own.width}x{own.height}, another ratio"
+def _misfit(name: str, source: FileFacts, mask: FileFacts, rules: ClipRules | None) -> str | None:
+    if is_stretched(source.picture_size, mask.picture_size):
+        return f"is {mask.width}x{mask.height} and {name} {source.width}x{source.height}, another ratio"
     if mask.clip is None:
         return None
     rate = rules.rate if rules else mask.clip.source_rate
-    given, needed = mask.clip.frames_at(rate), own.clip.frames_at(rate) if own.clip else 1
-    return None if given == needed else f"has {given} frames at {rate:g} a second and {name} {needed}"
+    frames, needed = mask.clip.frames_at(rate), source.clip.frames_at(rate) if source.clip else 1
+    return None if frames == needed else f"has {frames} frames at {rate:g} a second and {name} {needed}"
 
 
 def check_masks(dataset: Dataset) -> Iterator[Problem]:
-    """Masks must leave something to learn."""
+    """Report masks that leave nothing, or almost nothing, to learn."""
     white, masks = dataset.white, dataset.masks
     if masks is None or not white:
         return

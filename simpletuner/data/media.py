@@ -1,7 +1,7 @@
-"""Pictures: whether a file is complete, its size, and its pixels resized and cropped.
+"""Pictures: checks that a file is complete, reads its size, and decodes, resizes and crops its pixels.
 
-Truncated files come from broken downloads or full disks. Decoding detects them in most formats; JPEG, the most common
-one, is checked when the run is planned, and PNG has checksums that Pillow does not verify.
+Truncated files come from broken downloads or full disks. In most formats decoding detects them. JPEG, the most common
+format, is checked when the run is planned; so is PNG, whose checksums Pillow does not verify.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from PIL import ExifTags, Image, ImageFile, TiffImagePlugin, UnidentifiedImageEr
 from simpletuner.data.buckets import Geometry
 from simpletuner.data.files import LARGEST_PICTURE, MediaError, UnreadableError, UnsuitableError, read_file
 
-# Importing a reader registers it. Without the one for its format, opening a file would import all of Pillow's readers.
+# Importing a reader registers it. For a format without a registered reader, Pillow would import all its readers.
 for plugin in ("Bmp", "Gif", "Jpeg", "Mpo", "Png", "WebP"):
     importlib.import_module(f"PIL.{plugin}ImagePlugin")
 
-# First bytes of files, by the name of Pillow's reader for them.
+# First bytes of a file, by the name of Pillow's reader.
 MAGIC = {
     "JPEG": (b"\xff\xd8\xff",),
     "PNG": (b"\x89PNG\r\n\x1a\n",),
@@ -35,21 +35,21 @@ MAGIC = {
     "TIFF": (b"II*\0", b"MM\0*", b"II+\0", b"MM\0+"),
     "GIF": (b"GIF87a", b"GIF89a"),
 }
-# Brands of the container that AVIF and HEIC share; mif1 and msf1 stand for either, and further brands say which.
+# Brands of the container that AVIF and HEIC share; mif1 and msf1 may be either, decided by further brands.
 AVIF_BRANDS, HEIF_BRANDS = (b"avif", b"avis"), (b"heic", b"heix", b"heim", b"heis", b"hevc", b"mif1", b"msf1")
 
-# Chunks that affect what is shown; a damaged comment does no harm.
+# Chunks that affect the picture; a damaged comment is harmless.
 PNG_SHOWN = frozenset({b"IHDR", b"PLTE", b"IDAT", b"tRNS", b"eXIf"})
 PNG_TEXTS = frozenset({b"tEXt", b"zTXt", b"iTXt"})
 PNG_ORIENTATION = re.compile(rb"^....Raw profile type exif|Orientation", re.DOTALL)
 JPEG_END = b"\xff\xd9"
-# In compressed data FF is followed by 00, by a restart marker or by another FF; anything else is a marker.
+# In compressed data, FF is followed by 00, a restart marker or another FF; any other byte makes it a marker.
 JPEG_MARKER_IN_DATA = re.compile(rb"\xff[^\x00\xff\xd0-\xd7]")
 JPEG_START_OF_SCAN, JPEG_END_OF_IMAGE = 0xDA, 0xD9
 
 
 def sniff(head: bytes) -> str:
-    """Pillow's name of a file's format, by its first bytes.
+    """Pillow's name for a file's format, from its first bytes.
 
     Args:
         head: the first 64 bytes or more.
@@ -86,7 +86,7 @@ def reader_problem(kind: str) -> str | None:
 
 
 def png_has_orientation(data: bytes) -> bool:
-    """Whether a PNG chunk may hold an orientation; asking Pillow would decode the whole picture."""
+    """Whether a PNG chunk may hold an orientation; Pillow's `getexif` would decode the whole picture."""
     for kind, covered, _ in _png_chunks(data):
         if kind == b"eXIf" or (kind in PNG_TEXTS and PNG_ORIENTATION.search(covered[: 1 << 20])):
             return True
@@ -106,7 +106,7 @@ def _png_chunks(data: bytes) -> Iterator[tuple[bytes, memoryview, int]]:
 
 
 def _png_ends(data: bytes) -> bool:
-    """Whether the PNG ends properly; also verifies the checksums of what is shown, which Pillow skips for pixels."""
+    """Whether a PNG has its end chunk; also verifies checksums, which Pillow skips for pixels."""
     kind = b""
     for kind, covered, checksum in _png_chunks(data):
         if kind in PNG_SHOWN and zlib.crc32(covered) != checksum:
@@ -115,7 +115,7 @@ def _png_ends(data: bytes) -> bool:
 
 
 def _jpeg_ends(data: bytes) -> bool:
-    """Whether there is an end marker: as the last bytes, else by walking the segments, as some cameras append data."""
+    """Whether a JPEG has its end marker, as the last bytes or earlier: some cameras append data."""
     if data.endswith(JPEG_END):
         return True
     position = 2
@@ -135,7 +135,7 @@ def _jpeg_ends(data: bytes) -> bool:
     return data[position : position + 2] == JPEG_END
 
 
-# Formats whose decoders do not notice a missing end, and the functions that look for it.
+# Checks for formats whose decoders do not notice a missing end.
 ENDS = {"JPEG": _jpeg_ends, "PNG": _png_ends}
 
 PICTURE_SUFFIXES = frozenset({".jpg", ".jpeg", ".png", ".webp", ".bmp", ".tif", ".tiff", ".avif", ".heic", ".heif"})
@@ -147,7 +147,7 @@ DAMAGE = (
 )  # fmt: skip
 
 SIDEWAYS = frozenset({5, 6, 7, 8})
-# By the EXIF orientation.
+# Transpositions for the EXIF orientations 2 to 8.
 TURNS = ("FLIP_LEFT_RIGHT", "ROTATE_180", "FLIP_TOP_BOTTOM", "TRANSPOSE", "ROTATE_270", "TRANSVERSE", "ROTATE_90")
 UPRIGHT = {orientation: Image.Transpose[name] for orientation, name in enumerate(TURNS, 2)}
 
@@ -182,14 +182,14 @@ def decode(source: Path | bytes, background: str = "white") -> Image.Image:
         background: colour of transparent areas.
 
     Raises:
-        MediaError: it cannot be decoded completely.
-        MemoryError: never turned into a MediaError, since the file may be fine.
+        MediaError: the file cannot be decoded completely.
+        MemoryError: out of memory; never a MediaError, since the file may be intact.
     """
-    # Another package may have told Pillow to fill in missing data; here damage must be noticed.
+    # Another package may have enabled this option, which hides damage.
     ImageFile.LOAD_TRUNCATED_IMAGES = False
     with _opened(source) as (_, picture, kind):
         picture.load()
-        # Pillow itself rotates a TIFF by its orientation tag when it decodes it.
+        # Pillow applies the orientation tag of a TIFF when it decodes the file.
         turn = None if kind == "TIFF" else UPRIGHT.get(_orientation(picture))
         rgb = _to_rgb(picture, background)
         return rgb if turn is None else rgb.transpose(turn)
@@ -201,29 +201,29 @@ def fit(picture: Image.Image, geometry: Geometry, resampling: int = Image.Resamp
     Only the crop is computed, so a very long picture needs no more memory than a square one.
 
     Returns:
-        pixels 0..255, `H W 3`; of a greyscale picture `H W`.
+        pixels 0..255, `H W 3`; `H W` for a greyscale picture.
     """
     left, top = geometry.crop
     width, height = geometry.size
-    across, down = (own / resized for own, resized in zip(picture.size, geometry.resized, strict=True))
+    across, down = (original / resized for original, resized in zip(picture.size, geometry.resized, strict=True))
     box = (left * across, top * down, (left + width) * across, (top + height) * down)
-    # Rounding must not move the box beyond the picture: Pillow would refuse it.
+    # Pillow rejects a box that rounding has moved beyond the picture.
     box = (box[0], box[1], min(box[2], picture.width), min(box[3], picture.height))
     return np.asarray(picture.resize(geometry.size, resampling, box=box), dtype=np.uint8)
 
 
 @contextmanager
 def _opened(source: Path | bytes) -> Iterator[tuple[bytes, Image.Image, str]]:
-    """Content, Pillow's picture and format of a complete file; damage found inside the block becomes a MediaError."""
+    """(content, picture, format) of a complete file; decoding errors inside the block become MediaErrors."""
     data = source if isinstance(source, bytes) else read_file(source, LARGEST_PICTURE)
     try:
         kind = sniff(data[:64])
         problem = reader_problem(kind)
         if problem is not None:
-            raise UnreadableError(problem)  # nothing is wrong with the file
+            raise UnreadableError(problem)  # the file may be intact
         if kind in ENDS and not ENDS[kind](data):
             raise MediaError(f"is truncated: the {kind} data ends too early")
-        # Other readers must not try damaged data: the error would be theirs.
+        # Only this reader: errors of other readers on damaged data would be misleading.
         with Image.open(io.BytesIO(data), formats=[kind]) as picture:
             yield data, picture, kind
     except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
@@ -235,9 +235,9 @@ def _opened(source: Path | bytes) -> Iterator[tuple[bytes, Image.Image, str]]:
 
 
 def _blame(error: Exception) -> Exception:
-    """The meaning of a reader's failure: damage, or a machine that has run out of a resource."""
+    """Translate a reader's error: a damaged file, or a machine out of some resource."""
     if isinstance(error, OSError):
-        if error.errno is not None:  # from the system and not from the file, whose bytes are all in memory
+        if error.errno is not None:  # an error of the system: the bytes of the file are already in memory
             return error
         if "out of memory" in str(error):
             return MemoryError(str(error))
@@ -264,10 +264,10 @@ def _to_rgb(picture: Image.Image, background: str) -> Image.Image:
 
 
 def _from_deep_grey(picture: Image.Image) -> Image.Image:
-    """Scale grey values of more than 8 bits to 0..255; Pillow's own conversion clips them.
+    """Scale grey values of more than 8 bits to 0..255; Pillow's conversion clips them.
 
-    16-bit values span 0..65535. 32-bit integers and floats have no fixed white level, so the smallest usual one that
-    covers all values is used: 1 or 255 (floats only), 65535, or the largest value itself.
+    16-bit values span 0..65535. 32-bit integers and floats have no fixed white level, so the smallest common level that
+    covers all values is used: 1 or 255 (floats only), 65535, or the maximum of the picture.
     """
     values = np.asarray(picture, dtype=np.float64)
     if not np.isfinite(values).all():

@@ -1,7 +1,7 @@
-"""The readers of clips: decord, which is fast, and PyAV, which reads every codec on every machine.
+"""Clip readers: decord, which is fast, and PyAV, which reads every codec on every machine.
 
-decord is unmaintained, not available everywhere, and wrong about some files. It refuses whatever it may get wrong, and
-PyAV continues. Frames are selected by display time and never by frame number.
+decord is unmaintained, not available everywhere, and decodes some files wrongly. Its reader refuses any clip it may get
+wrong, and PyAV takes over. Frames are selected by display time, never by frame number.
 """
 
 from __future__ import annotations
@@ -33,18 +33,18 @@ Frames = Iterator[NDArray[np.uint8]]
 
 
 class NotForThisReaderError(Exception):
-    """A reader is not installed, cannot read a clip, or would read it wrongly; another one can continue."""
+    """A reader is not installed, cannot read a clip, or would read it wrongly; the next reader continues."""
 
 
 class Reader(Protocol):
     """Reads frames of a clip.
 
     Args:
-        moments: increasing times in seconds after the first frame.
-        matrix: the colour matrix to use; None: the one named in the file.
+        moments: times in seconds after the first frame, increasing.
+        matrix: colour matrix; None uses the file's tag.
 
     Returns:
-        what is shown at those times, upright RGB, `H W 3`.
+        the frames shown at those times, upright RGB, `H W 3`.
 
     Raises:
         NotForThisReaderError: use another reader for the remaining frames.
@@ -54,7 +54,7 @@ class Reader(Protocol):
     def __call__(self, path: Path, moments: Sequence[float], matrix: ColorMatrix | None = None) -> Frames: ...
 
 
-# Frames that decord decodes at once; 200 of them at 1280x720 would take half a gigabyte.
+# Frames per call to decord; 200 frames at 1280x720 would take half a gigabyte.
 SLICE = 8
 # Transfer curves and primaries that an 8-bit sRGB picture cannot represent (ITU-T H.273, tables 3 and 2).
 HDR_CURVES = {16: "PQ", 18: "HLG"}
@@ -65,12 +65,12 @@ UNSPECIFIED, MATRICES = 2, {"bt709": 1, "bt601": 6}
 UNIT, RIGHT_ANGLE = 1 << 16, 0.01
 # First byte of each packet of an MPEG transport stream.
 TRANSPORT_SYNC = b"G"
-# Tags may be in any encoding: PyAV 19 decodes them all, older releases must be told to skip what is not UTF-8.
+# Tags may be in any encoding. PyAV 19 decodes them all; older releases need an option to skip what is not UTF-8.
 TAGS: dict[str, Any] = {} if int(av.__version__.split(".")[0]) >= 19 else {"metadata_errors": "ignore"}
-# FFmpeg's formats of clips and, for a better message, of pictures and sound. Playlists would open further files.
+# FFmpeg's formats for clips and, for a better message, for pictures and sound. No playlists: they open further files.
 CLIP_FORMATS = "mov,matroska,avi,mpeg,mpegts,mpegvideo,flv,asf,ogg,rm,mxf,dv,ivf,nut,gif"
 FORMATS = f"{CLIP_FORMATS},wav,png_pipe,jpeg_pipe,webp_pipe,bmp_pipe,tiff_pipe"
-# The most frames that a decoder delays to restore display order (the limit of H.264 and HEVC).
+# Maximum number of frames a decoder delays to restore display order (H.264 and HEVC).
 REORDERED = 16
 
 
@@ -97,15 +97,15 @@ def read_facts(path: Path) -> ClipFacts:
         _check_shown(first, stream)
         width, height = _shown_size(first, stream)
         rate = (len(times) - 1) / seconds if seconds > 0 else 0.0
-        # Some containers give no duration for the last frame.
+        # Some containers have no duration for the last frame.
         fallback = 1 / rate if rate else 1 / float(stream.guessed_rate or 1)
         return ClipFacts(width, height, seconds + (last or fallback), rate, _guessed_matrix(first))
 
 
 def _shown(packet: av.Packet) -> Iterator[tuple[float, float]]:
-    """When a packet is shown, and for how long, in seconds."""
+    """(start, duration) of a packet in seconds; empty if it is not shown."""
     stamp = packet.dts if packet.pts is None else packet.pts
-    # Packets hidden by an edit list are needed for decoding but are never shown.
+    # Packets hidden by an edit list are decoded but never shown.
     if stamp is not None and not packet.is_discard:
         yield float(stamp * packet.time_base), float((packet.duration or 0) * packet.time_base)
 
@@ -119,7 +119,7 @@ def read_with_av(path: Path, moments: Sequence[float], matrix: ColorMatrix | Non
 
 @contextmanager
 def _opened(path: Path) -> Iterator[tuple[InputContainer, VideoStream]]:
-    """The container and its video stream; PyAV's errors inside the block become MediaErrors if the file is at fault."""
+    """The container and its video stream; PyAV's errors in the block become MediaErrors if the file is damaged."""
     if check_regular(path, LARGEST_CLIP)[0] == 0:
         raise MediaError("is empty")
     try:
@@ -130,16 +130,16 @@ def _opened(path: Path) -> Iterator[tuple[InputContainer, VideoStream]]:
     except av.FFmpegError as error:
         if error.errno in EXHAUSTED:
             raise
-        # FFmpeg also reports damaged data as I/O errors: if the whole file can be read, the data is damaged.
+        # FFmpeg reports damaged data as I/O errors too: if the whole file can be read, the data is damaged.
         content_hash(path)
         raise MediaError(f"cannot be decoded: {error.strerror}") from error
 
 
 def _open(path: Path) -> InputContainer:
-    # A container may refer to further files or addresses, which FFmpeg would open.
+    # A container may refer to other files or addresses, which FFmpeg would open.
     options = {"protocol_whitelist": "file", "format_whitelist": FORMATS}
     try:
-        # With the protocol: the part of a relative path before a colon would be taken for one.
+        # With an explicit protocol, since FFmpeg parses the part of a path before a colon as one.
         return av.open(f"file:{path}", options=options, **TAGS)
     except av.ArgumentError as error:  # the format is not listed
         raise MediaError("is named like a clip, but in another format") from error
@@ -154,13 +154,13 @@ def _clip_of(container: InputContainer) -> VideoStream:
         raise UnsuitableError("holds no frames, only sound" if container.streams.audio else "holds no frames")
     if not streams[0].codec_context:
         raise UnsuitableError("is in a format that cannot be decoded here")
-    # Many clips are decoded at once; threads within one would only compete for cores.
+    # Clips are decoded in parallel; more threads per clip would only compete for cores.
     streams[0].codec_context.thread_count = 1
     return streams[0]
 
 
 def _check_whole(path: Path, container: InputContainer, stream: VideoStream, seconds: float, *, is_cut: bool) -> None:
-    """Detect truncation by an incomplete packet, an index that points past the end, or the length.
+    """Detect truncation from an incomplete packet, an index that points past the end, or the length.
 
     Raises:
         MediaError: truncated.
@@ -174,7 +174,7 @@ def _check_whole(path: Path, container: InputContainer, stream: VideoStream, sec
 
 
 def _check_shown(frame: VideoFrame, stream: VideoStream) -> None:
-    """Refuse what we would decode with wrong colours or orientation although players show it correctly.
+    """Refuse clips that players show correctly but that would be decoded with wrong colours or orientation.
 
     Raises:
         UnsuitableError: HDR or wide colours, mirrored, or not rotated by a multiple of 90 degrees.
@@ -203,9 +203,9 @@ def _check_turn(matrix: NDArray[np.float64]) -> None:
 
 
 def _declared_seconds(container: InputContainer, stream: VideoStream) -> float:
-    """The duration that Matroska declares for the stream, else for a container of one stream; 0 if unknown.
+    """Duration of the stream from its Matroska tag, else of a container with one stream; 0 if unknown.
 
-    With several streams the container's duration may be that of the sound.
+    With several streams, the container's duration may be that of the sound.
     """
     tag = stream.metadata.get("DURATION", "")
     try:
@@ -216,13 +216,13 @@ def _declared_seconds(container: InputContainer, stream: VideoStream) -> float:
 
 
 def _timed(container: InputContainer, stream: VideoStream, last: float) -> Iterator[tuple[VideoFrame, float]]:
-    """Frames in display order, with their time in seconds after the first.
+    """Frames in display order, with their times in seconds after the first frame.
 
     AVI has no display times: packets are numbered in storage order, so times jump back and forth although the decoder
-    returns frames in display order. Each frame gets the earliest time left.
+    returns frames in display order. Each frame gets the earliest remaining time.
 
     Raises:
-        MediaError: the last moment that is needed comes after the end.
+        MediaError: the clip ends before the last moment.
     """
     held_back = REORDERED if container.format.name == "avi" else 0
     frames: deque[VideoFrame] = deque()
@@ -238,7 +238,7 @@ def _timed(container: InputContainer, stream: VideoStream, last: float) -> Itera
         if frames and (decoded is None or len(frames) > held_back):
             start = times[0] if start is None else start
             frame, time = frames.popleft(), heapq.heappop(times) - start
-            # A frame lasts as long as it says, or at least as long as the one before it.
+            # A frame lasts for its declared duration, or at least as long as its predecessor.
             begin, end = time, time + max(float((frame.duration or 0) * (frame.time_base or 0)), time - begin)
             yield frame, time
     if start is None or last > end + MISSING_SECONDS:
@@ -246,7 +246,7 @@ def _timed(container: InputContainer, stream: VideoStream, last: float) -> Itera
 
 
 def _shown_size(frame: VideoFrame, stream: VideoStream) -> tuple[int, int]:
-    # Before turning, since the aspect ratio is that of stored pixels.
+    # Before rotation, since the pixel aspect ratio applies to stored pixels.
     width, height = round(frame.width * float(stream.sample_aspect_ratio or 1)), frame.height
     return (height, width) if frame.rotation % 180 else (width, height)
 
@@ -266,11 +266,11 @@ def _to_rgb(frame: VideoFrame, matrix: ColorMatrix | None) -> NDArray[np.uint8]:
 
 
 def read_with_decord(path: Path, moments: Sequence[float], matrix: ColorMatrix | None = None) -> Frames:
-    """A `Reader` for the clips that decord reads correctly; it reads untagged colours as BT.601."""
+    """A `Reader` for clips that decord reads correctly; untagged colours are read as BT.601."""
     if matrix == "bt709":
         raise NotForThisReaderError("its colours are BT.709")
     with path.open("rb") as file:
-        if TRANSPORT_SYNC in file.read(5)[::4]:  # in the form of cameras a time of four bytes stands before it
+        if TRANSPORT_SYNC in file.read(5)[::4]:  # at byte 0, or after the four-byte time stamp of camera files
             raise NotForThisReaderError("decord skips the first group of pictures of a transport stream")
     decord = _decord()
     if decord is None:
@@ -291,16 +291,17 @@ def read_with_decord(path: Path, moments: Sequence[float], matrix: ColorMatrix |
 
 
 def _times(reader: Any, last: float) -> list[float]:
-    """Start of each frame in seconds after the first; the clip must reach the last moment.
+    """Start of each frame in seconds after the first.
 
     Raises:
-        NotForThisReaderError: the times are wrong: edit lists start below 0, those of AVI and MPEG do not increase.
+        NotForThisReaderError: the clip ends before the last moment, or its times are wrong: with edit lists they start
+            below 0, in AVI and MPEG they do not increase.
     """
     spans = reader.get_frame_timestamp(range(len(reader)))
     times = [float(begin) for begin, _ in spans]
     grows = all(earlier < later for earlier, later in pairwise(times))
     if len(times) != len(reader) or not times or times[0] < 0 or not grows:
-        raise NotForThisReaderError("its times are not those of the clip")
+        raise NotForThisReaderError("decord reads its times wrongly")
     if last > spans[-1][1] - times[0] + MISSING_SECONDS:
         raise NotForThisReaderError("it ends too early")
     return [time - times[0] for time in times]
@@ -308,7 +309,7 @@ def _times(reader: Any, last: float) -> list[float]:
 
 @functools.cache
 def _decord() -> Any:
-    """The module, or None if it is not installed or its libraries do not load."""
+    """The decord module, or None if it is not installed or its libraries do not load."""
     try:
         decord = importlib.import_module("decord")
     except (ImportError, OSError, RuntimeError):
@@ -317,5 +318,5 @@ def _decord() -> Any:
     return decord
 
 
-# In the order in which they are asked; the last one reads every clip that can be read.
+# Tried in this order; the last one reads every clip that can be read.
 READERS: tuple[Reader, ...] = (read_with_decord, read_with_av)

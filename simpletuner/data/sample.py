@@ -12,32 +12,32 @@ from simpletuner.config.values import Size
 from simpletuner.data.buckets import Geometry, cover
 from simpletuner.data.clips import ClipFacts, frames_of
 
-# Reasons that are expected in any folder, or asked for by the config: only the ledger mentions them, without a warning.
+# Reasons that are normal in any folder or follow from the config: listed in the ledger without a warning.
 EXPECTED = {"not a picture", "not a clip", "caption without a file", "unused caption", "hidden", "not chosen"}
 
-# Relative. Rates measured in containers that round times are off by up to this much.
+# Relative error of rates measured in containers that round times.
 RATE_TOLERANCE = 5e-4
 
 
-@dataclass(slots=True)  # not frozen: there may be 100,000, made at every start in half the time
+@dataclass(slots=True)  # not frozen: a start may create 100,000, and a frozen dataclass takes twice as long
 class Sample:
     """One picture or clip as it is trained.
 
     Attributes:
-        dataset_id: the dataset it comes from.
-        name: path below the dataset's folder, with `/`, spelled as on the disk.
-        root: that folder.
+        dataset_id: id of the sample's dataset.
+        name: path below the dataset's folder, with `/`, spelled as on disk.
+        root: the dataset's folder.
         content: SHA-256 of the file's bytes in hex.
         original_size: width and height in pixels as shown, after any rotation.
         geometry: training size and crop.
-        captions: one of them is drawn per use; empty for partners.
+        captions: one is drawn per use; empty for partners.
         partner: the paired picture of a conditioning dataset, or None.
-        mask: which part of it is learned: a picture, or a clip of the same frames, with the same geometry; or None.
-        frames: how many are trained, starting with the first.
-        frame_rate: frames per second at which they are taken; None for pictures.
+        mask: the loss mask, a picture or a clip of the same frames, with the same geometry; or None.
+        frames: number of trained frames, starting with the first.
+        frame_rate: frames per second at which the clip is sampled; None for pictures.
         clip: facts of the clip; None for pictures.
-        is_i2v: frame 0 is the condition for the others.
-        is_segmentation: as a mask it is white wherever it is not black.
+        is_i2v: frame 0 is the condition for the other frames.
+        is_segmentation: a mask in which every area that is not black counts as white.
     """
 
     dataset_id: str
@@ -56,16 +56,16 @@ class Sample:
     is_segmentation: bool = False
 
     def __hash__(self) -> int:
-        # Samples are the keys of large tables, and few differ in nothing but other fields.
+        # Samples are keys of large tables, and few of them share both fields.
         return hash((self.dataset_id, self.name))
 
     @property
     def path(self) -> Path:
-        """Where the file is."""
+        """Full path of the file."""
         return self.root / self.name
 
     def images(self, background: str = "white") -> Iterator[Image.Image]:
-        """The picture or the frames of the clip that are trained, at their original size.
+        """The picture, or the trained frames of the clip, at their original size.
 
         Raises:
             MediaError: the file is damaged or cannot be read.
@@ -74,7 +74,7 @@ class Sample:
 
     @property
     def first_frame(self) -> Sample:
-        """Its frame 0 as a clip of one frame, without a condition."""
+        """Frame 0 as a clip of one frame, without a condition."""
         return replace(self, frames=1, is_i2v=False)
 
     def fitted(self, size: Size) -> Sample:
@@ -87,14 +87,14 @@ class Sample:
 
     @property
     def read_as(self) -> tuple[str, ...]:
-        """How its frames are read if not as the file says: a corrected speed, BT.709 for untagged colours.
+        """Assumptions that override the file's metadata: a corrected speed, BT.709 for untagged colours.
 
-        Empty for BT.601, the default of untagged colours.
+        Empty for BT.601, the default for untagged colours.
         """
         if self.clip is None or self.frame_rate is None:
             return ()
         slowed = self.clip.slowed(self.frame_rate) if self.frames > 1 else 1.0
-        # Part of the cache key, so other words or digits would encode such clips again.
+        # Part of the cache key: a change of wording or digits would re-encode these clips.
         speed = (f"{self.clip.source_rate * slowed:.6g} frames a second",) if abs(slowed - 1) > RATE_TOLERANCE else ()
         return (*speed, "BT.709") if self.clip.matrix == "bt709" else speed
 
@@ -106,7 +106,7 @@ class Sample:
 
 @dataclass(frozen=True, slots=True)
 class Rejected:
-    """A file that is not trained on: `reason` is the category, `detail` reads as text after the file's name."""
+    """A file that is left out: `reason` is the category, `detail` a text that continues the file's name."""
 
     dataset_id: str
     name: str
@@ -118,8 +118,8 @@ class Rejected:
 class LedgerEntry:
     """One line of the plan: a file and how it is used.
 
-    `use` is empty for a trained file, whose geometry is given; else it says why the file is left out. `note` says what
-    was assumed about it.
+    A trained file has a geometry and an empty `use`; otherwise `use` is the reason why the file is left out. `note` is
+    an assumption made about the file.
     """
 
     dataset_id: str
@@ -138,6 +138,6 @@ class LedgerEntry:
 
 
 def shape_text(bucket: str, size: Size, frames: int) -> str:
-    """`80x48 (1.5)`, with frames `80x48@17 (1.5)`; the bucket is in brackets unless it is the same text."""
+    """`80x48 (1.5)`, with frames `80x48@17 (1.5)`; the bucket is omitted if it is the same text."""
     text = f"{size[0]}x{size[1]}" + (f"@{frames}" if frames > 1 else "")
     return text if bucket == text else f"{text} ({bucket})"

@@ -1,7 +1,7 @@
 """The order of samples: a pure function of the seed and the epoch.
 
-No generator keeps running, so a run that is interrupted and resumed any number of times sees the same batches as an
-uninterrupted one. `loader.BatchLoader` knows the position: epoch and index.
+No generator keeps state, so a run that is interrupted and resumed any number of times sees the same batches as an
+uninterrupted one. `loader.BatchLoader` keeps the position: epoch and index.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from simpletuner.data.sample import Sample
 from simpletuner.distributed.world import World
 from simpletuner.errors import UserError
 
-# The sides of a slider, in the order in which their batches take turns; without sliders every dataset is neutral.
+# Sides of a slider, in the order in which their batches alternate; without sliders every dataset is neutral.
 POSITIVE, NEGATIVE, NEUTRAL = range(3)
 
 Sampling = Literal["auto-weighting", "uniform"]
@@ -32,10 +32,10 @@ class PlannedBatch:
     Attributes:
         epoch: counted from 1.
         index: position in the epoch, counted from 0.
-        dataset_id, bucket, size: shared by the samples; size is width and height in pixels.
-        samples: in this order.
-        captions: the caption of each sample drawn for this use.
-        slots: positions of the samples in the global batch; what is drawn for a sample depends on them.
+        dataset_id, bucket, size: common to all samples; size is width and height in pixels.
+        samples: the samples, in order.
+        captions: the caption drawn for each sample.
+        slots: positions of the samples in the global batch, which seed the random draws of the samples.
     """
 
     epoch: int
@@ -50,11 +50,11 @@ class PlannedBatch:
 
 @dataclass(frozen=True, eq=False)
 class Epoch(Sequence[PlannedBatch]):
-    """The batches of an epoch, each planned when it is asked for.
+    """The batches of an epoch, planned lazily.
 
     Attributes:
         groups: dataset and samples of each global batch.
-        plan: (dataset, samples, index) -> this process's part.
+        plan: (dataset, samples, index) -> this process's share.
     """
 
     groups: Sequence[tuple[str, list[Sample]]]
@@ -64,22 +64,22 @@ class Epoch(Sequence[PlannedBatch]):
         return len(self.groups)
 
     def __getitem__(self, index: int) -> PlannedBatch:  # type: ignore[override]  # nobody needs slices
-        # `range` makes a negative index a position.
+        # `range` normalises a negative index.
         return self.plan(*self.groups[index], range(len(self))[index])
 
 
 @dataclass(eq=False)
 class Sampler:
-    """Batches of one shape each; an epoch ends once each sample of every dataset was seen `repeats` + 1 times.
+    """Plans batches of one shape each; an epoch ends after every sample has been seen `repeats` + 1 times.
 
     Attributes:
-        datasets: those to train on; of those given, the ones with a probability.
-        seed: of the run.
+        datasets: the datasets to train on; those with probability 0 are dropped.
+        seed: seed of the run.
         sampling: auto-weighting draws the next batch's dataset by remaining size x probability, uniform by
             probability alone.
-        accumulation: micro-batches per optimizer step, for datasets that take part only in some steps.
-        world: the processes that train together. All get batches of the same shape at the same time: each gets its
-            share of a global batch `world.size` times as large.
+        accumulation: micro-batches per optimizer step, for datasets with a window of steps.
+        world: the processes that train together. A global batch has `world.size` shares of the same shape, one per
+            process.
     """
 
     datasets: Sequence[Dataset]
@@ -97,7 +97,7 @@ class Sampler:
         """Number of batches this process gets in an epoch; 0 if no dataset takes part in it."""
         if epoch not in self._lengths:
             active = self._active(epoch)
-            # Planning an epoch takes a while; without step windows the number of its batches follows from the sizes.
+            # Planning an epoch is slow; without step windows, the number of batches follows from the sizes.
             is_planned = any(map(_has_step_window, active))
             counts = [self._group_count(dataset, epoch) for dataset in active]
             self._lengths[epoch] = len(self._plan(epoch)) if is_planned else sum(counts)
@@ -113,7 +113,7 @@ class Sampler:
             planned = self._plan(epoch)
             if not planned:
                 raise UserError(f"no dataset takes part in epoch {epoch}: see start_epoch, end_epoch and their steps.")
-            # Keep one epoch: others are quick to plan again.
+            # Only one epoch is kept; planning it again is cheap enough.
             self._batches = {epoch: Epoch(planned, partial(self._batch, epoch))}
         return self._batches[epoch]
 
@@ -123,9 +123,9 @@ class Sampler:
         queues = [_Queue(dataset, self._groups(dataset.at_epoch(epoch), epoch)) for dataset in active]
         windows = any(map(_has_step_window, active))
         if len(queues) == 1 and not windows:
-            # Queues are popped from the end, and a single one needs no draw.
+            # Queues are popped from the end, and a single queue needs no draw.
             return [(active[0].id, group) for group in reversed(queues[0].groups)]
-        # Windows count steps of the whole run; without them, earlier epochs need not be counted.
+        # Windows count steps of the whole run, so earlier epochs count too.
         before = sum(map(self.batches_per_epoch, range(1, epoch))) if windows else 0
         random = generator(self.seed, epoch, "datasets")
         batches: list[tuple[str, list[Sample]]] = []
@@ -133,7 +133,7 @@ class Sampler:
         while True:
             step = (before + len(batches)) // self.accumulation + 1
             ready = [queue for queue in queues if queue.groups and queue.takes_part(step)]
-            if not ready:  # also while a dataset waits for its start_step: an epoch never stalls
+            if not ready:  # even if a dataset is waiting for its start_step: an epoch never stalls
                 break
             ready = next_side(ready, side)
             queue = ready[0] if len(ready) == 1 else random.choices(ready, self._weights(ready))[0]
@@ -143,18 +143,18 @@ class Sampler:
 
     def _active(self, epoch: int) -> list[Dataset]:
         configs = [(dataset, dataset.config) for dataset in self.datasets]
-        return [dataset for dataset, own in configs if own.start_epoch <= epoch <= (own.end_epoch or epoch)]
+        return [dataset for dataset, config in configs if config.start_epoch <= epoch <= (config.end_epoch or epoch)]
 
     def _group_count(self, dataset: Dataset, epoch: int) -> int:
-        """Number of groups from `_groups`; only random aspects, which change buckets, make it depend on the epoch."""
+        """Number of groups from `_groups`; depends on the epoch only if random aspects change the buckets."""
         if dataset.config.crop_aspect == "random":
             dataset = dataset.at_epoch(epoch)
         size = self._global_size(dataset)
-        # `passes` fills up every bucket to whole batches.
+        # `passes` pads every bucket to whole batches.
         return sum(-(-len(samples) * (dataset.repeats + 1) // size) for samples in dataset.buckets.values())
 
     def _global_size(self, dataset: Dataset) -> int:
-        """Samples in a batch of all processes."""
+        """Samples per global batch."""
         return dataset.batch_size * self.world.size
 
     def _weights(self, queues: Sequence[_Queue]) -> list[float]:
@@ -162,10 +162,10 @@ class Sampler:
         return [queue.dataset.config.probability * (1 if is_uniform else queue.remaining) for queue in queues]
 
     def _groups(self, dataset: Dataset, epoch: int) -> list[list[Sample]]:
-        """The dataset's samples of an epoch in groups of one bucket, each a global batch."""
+        """The global batches of a dataset in an epoch, each from one bucket."""
         size = self._global_size(dataset)
         groups = []
-        # A generator per bucket: its order does not depend on the other buckets.
+        # One generator per bucket, so that its order does not depend on the other buckets.
         for label, samples in dataset.buckets.items():
             random = generator(self.seed, epoch, dataset.id, label)
             order = passes(samples, dataset.repeats + 1, size, random)
@@ -174,10 +174,10 @@ class Sampler:
         return groups
 
     def _batch(self, epoch: int, dataset_id: str, group: Sequence[Sample], index: int) -> PlannedBatch:
-        """This process's part of a group."""
+        """This process's share of a group."""
         slots = self.world.slots(len(group) // self.world.size)
         samples = tuple(group[slots.start : slots.stop])
-        # By the place in the global batch, so that captions do not depend on how many processes divide it.
+        # By the position in the global batch, so that captions do not depend on the number of processes.
         captions = tuple(
             sample.captions[int(fraction(self.seed, epoch, index, slot, "caption") * len(sample.captions))]
             for slot, sample in zip(slots, samples, strict=True)
@@ -188,7 +188,7 @@ class Sampler:
 
 @dataclass
 class _Queue:
-    """The remaining groups of a dataset in an epoch, the next one last."""
+    """The remaining groups of a dataset in an epoch; the next group is last."""
 
     dataset: Dataset
     groups: list[list[Sample]]
@@ -212,7 +212,7 @@ class _Queue:
 
 def next_side(ready: Sequence[_Queue], last: int) -> list[_Queue]:
     """The queues of the side after `last`; a side without queues is skipped."""
-    # 0 for the side that is due, 2 for the last one
+    # 0 for the side that is due, 2 for the side used last
     turns = [(queue.side - last - 1) % (NEUTRAL + 1) for queue in ready]
     return [queue for queue, turn in zip(ready, turns, strict=True) if turn == min(turns)]
 
@@ -222,14 +222,14 @@ def _has_step_window(dataset: Dataset) -> bool:
 
 
 def passes(samples: Sequence[Sample], times: int, batch: int, random: Random) -> list[Sample]:
-    """Every sample `times` times, in shuffled passes, filled up to whole batches.
+    """Every sample `times` times, in shuffled passes, padded to whole batches.
 
-    No batch holds a sample twice, even across two passes, unless the bucket is smaller than a batch.
+    No batch holds a sample twice, not even across passes, unless the bucket is smaller than a batch.
     """
     order: list[Sample] = []
     for _ in range(times):
         order += _next_pass(samples, order, batch, random)
-    # Repeats only for buckets smaller than a batch.
+    # Loops more than once only for buckets smaller than a batch.
     while missing := -len(order) % batch:
         order += _next_pass(samples, order, batch, random)[:missing]
     return order

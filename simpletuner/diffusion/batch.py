@@ -1,7 +1,7 @@
-"""The data of a training step: a `Batch` from the caches, and the `NoisyBatch` that the model sees.
+"""The data of a training step: a `Batch` read from the caches, and the `NoisyBatch` passed to the model.
 
-Latents have one layout everywhere, `B C F H W` with F = 1 for pictures; an adapter converts to and from the layout of
-its transformer.
+Latents always have the layout `B C F H W`, with F = 1 for pictures; a family's adapter converts to and from the layout
+of its transformer.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_map_only
 
 from simpletuner.diffusion.seeds import Place
 
-# The cached embeddings of one caption by name, without batch dimension or padding.
+# Cached embeddings of one caption, by name, without batch dimension or padding.
 TextEmbeds = dict[str, Tensor]
 
 
@@ -24,17 +24,17 @@ class Batch:
     """One micro-batch, as read from the caches.
 
     Attributes:
-        latents: clean latents z as the model sees them (scaled, normalised), float32, `B C F H W`.
+        latents: clean latents z, scaled and normalised, float32, `B C F H W`.
         embeds: text embeddings, one entry per sample; lengths may differ.
         names: `dataset/relative path` per sample, for messages.
         dataset_id: the dataset of all samples.
         condition: latents of the paired source pictures in the same layout, or None.
         loss_mask: weight of each latent position in the loss, float32, `B 1 F H W`, or None.
-        other_embeds: per sample the embeddings of the caption whose prediction is preserved, or None.
-        features: features that techniques cached per sample, by kind; of any shape and dtype.
-        host_mask: `loss_mask` on the host, to be read without a synchronisation.
-        noise: standard normal, like the latents, if it was drawn ahead.
-        place: in the run, for which that noise was drawn.
+        other_embeds: per sample, embeddings of the caption whose prediction is preserved, or None.
+        features: cached features of techniques per sample, by kind; any shape and dtype.
+        host_mask: `loss_mask` on the host, for reads without synchronisation.
+        noise: standard normal, shaped like the latents, if drawn ahead.
+        place: position in the run for which the noise was drawn.
     """
 
     latents: Tensor
@@ -52,7 +52,7 @@ class Batch:
     def to(self, device: torch.device, *, non_blocking: bool = False) -> Batch:
         """The same batch on a device."""
         moved = self._each(lambda tensor: tensor.to(device, non_blocking=non_blocking))
-        # Techniques decide by the mask how many tokens to keep; on the device, reading it would wait.
+        # Techniques read the mask to choose the number of tokens; reading it from the device would synchronise.
         return replace(moved, host_mask=self.loss_mask if self.host_mask is None else self.host_mask)
 
     def pin_memory(self) -> Batch:
@@ -60,7 +60,7 @@ class Batch:
         return self._each(lambda tensor: tensor.pin_memory())
 
     def _each(self, move: Callable[[Tensor], Tensor]) -> Batch:
-        """The same batch with every tensor moved, but for the mask that stays on the host."""
+        """The same batch with every tensor moved, except the mask on the host."""
         moved = tree_map_only(Tensor, move, {each.name: getattr(self, each.name) for each in fields(self)})
         return Batch(**{**moved, "host_mask": self.host_mask})
 
@@ -77,10 +77,9 @@ class NoisyBatch:
         timesteps: `1000 sigma`, float32, `B`.
         target: `noise - z`, float32, `B C F H W`.
         frame_weights: weight of each latent frame in the loss, float32, `1 1 F 1 1`, or None.
-        protected: positions that techniques must not drop: bool, on any device, of a shape that broadcasts to
-            `B 1 F H W`, or None.
+        protected: positions that techniques must not drop, bool, on any device, broadcastable to `B 1 F H W`, or None.
         place: position in the run, for techniques that draw random numbers; None outside of a run.
-        host_sigmas: `sigmas` on the host, to be read without a synchronisation; empty outside of a run.
+        host_sigmas: `sigmas` on the host, for reads without synchronisation; empty outside of a run.
     """
 
     batch: Batch
@@ -95,10 +94,10 @@ class NoisyBatch:
     host_sigmas: tuple[float, ...] = ()
 
     def of(self, rows: Sequence[int]) -> NoisyBatch:
-        """Some of the samples, for a forward pass only: without inputs of the loss."""
+        """A subset of the samples, for forward passes only: lacks the inputs of the loss."""
 
         def pick(tensor: Tensor) -> Tensor:
-            return torch.stack([tensor[row] for row in rows])  # an index would have to be copied to the device
+            return torch.stack([tensor[row] for row in rows])  # indexing would copy the indices to the device
 
         whole = self.batch
         embeds, names = [whole.embeds[row] for row in rows], [whole.names[row] for row in rows]
@@ -109,41 +108,45 @@ class NoisyBatch:
 
     @property
     def given_frames(self) -> int:
-        """How many latent frames at the start are a clean condition: 1 in i2v clips, else 0."""
+        """Number of initial latent frames that are a clean condition: 1 in i2v clips, else 0."""
         return int(self.batch.condition is not None and self.noisy_latents.shape[2] > 1)
 
     @property
     def coverage(self) -> Tensor | None:
-        """The weight of each position in the loss, broadcasting to `B 1 F H W`; None if all are 1."""
+        """The weight of each position in the loss, broadcastable to `B 1 F H W`; None if all are 1."""
         mask, frames = self.batch.loss_mask, self.frame_weights
         return mask if frames is None else frames if mask is None else mask * frames
 
     def is_drawn(self, share: float, purpose: str) -> bool:
-        """Whether this micro-batch is in a random share; one draw for all processes."""
+        """Whether this micro-batch belongs to a random share of micro-batches; one draw for all processes."""
         return bool(torch.rand((), generator=self.place_for(purpose).shared_generator(purpose)) < share)
 
     def place_for(self, technique: str) -> Place:
-        """The position in the run, which a technique needs for its schedule or random numbers."""
+        """The position in the run, for the schedule or random numbers of a technique.
+
+        Raises:
+            ValueError: the batch has no position.
+        """
         if self.place is None:
-            raise ValueError(f"{technique} depends on the place in the run, which this batch does not have")
+            raise ValueError(f"{technique} depends on the position in the run, which this batch does not have")
         return self.place
 
     def at(self, sigmas: Tensor, latents: Tensor) -> NoisyBatch:
         """The same batch, noise and target at other noise levels; a conditioning first frame is kept.
 
         Args:
-            sigmas: the noise levels that the timesteps give the model, `B`.
-            latents: the latents it sees, `B C F H W`.
+            sigmas: noise levels for the timesteps, `B`.
+            latents: model inputs, `B C F H W`.
         """
-        given = self.given_frames
-        if given:
-            latents = torch.cat([self.noisy_latents[:, :, :given], latents[:, :, given:]], dim=2)
+        count = self.given_frames
+        if count:
+            latents = torch.cat([self.noisy_latents[:, :, :count], latents[:, :, count:]], dim=2)
         # float32 like the sigmas: a bf16 timestep would be off by up to 1.9 of 1000.
         return replace(self, sigmas=sigmas, timesteps=1000 * sigmas, noisy_latents=latents)
 
 
 def upload(tensor: Tensor, device: torch.device) -> Tensor:
-    """The tensor on a device, without a synchronisation: only copies from pinned memory are asynchronous."""
+    """Copy a tensor to a device without synchronising; only copies from pinned memory are asynchronous."""
     if device.type == "cuda" and not tensor.is_cuda:
         tensor = tensor.pin_memory()
     return tensor.to(device, non_blocking=True)

@@ -1,7 +1,7 @@
-"""Flow matching: drawing noise levels, adding noise to a batch, and the distance to the true velocity.
+"""Flow matching: samples noise levels, adds noise to a batch, and computes the loss of the predicted velocity.
 
 All families train on `x_s = (1 - s) z + s noise` with the target `noise - z` and the timestep `1000 s`, s in (0, 1],
-where 1 is pure noise. Everything here is float32 or better; a bf16 sigma would be off by up to 0.4 %.
+where 1 is pure noise. All arithmetic is float32 or float64; a bf16 sigma would be off by up to 0.4 %.
 Random numbers are drawn on the CPU and then moved, so that a seed gives the same numbers on every device.
 """
 
@@ -19,7 +19,7 @@ from simpletuner.config.techniques import LossConfig
 from simpletuner.diffusion.batch import Batch, NoisyBatch, upload
 from simpletuner.diffusion.seeds import Place
 
-# Below this, the noise vanishes in the rounding of the float32 mix.
+# Below this, the noise is rounded away in the float32 mix.
 SMALLEST_SIGMA = 1e-6
 
 
@@ -33,15 +33,15 @@ def sample_sigmas(place: Place, flow: FlowConfig, shift: float, offset: float = 
 
     Args:
         shift: factor k of the schedule, see `choose_shift`.
-        offset: added before the sigmoid of the logit-normal; above 0 gives noisier samples.
+        offset: added before the sigmoid of the logit-normal; above 0, samples are noisier.
 
     Returns:
         sigmas in (0, 1], float32, `B`, on the CPU.
     """
-    # In float64: float32 would round shares close to 1 to 1, whose logit-normal quantile is infinite.
+    # float64, since float32 would round shares close to 1 to 1, whose logit-normal quantile is infinite.
     shares = torch.cat([torch.rand(1, generator=draw, dtype=torch.float64) for draw in place.generators("sigmas")])
     if not flow.disable_segmented_timestep_sampling:
-        # One permutation for all processes: no two samples of the group share a slice.
+        # One permutation for all processes, so that no two samples of the group share a slice.
         slices = torch.randperm(place.group, generator=place.shared_generator("slices"))[list(place.slots)]
         shares = (slices + shares) / place.group
     return shift_sigmas(law_quantiles(shares, flow, offset), shift).clamp(SMALLEST_SIGMA, 1.0).float()
@@ -51,8 +51,7 @@ def law_quantiles(shares: Tensor, flow: FlowConfig, offset: float = 0.0) -> Tens
     """Quantiles of the chosen distribution: its inverse CDF at `shares`; float64, same shape.
 
     Logit-normal is sigmoid(offset + flow_sigmoid_scale * standard normal), as in Esser et al., arXiv 2403.03206,
-    section 3.1; the other distributions have no offset. MixFlow has the density 2 (1 - s), more where there is little
-    noise.
+    section 3.1; the other distributions ignore the offset. MixFlow has the density 2 (1 - s), which favours low noise.
     """
     if flow.mixflow_enabled:
         return 1 - (1 - shares).sqrt()
@@ -84,8 +83,8 @@ def choose_shift(
     """The shift for samples of `tokens` tokens.
 
     Args:
-        auto_shift: the family's shift by token count, for `flow_schedule_auto_shift`.
-        shift_is_explicit: the user set `flow_schedule_shift`, which then overrides `flow_schedule_auto_shift`.
+        auto_shift: the family's shift as a function of the token count, for `flow_schedule_auto_shift`.
+        shift_is_explicit: the user set `flow_schedule_shift`, which overrides `flow_schedule_auto_shift`.
     """
     if flow.flow_schedule_auto_shift and not shift_is_explicit:
         return auto_shift(tokens)
@@ -108,17 +107,16 @@ def make_noisy(
 ) -> NoisyBatch:
     """Mix a batch with noise.
 
-    `noise_offset` shifts the mean of the noise itself, per sample and channel: input and target both contain the
-    shifted noise (N. Guttenberg, "Diffusion with Offset Noise", 2023); a sample has the shift with
-    `noise_offset_probability`. `input_perturbation` adds fresh noise of that strength to the noise in the input and
-    leaves the target unchanged (Ning et al., arXiv 2301.11706).
+    `noise_offset` shifts the mean of the noise per sample and channel, in both input and target (N. Guttenberg,
+    "Diffusion with Offset Noise", 2023), with `noise_offset_probability` per sample. `input_perturbation` adds fresh
+    noise of that strength to the noise in the input only (Ning et al., arXiv 2301.11706).
 
     Args:
         sigmas: `B`, in (0, 1], on any device.
         noise: standard normal, shape of `batch.latents`.
-        loss: how much the noise is shifted and perturbed.
+        loss: strengths of noise offset and input perturbation.
         levels: noise levels of the input, if they differ from the timesteps.
-        place: position in the run; required for what `loss` adds, and by techniques that draw random numbers.
+        place: position in the run; required for random numbers of `loss` and of techniques.
     """
     latents = batch.latents.float()
     noise = upload(noise.float(), latents.device)
@@ -126,7 +124,7 @@ def make_noisy(
     if loss.noise_offset or loss.input_perturbation:
         if place is None:
             raise ValueError("noise_offset and input_perturbation draw random numbers: pass the place in the run")
-        # Both draw from the same generators, so their order is part of the result.
+        # Both draw from the same generators, so the order of the draws matters.
         generators = place.generators("perturbation")
         if loss.noise_offset:
             draws = (torch.rand(1, generator=draw) for draw in place.generators("offset"))
@@ -152,7 +150,7 @@ TINY = 1e-300  # in place of a zero denominator in Lentz's method
 BISECTIONS = 60  # of [0, 1], to the limit of double precision
 
 
-# torch has no inverse of the incomplete beta function, and scipy is no dependency.
+# torch has no inverse of the incomplete beta function, and scipy is not a dependency.
 def beta_quantile(share: float, alpha: float, beta: float) -> float:
     """Quantile of Beta(alpha, beta): the x with `beta_cdf(x) = share`, by bisection."""
     low, high = 0.0, 1.0
@@ -172,7 +170,7 @@ def beta_cdf(x: float, alpha: float, beta: float) -> float:
     """
     if x <= 0 or x >= 1:
         return 0.0 if x <= 0 else 1.0
-    # The fraction converges quickly only on this side of the mean.
+    # The fraction converges quickly only below the mean; above it, use the symmetry.
     if x > (alpha + 1) / (alpha + beta + 2):
         return 1 - beta_cdf(1 - x, beta, alpha)
     log_front = alpha * math.log(x) + beta * math.log1p(-x)
@@ -199,10 +197,10 @@ def _continued_fraction(x: float, a: float, b: float, limit: int = 1000, toleran
 
 
 def hold_first_frame(noisy: NoisyBatch) -> NoisyBatch:
-    """Replace frame 0 by the condition, exclude it from the loss and protect it.
+    """Replace frame 0 with the condition, exclude it from the loss and protect it.
 
-    The loss stays a mean over the other frames, whose weight is F / (F - 1). A clip of one frame and a batch without a
-    condition are returned unchanged.
+    The loss stays a mean over the remaining frames, which have the weight F / (F - 1). Clips of one frame and batches
+    without a condition are returned unchanged.
     """
     condition, frames = noisy.batch.condition, noisy.noisy_latents.shape[2]
     if condition is None or frames == 1:
@@ -210,32 +208,31 @@ def hold_first_frame(noisy: NoisyBatch) -> NoisyBatch:
     noisy_latents = torch.cat([condition.to(noisy.noisy_latents), noisy.noisy_latents[:, :, 1:]], dim=2)
     first = (torch.arange(frames) == 0).view(1, 1, -1, 1, 1)
     weights = upload(torch.where(first, 0.0, frames / (frames - 1)), noisy_latents.device)
-    # The other frames continue the first one, so techniques that drop tokens must keep all of it.
+    # All frames depend on the first, so techniques that drop tokens must keep all of it.
     return replace(noisy, noisy_latents=noisy_latents, frame_weights=weights, protected=first)
 
 
 def diffusion_loss(prediction: Tensor, noisy: NoisyBatch, config: LossConfig) -> Tensor:
-    """Mean loss of each sample: float32, `B`. See `elementwise_loss`."""
+    """Mean loss per sample: float32, `B`. See `elementwise_loss`."""
     return per_sample(elementwise_loss(prediction, noisy, config))
 
 
 def per_sample(loss: Tensor) -> Tensor:
-    """The mean of each sample, `B`, of an elementwise loss `B C F H W`."""
+    """Mean per sample, `B`, of an elementwise loss `B C F H W`."""
     return loss.mean(dim=(1, 2, 3, 4))
 
 
 def elementwise_loss(prediction: Tensor, noisy: NoisyBatch, config: LossConfig) -> Tensor:
-    """The loss of each predicted number.
+    """The elementwise loss of a prediction.
 
-    Both Huber kinds are the pseudo-Huber of Khrapov et al., arXiv 2403.16728: with d the error and c the scale,
+    huber and smooth_l1 are the pseudo-Huber loss of Khrapov et al., arXiv 2403.16728. With the error d and the scale c,
     huber = 2c (sqrt(d^2 + c^2) - c), which is d^2 for small d and 2c|d| for large d; smooth_l1 = huber / c.
 
-    If the batch has a mask, or its frames have weights, the loss of each position is multiplied by them, and the mean
-    is still taken over all positions: black contributes nothing, a mask of ones changes nothing, and an all-black mask
-    gives 0, not NaN.
+    A mask and frame weights multiply the loss of each position, and the mean is still taken over all positions: black
+    areas contribute nothing, a mask of ones changes nothing, and an all-black mask gives 0, not NaN.
 
     Args:
-        prediction: of `noisy.target`, any float dtype, `B C F H W`.
+        prediction: prediction of `noisy.target`, any float dtype, `B C F H W`.
 
     Returns:
         float32, `B C F H W`.
@@ -252,11 +249,11 @@ def elementwise_loss(prediction: Tensor, noisy: NoisyBatch, config: LossConfig) 
 
 
 def huber_scales(sigmas: Tensor, config: LossConfig) -> Tensor:
-    """The scale c of each sample; float32, `B`.
+    """The scale c per sample; float32, `B`.
 
-    The schedules of arXiv 2403.16728 for flow matching, with c0 = `huber_c`: exponential is exp(s log c0), which is 1
-    without noise and c0 at pure noise. snr is (1 - c0) / (1 + r)^2 + c0 with the noise-to-signal ratio r, which is
-    s / (1 - s) here, so that 1 / (1 + r) = 1 - s.
+    The schedules of arXiv 2403.16728 for flow matching, with c0 = `huber_c`: exponential is exp(s log c0), from 1
+    without noise to c0 at pure noise. snr is (1 - c0) / (1 + r)^2 + c0 with the noise-to-signal ratio r = s / (1 - s),
+    so that 1 / (1 + r) = 1 - s.
     """
     c = config.huber_c
     sigmas = sigmas.float()

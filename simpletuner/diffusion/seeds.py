@@ -1,7 +1,7 @@
-"""Random numbers of a training step, derived from the position of a sample, not from earlier draws.
+"""Stateless random numbers of a training step, derived from the position of a sample instead of earlier draws.
 
-A resumed run and runs with and without previews thus draw the same noise in the same step, and a sample draws the same
-numbers whether it shares a step with others in one batch or in the batches of several processes.
+A resumed run, and runs with and without previews, therefore draw the same noise in the same step. A sample draws the
+same numbers however the global batch is divided among processes.
 """
 
 from __future__ import annotations
@@ -18,23 +18,23 @@ def step_seed(seed: int, global_step: int, micro_step: int, slot: int, purpose: 
     """A seed in [0, 2^63) for one draw, the same on every machine and in every version of Python.
 
     Args:
-        seed: of the run.
-        global_step: optimizer steps done before this one.
-        micro_step: position inside the accumulation window.
-        slot: position of the sample in the micro-batch of all processes; 0 for draws shared by all of them.
-        purpose: what is drawn, such as "noise" or "sigmas", so that the draws of a step are independent.
+        seed: seed of the run.
+        global_step: number of earlier optimizer steps.
+        micro_step: position in the accumulation window.
+        slot: position of the sample in the global micro-batch; 0 for draws shared by all processes.
+        purpose: name of the draw, such as "noise" or "sigmas", which makes the draws of a step independent.
     """
     place = f"{seed}/{global_step}/{micro_step}/{slot}/{purpose}"
-    # Python's `hash` of a string differs from process to process.
+    # Not `hash`, which for strings differs between processes.
     digest = hashlib.blake2b(place.encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") >> 1  # torch takes signed 64-bit seeds
 
 
 def generator_for(seed: int, global_step: int, micro_step: int, slot: int, purpose: str) -> torch.Generator:
-    """A CPU generator seeded with `step_seed`. Draw on the CPU and move, so that all devices get the same numbers.
+    """A CPU generator seeded with `step_seed`. Draw on the CPU, then move, so that all devices get the same numbers.
 
-    torch's CPU generator uses only the lower 32 bits of a seed: among 100 000 draws, about one pair has the same seed.
-    This is harmless, since the two steps differ in everything else.
+    torch's CPU generator uses only the lower 32 bits of a seed, so about one pair among 100 000 draws shares a seed.
+    This is harmless, since everything else in the two steps differs.
     """
     return torch.Generator("cpu").manual_seed(step_seed(seed, global_step, micro_step, slot, purpose))
 
@@ -44,8 +44,8 @@ class Place:
     """The position of a micro-batch in the run.
 
     Attributes:
-        slots: positions of this process's samples in the micro-batch of all processes.
-        group: samples of that micro-batch, over all processes.
+        slots: positions of this process's samples in the global micro-batch.
+        group: number of samples in the global micro-batch.
     """
 
     seed: int
@@ -64,16 +64,16 @@ class Place:
 
     @property
     def forward_seed(self) -> int:
-        """Seed of what the forward pass draws on the device.
+        """Seed of random numbers drawn on the device in the forward pass.
 
-        Only LoRA dropout draws there. Its masks cover a whole batch, so the seed is per process and micro-step, and
-        several processes drop other elements than one process with a larger batch.
+        Only LoRA dropout draws on the device. Its masks cover a whole batch, so the seed is per process and micro-step,
+        and several processes drop different elements than one process with a larger batch.
         """
         return step_seed(self.seed, self.global_step, self.micro_step, self.slots.start, "forward")
 
 
 def seed_device(device: torch.device, seed: int) -> None:
-    """Seed the default generator of one device, which dropout draws from.
+    """Seed the default generator of one device, which dropout uses.
 
     `torch.manual_seed` seeds all device types, which takes longer than drawing the noise of a small batch.
     """
@@ -84,9 +84,9 @@ def seed_device(device: torch.device, seed: int) -> None:
 
 @contextmanager
 def seeded(seed: int, devices: Iterable[torch.device]) -> Iterator[None]:
-    """A context in which the default generators start from a seed; restores the CPU's and the devices' generators.
+    """A context in which the default generators start from a seed; restores the generators of the CPU and the devices.
 
-    By default torch would save the state of every visible GPU, which takes memory on all of them.
+    By default, torch would save the state of every visible GPU, which takes memory on each.
     """
     with torch.random.fork_rng({each for each in devices if each.type == "cuda"}):
         torch.manual_seed(seed)

@@ -1,13 +1,13 @@
-"""The processes of a run, of which there may be one.
+"""The processes of a run, one or many.
 
-| file     | answers                                                                 |
-|----------|-------------------------------------------------------------------------|
-| world    | which process is this, and what can it ask the others                  |
-| requests | what was a running session asked to do, such as to stop                |
-| sequence | which tokens are here, where processes share those of a sample         |
-| sharing  | who does which part of the work between the steps                      |
-| sharding | which part of a weight is here, and how is it saved                    |
+| file     | answers                                                                  |
+|----------|--------------------------------------------------------------------------|
+| world    | which rank is this process, and how do processes exchange values?        |
+| requests | what has a running session been asked to do, such as to stop?            |
+| sequence | which tokens does this process hold in sequence parallelism?             |
+| sharing  | which part of the work between steps does this process do?               |
+| sharding | which shard of a weight does this process hold, and how is it saved?     |
 
-`annexes/processes` starts and connects several. The first three lie below all rooms but `errors`; the others need
-options and events, and lie above `reporting`.
+`annexes/processes` launches and connects several processes. The first three files depend only on `errors`; the last two
+need options and events, and lie above `reporting`.
 """

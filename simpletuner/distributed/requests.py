@@ -1,9 +1,9 @@
-"""Requests to a running session. They are files; a stop is also requested by a signal or by another process.
+"""Requests to a running session, made by creating files. Signals and other processes can also request a stop.
 
-touch output/requests/stop                 end after the current step, as Ctrl-C does
-touch output/requests/stop_at_epoch_end    end after the last step of the epoch
-touch output/requests/save                 a checkpoint now
-touch output/requests/preview              previews now
+touch output/requests/stop                 stop after the current step, like Ctrl-C
+touch output/requests/stop_at_epoch_end    stop after the last step of the epoch
+touch output/requests/save                 save a checkpoint now
+touch output/requests/preview              render previews now
 """
 
 from __future__ import annotations
@@ -27,30 +27,30 @@ STOPPING = "Stopping after this step. Ctrl-C again stops at once and loses every
 
 
 class Stop:
-    """Whether this process was asked to stop after the current step.
+    """A flag that asks this process to stop after the current step.
 
-    A signal handler and the watch of the other processes call `request`. Sources are polled: they look for files.
+    Signal handlers and the watch of other processes call `request`. Sources are polled; they look for files.
     """
 
     def __init__(self, *sources: Callable[[], bool]) -> None:
         self._sources, self.requested = list(sources), False
 
     def look_at(self, source: Callable[[], bool]) -> None:
-        """Look for requests at a source, too."""
+        """Add a source to poll."""
         self._sources.append(source)
 
     def request(self) -> None:
-        """Ask for a stop; callable from any thread, and in the middle of any statement."""
-        self.requested = True  # never unset
+        """Request a stop; safe to call from any thread and from signal handlers."""
+        self.requested = True  # never reset
 
     def is_due(self) -> bool:
-        """Whether a stop was requested, here or at a source."""
+        """Whether a stop was requested, directly or by a source."""
         if not self.requested and any(source() for source in self._sources):
             self.request()
         return self.requested
 
     def check(self) -> None:
-        """Called where work can be cut short.
+        """Raise if a stop was requested; called where work can be interrupted.
 
         Raises:
             Interrupted: a stop was requested.
@@ -75,7 +75,7 @@ def signals_as_interrupt() -> Iterator[None]:
 
 @contextmanager
 def stop_on_interrupt(stop: Stop, announce: Callable[[], object]) -> Iterator[None]:
-    """Turn the first Ctrl-C (or SIGTERM) into a request to stop after the step; a second one interrupts at once.
+    """Turn the first Ctrl-C (or SIGTERM) into a request to stop after the step; the second interrupts immediately.
 
     Args:
         announce: called in a thread when a stop is requested.
@@ -96,7 +96,7 @@ def stop_on_interrupt(stop: Stop, announce: Callable[[], object]) -> Iterator[No
 
 @contextmanager
 def handling(handlers: Mapping[int, Handler]) -> Iterator[None]:
-    """Handle signals inside the block; only in the main thread, as Python allows no handlers in others."""
+    """Install signal handlers inside the block; does nothing outside the main thread, where Python forbids handlers."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -109,10 +109,10 @@ def handling(handlers: Mapping[int, Handler]) -> Iterator[None]:
 
 
 def make_request(output_dir: Path, request: Request) -> None:
-    """Ask the session that runs in an output folder for something.
+    """Send a request to the session that runs in an output folder.
 
     Raises:
-        OSError: the folder cannot be written.
+        OSError: the folder is not writable.
     """
     folder = output_dir / FOLDER
     folder.mkdir(exist_ok=True)
@@ -120,21 +120,21 @@ def make_request(output_dir: Path, request: Request) -> None:
 
 
 def expect_requests(output_dir: Path) -> None:
-    """Create the folder for requests, and discard those to an earlier session."""
+    """Create the folder for requests, and discard requests to an earlier session."""
     (output_dir / FOLDER).mkdir(exist_ok=True)
     take_requests(output_dir)
 
 
 def take_requests(output_dir: Path) -> list[Request]:
-    """The requests since the last call; their files are removed. Other files stay."""
+    """The requests since the last call. Removes their files and leaves other files alone."""
     return [request for request in REQUESTS if take_request(output_dir, request)]
 
 
 def take_request(output_dir: Path, request: Request) -> bool:
-    """Whether something was requested since the last call; its file is removed."""
+    """Whether a request was made since the last call. Removes its file."""
     try:
-        # Not `exists` first: whoever removes the file has the request, and nobody has it twice.
+        # No `exists` first: removing the file claims the request, so it is never taken twice.
         (output_dir / FOLDER / request).unlink()
-    except OSError:  # usually there is none
+    except OSError:  # usually, no such request
         return False
     return True

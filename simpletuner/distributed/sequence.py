@@ -1,18 +1,19 @@
-"""Sequence parallelism (Ulysses): the processes of a group train on the same samples, each on a share of the tokens.
+"""Sequence parallelism (Ulysses): the processes of a group train on the same samples, each on a shard of the tokens.
 
-Between the first and the last visual block, a process has `s` of the `S` tokens of each sample. Only self-attention
-needs the others: before it the P processes exchange tokens for heads, and after it heads for tokens. Each attends with
-all tokens of `H/P` heads, so every kernel computes what it computes in one process, block-sparse attention included
-(Jacobs et al., "DeepSpeed Ulysses", arXiv 2309.14509). Outside these blocks all processes of a group compute the same.
+Between the first and the last visual block, a process holds `s` of the `S` tokens of each sample. Only self-attention
+needs all of them: an all-to-all before it swaps tokens for heads among the P processes, and one after it swaps back.
+Each process attends over all tokens with `H/P` heads, so every attention kernel works unchanged, including block-sparse
+attention (Jacobs et al., "DeepSpeed Ulysses", arXiv 2309.14509). Outside these blocks, the processes of a group do the
+same computation.
 
-Gradients. Each process of a group computes the same loss L, and the backward pass of every exchange is its adjoint. So
-the group differentiates the sum of its losses, P L, and process p gets the derivative by its copy w_p of a weight.
-Since all copies are equal,
+Gradients: each process of a group computes the same loss L, and the backward pass of every exchange is its adjoint. So
+the group differentiates the sum of its losses, P L, and process p gets the derivative with respect to its copy w_p of a
+weight. Since all copies are equal,
 
     sum over p of d(P L)/dw_p = P dL/dw,
 
-whether the weight sees a share of the tokens or all of them. DDP and FSDP2 divide the sum over all processes by their
-number, which is P times that of the groups. The result is the mean of dL/dw over the groups.
+whether the weight sees a shard of the tokens or all of them. DDP and FSDP2 divide the sum over all processes by the
+number of processes, P times the number of groups. The result is the mean of dL/dw over the groups.
 """
 
 from __future__ import annotations
@@ -35,33 +36,33 @@ TOKENS, HEADS = 1, 2  # dimensions of `B S H D`
 
 @dataclass(eq=False)
 class SequenceGroup:
-    """The processes that share the tokens of the same samples; without gradients, each has all tokens.
+    """The processes that shard the tokens of the same samples; without gradients, each process has all tokens.
 
-    Any number of tokens can be shared: the first processes have one more than the others.
+    The number of tokens need not be divisible: the first processes get one more.
 
     Attributes:
-        rank, size: of this process in the group, and of the group.
-        handle: the group in torch.distributed.
+        rank, size: rank of this process in the group, and size of the group.
+        handle: the process group of torch.distributed.
     """
 
     rank: int
     size: int
     handle: Any
-    _tokens: int = field(default=0, init=False)  # of a sample of the micro-batch in work
-    _ropes: Any = field(default_factory=WeakTensorKeyDictionary, init=False)  # this process's share, by whole table
+    _tokens: int = field(default=0, init=False)  # per sample of the current micro-batch
+    _ropes: Any = field(default_factory=WeakTensorKeyDictionary, init=False)  # local shards, by whole table
 
     @classmethod
     def connect(cls, world: World, size: int) -> SequenceGroup:
-        """The group of this process; groups are of consecutive ranks. Collective."""
-        # Twice the watch's limit, as for all processes: the watch names who is missing, a timeout of torch would not.
+        """The group of this process; groups consist of consecutive ranks. Collective."""
+        # Twice the watch's limit, as in the default group: the watch names missing ranks, torch's timeout does not.
         handle, _ = distributed.new_subgroups(group_size=size, timeout=timedelta(seconds=2 * EXCHANGE_SECONDS))
         return cls(world.rank % size, size, handle)
 
     def attach(self, blocks: Sequence[nn.Module], rope: int) -> None:
-        """Share the tokens from the first of these blocks to the last.
+        """Shard the tokens from the first of these blocks to the last.
 
         Args:
-            rope: position of the blocks' argument with the rotations of all tokens, `B S ...`.
+            rope: position of the block argument with the rotary embeddings of all tokens, `B S ...`.
         """
         for number, block in enumerate(blocks):
             block.register_forward_pre_hook(partial(self._enter, rope=rope, opens=number == 0))
@@ -73,7 +74,7 @@ class SequenceGroup:
         cut = list(inputs)
         if opens:
             self._tokens, cut[0] = inputs[0].shape[TOKENS], self.own(inputs[0])
-        # The same tensor for all blocks, which keep what they compute from it.
+        # All blocks get the same tensor, since they cache values derived from it.
         if inputs[rope] not in self._ropes:
             self._ropes[inputs[rope]] = self.own(inputs[rope])
         cut[rope] = self._ropes[inputs[rope]]
@@ -83,51 +84,51 @@ class SequenceGroup:
         return self.gathered(output) if torch.is_grad_enabled() else None
 
     def own(self, x: Tensor) -> Tensor:
-        """This process's share of all tokens: `B s ...` from `B S ...`."""
-        # A copy: compiled functions would need a version for every layout of a view, which also keeps all tokens alive.
+        """This process's shard of the tokens: `B s ...` from `B S ...`."""
+        # A copy: a view would keep all tokens alive, and compiled functions would specialise on its layout.
         return x.tensor_split(self.size, TOKENS)[self.rank].clone(memory_format=torch.contiguous_format)
 
     def gathered(self, x: Tensor) -> Tensor:
-        """All tokens `B S D` from this process's share `B s D`."""
+        """All tokens `B S D` from this process's shard `B s D`."""
         return Gather.apply(x, self)
 
     def by_head(self, x: Tensor) -> Tensor:
-        """All tokens of this process's heads, `B S H/P D`, from its tokens of all heads, `B s H D`."""
+        """All tokens for this process's heads, `B S H/P D`, from its tokens for all heads, `B s H D`."""
         return Swap.apply(x, self, HEADS, TOKENS)
 
     def by_token(self, x: Tensor) -> Tensor:
-        """The opposite of `by_head`."""
+        """The inverse of `by_head`."""
         return Swap.apply(x, self, TOKENS, HEADS)
 
     def swap(self, x: Tensor, split: int, join: int) -> Tensor:
-        """Divide a dimension of `B s H D` or `B S h D` among the processes, and join the other one."""
+        """Split one dimension of `B s H D` or `B S h D` across the processes, and join the other dimension."""
         parts = x.tensor_split(self.size, split)
         return self.exchange(parts, join, self.shares() if join == TOKENS else [x.shape[join]] * self.size)
 
     def shares(self) -> list[int]:
-        """How many tokens of a sample each process has, as `tensor_split` divides them."""
+        """Number of tokens per process, as `tensor_split` divides them."""
         least, more = divmod(self._tokens, self.size)
         return [least + (rank < more) for rank in range(self.size)]
 
     def exchange(self, parts: Sequence[Tensor], join: int, lengths: Sequence[int]) -> Tensor:
-        """Send a part to each process; returns what they sent to this one, joined in a dimension.
+        """All-to-all: send one part to each process, and join the received parts in a dimension.
 
         Args:
-            lengths: of the tensors that arrive, in that dimension; in the others they are as `parts[rank]`.
+            lengths: lengths of the received parts in that dimension; other dimensions are as in `parts[rank]`.
         """
-        own, sizes = parts[self.rank], [part.numel() for part in parts]
-        shapes = [(*own.shape[:join], length, *own.shape[join + 1 :]) for length in lengths]
-        sent = own.new_empty(sum(sizes))
+        kept, sizes = parts[self.rank], [part.numel() for part in parts]
+        shapes = [(*kept.shape[:join], length, *kept.shape[join + 1 :]) for length in lengths]
+        sent = kept.new_empty(sum(sizes))
         for room, part in zip(sent.split(sizes), parts, strict=True):
             room.view(part.shape).copy_(part)
         arriving = [math.prod(shape) for shape in shapes]
-        found = own.new_empty(sum(arriving))
-        distributed.all_to_all_single(found, sent, arriving, sizes, group=self.handle)
-        return torch.cat([part.view(shape) for part, shape in zip(found.split(arriving), shapes, strict=True)], join)
+        flat = kept.new_empty(sum(arriving))
+        distributed.all_to_all_single(flat, sent, arriving, sizes, group=self.handle)
+        return torch.cat([part.view(shape) for part, shape in zip(flat.split(arriving), shapes, strict=True)], join)
 
 
 class Swap(torch.autograd.Function):
-    """`SequenceGroup.swap`, whose adjoint swaps back."""
+    """`SequenceGroup.swap`; the backward pass swaps back."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: SequenceGroup, split: int, join: int) -> Tensor:
@@ -140,8 +141,10 @@ class Swap(torch.autograd.Function):
 
 
 class Gather(torch.autograd.Function):
-    """`B S D` from the shares of all processes. The adjoint sums what they send back; all of them compute the same
-    gradient of all tokens, so the sum is P times this process's own share of it, and nothing is sent.
+    """All-gather of the shards to `B S D`.
+
+    The adjoint is a reduce-scatter. All processes compute the same gradient of all tokens, so the result is P times
+    this process's shard, without communication.
     """
 
     @staticmethod

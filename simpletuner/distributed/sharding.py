@@ -1,12 +1,12 @@
-"""FSDP2: each process keeps a part of every weight, and gathers a block's weights while it computes with them.
+"""FSDP2: each process keeps a shard of every weight, and gathers a block's weights for its forward and backward pass.
 
-torch's `fully_shard` does the work. A forward pass is then collective: every process runs the same ones. Trained
-weights that are sharded are `DTensor`s, as are their gradients and optimizer states; only this module knows the class.
-A LoRA is small, so it is kept whole in every process, and DDP averages its gradients as without sharding.
+Uses torch's `fully_shard`. A forward pass is then collective: all processes must run the same passes. Sharded trained
+weights are `DTensor`s, as are their gradients and optimizer states; only this module uses that class. A LoRA is small,
+so every process keeps it whole, and DDP averages its gradients as usual.
 
-In checkpoints, each sharded tensor of a run's state (moments of the optimizer, moving average) is represented in
-`state.pt` by a tensor without values, on `meta`; the values are next to it in a folder of torch.distributed.checkpoint,
-in which every process writes its parts. They load with any number of processes.
+In checkpoints, `state.pt` has a placeholder on `meta` for every sharded tensor of a run's state (optimizer moments,
+moving average). The values are in a folder next to it, in the format of torch.distributed.checkpoint, where every
+process writes its shards. They can be loaded with any number of processes.
 """
 
 from __future__ import annotations
@@ -45,36 +45,36 @@ def shard(
     *,
     keep_trained: bool,
 ) -> None:
-    """Distribute the weights of a transformer over the processes, and move it to the device.
+    """Shard the weights of a transformer across the processes, and move it to the device.
 
     Args:
-        transformer: on the CPU; nothing may be added to it or replaced in it afterwards.
-        keep_trained: every process keeps all of each trained parameter: they are those of an adapter.
+        transformer: on the CPU; no module may be added or replaced afterwards.
+        keep_trained: keep trained parameters whole in every process, as for an adapter.
     """
     reshard = config.fsdp_reshard_after_forward
     kept = {weight for weight in transformer.parameters() if weight.requires_grad and keep_trained}
     sizes = {"replicate": config.num_machines, "shard": world.size // config.num_machines}
     sizes = sizes if config.fsdp_hybrid else {"shard": world.size}
     mesh = init_device_mesh(device.type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
-    warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view")  # nothing changes it in place
+    warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view")  # it is never modified in place
     for module in _units(transformer, blocks, kept):
         fully_shard(module, mesh=mesh, reshard_after_forward=reshard, ignored_params=kept)
-    # diffusers writes the name of the class into config.json, and `fully_shard` has changed it.
+    # diffusers writes the class name into config.json; undo the prefix that `fully_shard` adds.
     type(transformer).__name__ = type(transformer).__name__.removeprefix("FSDP")
     for parameter in transformer.parameters():
         if not isinstance(parameter, DTensor):
-            # `fully_shard` has moved everything else.
+            # `fully_shard` has moved all other parameters.
             parameter.data = parameter.data.to(device)
     if config.fsdp_whole_gradients:
         model: Any = transformer
-        model.no_sync = partial(_without_exchange, model)  # as accelerate finds it in DDP
+        model.no_sync = partial(_without_exchange, model)  # accelerate calls it, as with DDP
     if not reshard:
         transformer.register_forward_hook(_reshard_after_sampling)
 
 
 @contextmanager
 def _without_exchange(transformer: FSDPModule) -> Iterator[None]:
-    """A context in which backward passes add up whole gradients in each process."""
+    """A context in which backward passes accumulate unsharded gradients without communication."""
     transformer.set_requires_gradient_sync(False)
     try:
         yield
@@ -83,10 +83,10 @@ def _without_exchange(transformer: FSDPModule) -> Iterator[None]:
 
 
 def _units(transformer: nn.Module, blocks: Sequence[nn.Module], kept: Collection[nn.Parameter]) -> Iterator[nn.Module]:
-    """The modules whose weights are gathered together, inner ones first: the blocks, then the transformer.
+    """The modules whose weights are gathered together, innermost first: the blocks, then the transformer.
 
-    The gradients of a unit are summed in one tensor, so layers that train in another dtype than most of their block
-    (Kandinsky's modulation) are units of their own.
+    The gradients of a unit are reduced in one tensor, so layers that train in another dtype than most of their block
+    (Kandinsky's modulation) are separate units.
     """
     inside = {module for block in blocks for module in block.modules()}
     rest = [module for module in transformer.modules() if module not in inside]
@@ -96,7 +96,7 @@ def _units(transformer: nn.Module, blocks: Sequence[nn.Module], kept: Collection
 
 
 def _of_another_dtype(modules: Sequence[nn.Module], kept: Collection[nn.Parameter]) -> list[nn.Module]:
-    """The modules that own trained parameters of another dtype than most of these modules' parameters."""
+    """The modules with trained parameters of another dtype than the most frequent one."""
     owned = {
         module: [each for each in module.parameters(recurse=False) if each.requires_grad and each not in kept]
         for module in modules
@@ -109,7 +109,7 @@ def _of_another_dtype(modules: Sequence[nn.Module], kept: Collection[nn.Paramete
 
 
 def _reshard_after_sampling(transformer: nn.Module, inputs: Any, output: Any) -> None:
-    """Free the weights that a pass without gradients gathered: no backward pass does, and an update outdates them."""
+    """Free weights gathered by a pass without gradients: no backward pass frees them, and updates make them stale."""
     if not torch.is_grad_enabled():
         for module in transformer.modules():
             if isinstance(module, FSDPModule):
@@ -117,58 +117,58 @@ def _reshard_after_sampling(transformer: nn.Module, inputs: Any, output: Any) ->
 
 
 def is_part(tensor: Tensor) -> bool:
-    """Whether this process has only a part of a tensor."""
+    """Whether a tensor is sharded."""
     return isinstance(tensor, DTensor)
 
 
 def local(tensor: Tensor) -> Tensor:
-    """This process's part of a sharded tensor, in the same memory; any other tensor itself."""
+    """This process's shard of a tensor, sharing its memory; an unsharded tensor is returned as is."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def local_parts(tensors: Iterable[Tensor]) -> list[Tensor]:
-    """The local part of each tensor; a zero where it is empty, since an empty tensor has no largest value."""
+    """The local shard of every tensor; a zero for an empty shard, since an empty tensor has no maximum."""
     return [part if part.numel() else part.new_zeros(1) for part in map(local, tensors)]
 
 
 def from_all(values: Tensor, tensors: Iterable[Tensor]) -> Tensor:
-    """The values `N` of every process that holds a part of these tensors, one after the other; collective."""
+    """All-gather: the values `N` of every process that holds a shard of these tensors, concatenated. Collective."""
     mesh = next((each.device_mesh for each in tensors if isinstance(each, DTensor)), None)
     if mesh is None:
         return values
-    # NCCL exchanges GPU memory only, and the average may be on the CPU.
+    # NCCL needs GPU memory, and the moving average may be on the CPU.
     values = values.to(mesh.device_type)
-    shards = mesh.ndim - 1  # the last dimension; along others, processes hold the same parts
-    found = [torch.empty_like(values) for _ in range(mesh.size(shards))]
-    dist.all_gather(found, values, group=mesh.get_group(shards))
-    return torch.cat(found)
+    shards = mesh.ndim - 1  # the last mesh dimension; the other one replicates
+    received = [torch.empty_like(values) for _ in range(mesh.size(shards))]
+    dist.all_gather(received, values, group=mesh.get_group(shards))
+    return torch.cat(received)
 
 
 def like(part: Tensor, tensor: Tensor) -> Tensor:
-    """A `DTensor` made of a local part, distributed like another tensor."""
+    """A `DTensor` from a local shard, distributed like another tensor."""
     if not isinstance(tensor, DTensor):
         return part
     meta = TensorMeta(tensor.shape, tensor.stride(), part.dtype)
-    # Not `from_local`, which would move a part on the CPU to the mesh's device.
+    # Not `from_local`, which would move a shard on the CPU to the mesh's device.
     return DTensor(part, DTensorSpec(tensor.device_mesh, tensor.placements, meta), requires_grad=False)
 
 
 def as_sharded(full: Tensor, tensor: Tensor) -> Tensor:
-    """A tensor that every process holds in full, distributed like another one; without communication."""
+    """Shard a tensor that every process holds in full, like another tensor; without communication."""
     if not isinstance(tensor, DTensor) or isinstance(full, DTensor):
         return full
     return distribute_tensor(full, tensor.device_mesh, tensor.placements, src_data_rank=None)
 
 
 def room_for(tensor: Tensor, other: Tensor) -> Tensor:
-    """Zeros in the shape and dtype of a tensor: distributed like the other one, or on the CPU."""
+    """Zeros in the shape and dtype of `tensor`, distributed like `other` if that is sharded, else on the CPU."""
     if not isinstance(other, DTensor):
         return torch.zeros(tensor.shape, dtype=tensor.dtype)
     return zeros(tensor.shape, dtype=tensor.dtype, device_mesh=other.device_mesh, placements=other.placements)
 
 
 def gathered(tensor: Tensor) -> Tensor:
-    """All of a tensor, on the CPU; collective if it is sharded."""
+    """The whole tensor, on the CPU. Collective if it is sharded."""
     if not isinstance(tensor, DTensor):
         return tensor.detach().cpu()
     part: Any = like(local(tensor.detach()).to(tensor.device_mesh.device_type), tensor)
@@ -177,38 +177,38 @@ def gathered(tensor: Tensor) -> Tensor:
 
 
 def without_shards(state: Any, folder: Path | None, sharers: World) -> Any:
-    """A state as one process can save it. Collective if there are several.
+    """A state that one process can save. Collective with several processes.
 
     Args:
-        folder: where every process writes its parts of the sharded tensors, which leaves tensors without values in the
-            state; None gathers them on the CPU of the main process.
+        folder: where every process writes its shards, which leaves placeholders in the state; None gathers sharded
+            tensors on the CPU of the main process.
     """
     if sharers.size == 1:
         return state
     if folder is None:
         return replaced(state, partial(_whole, keep=sharers.is_main))
-    found: dict[str, Tensor] = {}
-    rest = replaced(state, partial(_set_aside, found))
-    # On one machine, the main process flushes the files of all.
-    save(found, storage_writer=FileSystemWriter(folder / SHARDS_FOLDER, sync_files=not sharers.is_on_one_machine))
+    shards: dict[str, Tensor] = {}
+    rest = replaced(state, partial(_set_aside, shards))
+    # On one machine, the main process flushes all files.
+    save(shards, storage_writer=FileSystemWriter(folder / SHARDS_FOLDER, sync_files=not sharers.is_on_one_machine))
     return rest
 
 
 def load_shards(state: Any, folder: Path, parameters: Iterable[nn.Parameter]) -> Any:
-    """A state from `state.pt` with the values of its sharded tensors, distributed as the parameters are. Collective."""
-    found: dict[str, Tensor] = {}
+    """A state from `state.pt` with its placeholders loaded, distributed like the parameters. Collective."""
+    shards: dict[str, Tensor] = {}
     parameter = next(iter(parameters))
-    whole = replaced(state, partial(_make_room, found, parameter))
-    if found:
-        # torch warns that it loads in one process.
+    whole = replaced(state, partial(_make_room, shards, parameter))
+    if shards:
+        # torch warns about loading in one process.
         with warnings.catch_warnings(action="ignore", category=UserWarning):
-            # Several processes that share no weights read all of them, each for itself.
-            load(found, checkpoint_id=folder / SHARDS_FOLDER, no_dist=not is_part(parameter))
+            # Without sharding, every process reads all values itself.
+            load(shards, checkpoint_id=folder / SHARDS_FOLDER, no_dist=not is_part(parameter))
     return whole
 
 
 def shard_moments(state: dict[str, Any], parameters: Iterable[nn.Parameter]) -> dict[str, Any]:
-    """The state of an optimizer, with all tensors of the shape of their parameter distributed as it is."""
+    """An optimizer state in which every tensor with the shape of its parameter is distributed like the parameter."""
     moments = dict(state["state"])
     for number, parameter in enumerate(parameters):
         if number in moments:
@@ -228,21 +228,21 @@ def _whole(path: str, tensor: Tensor, *, keep: bool) -> Tensor:
     return full if keep else full.new_empty(0)
 
 
-def _set_aside(found: dict[str, Tensor], path: str, tensor: Tensor) -> Tensor:
+def _set_aside(shards: dict[str, Tensor], path: str, tensor: Tensor) -> Tensor:
     if not is_part(tensor):
         return tensor
-    found[path] = tensor
+    shards[path] = tensor
     return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
 
 
-def _make_room(found: dict[str, Tensor], parameter: nn.Parameter, path: str, tensor: Tensor) -> Tensor:
+def _make_room(shards: dict[str, Tensor], parameter: nn.Parameter, path: str, tensor: Tensor) -> Tensor:
     if tensor.is_meta:
-        found[path] = room_for(tensor, parameter)
-    return found.get(path, tensor)
+        shards[path] = room_for(tensor, parameter)
+    return shards.get(path, tensor)
 
 
 def replaced(state: Any, replace: Callable[[str, Tensor], Tensor], path: str = "") -> Any:
-    """A state in new dictionaries and lists, with every tensor replaced by a function of its path and itself."""
+    """A copy of a nested state in which every tensor is replaced by `replace(path, tensor)`."""
     if isinstance(state, dict):
         return {key: replaced(value, replace, f"{path}/{key}") for key, value in state.items()}
     if isinstance(state, list):

@@ -1,6 +1,6 @@
-"""The processes of a run: the rank of this one, and the values that they exchange.
+"""The processes of a run: the rank of this process, and the exchange of values.
 
-A run of one process is a `World` of size 1, which communicates with nobody and costs nothing.
+A run with one process is a `World` of size 1, which does not communicate and costs nothing.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ from simpletuner.errors import UserError
 
 Value = TypeVar("Value")
 
-EXCHANGE_SECONDS = 1800.0  # the longest that a process may wait for another that does nothing
+EXCHANGE_SECONDS = 1800.0  # maximum time a process may wait for another without progress
 
 
 @dataclass(frozen=True)
 class World:
-    """The processes of a run, which do the same steps at the same time.
+    """The processes of a run, which take the same steps in parallel.
 
     Attributes:
-        rank: of this process, counted from 0.
-        size: how many processes there are.
-        local_rank, local_size: the same among the processes of this machine.
+        rank: rank of this process, counted from 0.
+        size: number of processes.
+        local_rank, local_size: rank and number among the processes of this machine.
     """
 
     rank: int = 0
@@ -37,12 +37,12 @@ class World:
 
     @property
     def is_main(self) -> bool:
-        """Whether this process does the work of the whole run: it writes files, the record and the terminal."""
+        """Whether this is rank 0, which writes the files, the record and the terminal output of the run."""
         return self.rank == 0
 
     @property
     def place(self) -> tuple[int, int]:
-        """Rank and number of the processes."""
+        """(rank, size)."""
         return self.rank, self.size
 
     @property
@@ -52,12 +52,12 @@ class World:
 
     @property
     def is_leader(self) -> bool:
-        """Whether this process does the work that is done once per machine."""
+        """Whether this process does the work needed once per machine."""
         return self.local_rank == 0
 
     @property
     def label(self) -> str:
-        """Prefix of the log lines of this process; empty for a single process."""
+        """Prefix of this process's log lines; empty for a single process."""
         return f"[{self.rank}] " if self.size > 1 else ""
 
     def slots(self, count: int) -> range:
@@ -65,32 +65,32 @@ class World:
         return range(self.rank * count, (self.rank + 1) * count)
 
     def of_groups(self, size: int) -> World:
-        """The place of this process's group among groups of `size` consecutive processes; alone, it is one."""
+        """A world of groups of `size` consecutive processes, with the rank of this process's group."""
         return self if size == 1 else World(self.rank // size, self.size // size)
 
     def share(self, items: Sequence[Value]) -> Sequence[Value]:
-        """This process's items, of a list that is dealt out round-robin."""
+        """This process's items of a list, assigned round-robin."""
         return items[self.rank :: self.size]
 
     def gather(self, value: Value) -> list[Value]:
-        """The values of all processes, ordered by rank, on every process; waits for all of them."""
+        """All-gather: the values of all processes, ordered by rank. Collective."""
         if self.size > 1:
             raise RuntimeError("these processes are not connected; see `connect`")
         return [value]
 
     def first(self, name: str, value: str) -> str:
-        """The value that the first caller in any process gave for a name; does not wait."""
+        """The value set by the first caller for a name, in any process; does not wait."""
         return self.gather(value)[0]
 
     def counters(self) -> Callable[[str, int], int]:
-        """A function `(name, count) -> sum` that adds to a counter shared by all processes; it does not wait.
+        """A function `(name, count) -> sum` that adds to a counter shared by all processes, without waiting.
 
-        Every call makes new counters, so all processes must call this in the same order.
+        Every call creates new counters, so all processes must make these calls in the same order.
         """
-        raise RuntimeError("only connected processes count together; see `connect`")
+        raise RuntimeError("only connected processes share counters; see `connect`")
 
     def leader_first(self, work: Callable[[], Value]) -> Value:
-        """Run work that leaves files behind, such as downloads, first in one process per machine, then in the rest."""
+        """Run work that writes files, such as downloads, first in one process per machine, then in all others."""
         if not self.is_leader:
             self.barrier()
         value = work()
@@ -99,9 +99,9 @@ class World:
         return value
 
     def in_turn(self, work: Callable[[], Value]) -> Value:
-        """Run work that takes host memory in one process after the other on each machine."""
+        """Run work that needs much host memory in one process at a time per machine."""
         value: Value | None = None
-        # As many turns as the fullest machine has processes: every barrier needs all of them.
+        # As many turns as the largest machine has processes, since every barrier needs all processes.
         for turn in range(max(self.gather(self.local_size))):
             if turn == self.local_rank:
                 value = work()
@@ -113,15 +113,15 @@ class World:
         return any(self.gather(flag))
 
     def mean(self, values: Sequence[float]) -> list[float]:
-        """The mean of each number over the processes, bit-identical on all of them."""
+        """The elementwise mean over the processes, bit-identical in all of them. Collective."""
         return [sum(column) / self.size for column in zip(*self.gather(list(values)), strict=True)]
 
     def broadcast(self, value: Value) -> Value:
-        """The main process's value, on every process. For decisions, not for tensors."""
+        """The main process's value, in every process. For decisions, not for tensors. Collective."""
         return self.gather(value)[0]
 
     def main_only(self, act: Callable[[], Value]) -> Value | None:
-        """Call `act` in the main process only; the others return None at once."""
+        """Call `act` in the main process only; all other processes return None immediately."""
         return act() if self.is_main else None
 
     def on_leader(self, act: Callable[[], Value]) -> Value:
@@ -134,11 +134,11 @@ class World:
         return self.broadcast(cast(Value, self.main_only(act)))
 
     def named(self, name: str) -> str:
-        """The name with the rank of this process, so that it is unique; unchanged in the main process."""
+        """The name with this process's rank appended to make it unique; unchanged in the main process."""
         return name if self.is_main else f"{name}-process-{self.rank}"
 
     def place_among_leaders(self) -> tuple[int, int] | None:
-        """As `place`, counting only the leaders; None in all other processes. Collective."""
+        """`place` among the leaders; None in all other processes. Collective."""
         leaders = [rank for rank, is_leader in enumerate(self.gather(self.is_leader)) if is_leader]
         return (leaders.index(self.rank), len(leaders)) if self.is_leader else None
 
@@ -147,23 +147,23 @@ class World:
         self.gather(None)
 
     def first_failure(self, error: BaseException) -> str | None:
-        """Why another process failed first and so caused this error; None if none has."""
+        """Why another process failed first and caused this error; None if none did."""
         return None
 
     def exchanging(self, what: str) -> AbstractContextManager[None]:
-        """A context for exchanging tensors; if a process stays away from it, the run ends."""
+        """A context for exchanging tensors; the run ends if a process never enters it."""
         return nullcontext()
 
     def follow(self, stop: Stop, ended: Callable[[str, int], None]) -> Callable[[object], None]:
-        """Share stop requests with all processes; returns a function to be called at every sign of progress.
+        """Share stop requests with all processes; returns a heartbeat function to call on progress.
 
         Args:
-            ended: called in the main process with a message and an exit code, when another process ends this one.
+            ended: called in the main process with a message and an exit code if another process ends this one.
         """
         return lambda sign: None
 
     def undisturbed(self) -> AbstractContextManager[object]:
-        """A context for writing, which the failure of another process does not cut short."""
+        """A context for writing, which the failure of another process does not interrupt."""
         return nullcontext()
 
 
@@ -174,18 +174,18 @@ def usable_cores() -> int:
 
 
 def compute_threads(wanted: int | None = None) -> int:
-    """Threads for computation on a CPU: as many as wanted, limited by the usable cores and by OMP_NUM_THREADS.
+    """Number of CPU compute threads: `wanted`, limited by the usable cores and OMP_NUM_THREADS.
 
     More threads than cores would wait for each other in every operation.
     """
-    usable, given = usable_cores(), os.environ.get("OMP_NUM_THREADS", "")
-    return max(1, min(wanted or usable, usable, int(given) if given.isdecimal() else usable))
+    usable, limit = usable_cores(), os.environ.get("OMP_NUM_THREADS", "")
+    return max(1, min(wanted or usable, usable, int(limit) if limit.isdecimal() else usable))
 
 
-# The variables in which launchers pass the rank, the size, and both among the processes of the machine.
+# Variables with which launchers pass rank, size, local rank and local size.
 LAUNCHERS = (
     ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),  # torchrun, accelerate
-    # Only srun sets the size of a step. In a batch script, which is no step, SLURM_PROCID is set too.
+    # srun sets the size of a step. SLURM_PROCID alone is not enough: batch scripts, which are not a step, have it too.
     ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE"),
     ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"),
     ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
@@ -193,14 +193,14 @@ LAUNCHERS = (
 
 
 def launched(environment: Mapping[str, str]) -> World | None:
-    """The place of this process among those that a launcher started; None if it was started by itself.
+    """The world of processes started by a launcher; None without a launcher.
 
     Raises:
-        UserError: a variable is missing or is no number.
+        UserError: a variable is missing or not a number.
     """
     for names in LAUNCHERS:
         rank_name, size_name, *_ = names
-        # A launcher that has started one process changes nothing.
+        # A launcher with a single process changes nothing.
         if environment.get(size_name, "").strip() not in ("", "0", "1"):
             rank, size, local_rank, local_size = (number_in(environment, name) for name in names)
             if rank is None or size is None or rank >= size:
@@ -209,12 +209,12 @@ def launched(environment: Mapping[str, str]) -> World | None:
                     f"{rank_name} is {environment.get(rank_name, 'not set')}. Let one launcher set both, or unset "
                     f"{size_name}."
                 )
-            # Kubernetes sets no local ones: it starts one process in each machine.
+            # Kubernetes sets no local variables: it starts one process per machine.
             return World(rank, size, local_rank or 0, local_size or 1)
     return None
 
 
 def number_in(environment: Mapping[str, str], name: str) -> int | None:
     """A variable as a number; Slurm lists the tasks of all machines, such as 4(x2)."""
-    found = re.match(r"\d+", environment.get(name, "").strip())
-    return int(found[0]) if found else None
+    digits = re.match(r"\d+", environment.get(name, "").strip())
+    return int(digits[0]) if digits else None

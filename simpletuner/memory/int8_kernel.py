@@ -1,8 +1,8 @@
-"""Products of int8 rows and levels with their scales in the epilogue, in Triton.
+"""Triton int8 matmul with scaling in the epilogue.
 
-`torch._int_mm` writes int32 sums, which a second kernel reads, scales and rounds: ten bytes of traffic per number, to
-write two. Here the sums stay in registers. They are exact, and scaled and rounded in the same order, so that both give
-the same bits.
+`torch._int_mm` writes int32 sums, which a second kernel reads, scales and rounds: ten bytes of traffic per number, of
+which two are the result. Here the sums stay in registers. They are exact, and are scaled and rounded in the same order,
+so both paths are bit-identical.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-# Two thirds of the shared memory of a consumer GPU (100 KB) with three stages of 128 x 64 bytes for either factor. A
-# group of eight rows of tiles runs at a time, so that their factors stay in the L2 cache.
+# Three stages of 128 x 64 bytes per factor fill two thirds of a consumer GPU's shared memory (100 KB). A group of eight
+# rows of tiles runs at a time, so that their factors stay in the L2 cache.
 TILE = {"rows_of_tile": 128, "columns_of_tile": 128, "depth": 64, "group": 8}
 SETTINGS = {**TILE, "num_warps": 8, "num_stages": 3}
 
@@ -55,7 +55,7 @@ def scaled_product(rows: Tensor, levels: Tensor, scale: Tensor, columns: Tensor 
         levels: int8 K N, in any layout.
         scale: float32 M 1.
         columns: float32 1 N, contiguous.
-        dtype: of the result.
+        dtype: dtype of the result.
     """
     (m, k), n = rows.shape, levels.shape[1]
     out = rows.new_empty((m, n), dtype=dtype)

@@ -1,6 +1,6 @@
-"""Dtypes by their config names, quantised frozen linear layers, and products in the bits of their weights (W8A8).
+"""Dtypes by config name, quantised frozen linear layers, and W8A8 matmuls with their quantised weights.
 
-A library computes levels and scales once, when weights are loaded. Plain buffers of `QuantisedLinear` store them, so
+A library computes levels and scales once, when weights are loaded. `QuantisedLinear` stores them as plain buffers, so
 they can be moved, streamed, compiled and saved like any tensor.
 
 With the weight W[n, k] = s[n] · L[n, k], levels L in int8 or float8 (e4m3) and a scale per output channel:
@@ -8,14 +8,14 @@ With the weight W[n, k] = s[n] · L[n, k], levels L in int8 or float8 (e4m3) and
     forward          x[m, k] ≈ a[m] · X[m, k]            y[m, n] = a[m] · s[n] · Σ_k X[m, k] · L[n, k]
     input gradient   g[m, n] · s[n] ≈ b[m] · G[m, n]     dx[m, k] = b[m] · Σ_n G[m, n] · L[n, k]
 
-a and b are the largest absolute values of a row (a token), divided by the largest level. In the backward pass the
-weight's scale lies along the sum and cannot be taken out of it, so it is folded into the gradient before that is
-quantised: apart from the rounding of x and g · s, both products are exactly those of the unpacked weight. int8 sums
+a and b are the largest absolute value of a row (a token), divided by the largest level. In the backward pass, the
+weight's scale varies along the summed dimension and cannot be factored out, so it is folded into the gradient before
+quantisation. Apart from the rounding of x and g · s, both matmuls are exactly those of the unpacked weight. int8 sums
 are exact in int32 for rows of up to 133,000 numbers.
 
-Own code rather than torchao's: its float8 and int8 training keep the weight in bf16 and quantise it anew for each
-product and axis, `Int8QuantizedTrainingLinearWeight` unpacks it for the input gradient, and the inference tensors have
-no quantised backward pass. As in its row-wise recipe, gradients are e4m3, too: scales per row leave e5m2's wider range
+This does not use torchao: its float8 and int8 training keep the weight in bf16 and requantise it for each matmul and
+axis, `Int8QuantizedTrainingLinearWeight` unpacks it for the input gradient, and its inference tensors have no quantised
+backward pass. As in torchao's row-wise recipe, gradients are e4m3 too: with scales per row, e5m2's wider range would be
 unused.
 """
 
@@ -39,20 +39,20 @@ from simpletuner.errors import ConfigError, Problem, shorten
 from simpletuner.memory.heap import trim_heap
 from simpletuner.models.blocks import DEVICE_FAILURES
 
-# `torch._int_mm` needs more rows than this on a GPU; on any device, fewer rows use the unpacked weight.
+# `torch._int_mm` needs more rows than this on a GPU; on every device, up to this many rows use the unpacked weight.
 FEW = 16
-# Both operations need sizes that are multiples of 8 or 16.
+# `_int_mm` and `_scaled_mm` need sizes that are multiples of 8 or 16.
 MULTIPLE = 16
 TINY = torch.finfo(torch.float32).tiny
 
 
 def round_rows(rows: Tensor, fold: Tensor | None, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Rows M K, times a scale per column if there is one, as levels of a dtype and their scales, float32 M 1."""
+    """Quantise rows M K, multiplied by `fold` per column if set: levels of a dtype, and scales, float32 M 1."""
     largest = 127.0 if dtype is torch.int8 else torch.finfo(dtype).max
     folded = rows if fold is None else rows * fold
     norm = torch.linalg.vector_norm(folded, math.inf, -1, keepdim=True, dtype=torch.float32)
     scale = norm.div_(largest).clamp_min_(TINY)
-    exact = rows / scale if fold is None else folded.div_(scale)  # float32 for bf16 rows too, without a copy of them
+    exact = rows / scale if fold is None else folded.div_(scale)  # float32 even for bf16 rows, without copying them
     return (exact.round_() if dtype is torch.int8 else exact).to(dtype).contiguous(), scale
 
 
@@ -63,57 +63,57 @@ def multiply(
     rows: Tensor, levels: Tensor, *, fold: Tensor | None = None, columns: Tensor | None = None,
     product: ScaledProduct | None = None,
 ) -> Tensor:  # fmt: skip
-    """Rounded rows times levels: M N, in the dtype of `rows`.
+    """Quantised rows times levels: M N, in the dtype of `rows`.
 
     Args:
         rows: M K.
-        levels: K N, column-major as the kernels on a GPU want it.
-        fold: float32 1 K, multiplied to the rows before rounding.
-        columns: float32 1 N, multiplied to the result.
-        product: of int8, with the scales; by default torch's, and two more kernels. Both give the same bits.
+        levels: K N, column-major as the GPU kernels require.
+        fold: float32 1 K, multiplies the rows before rounding.
+        columns: float32 1 N, multiplies the result.
+        product: fused int8 matmul with scaling; the default is torch's matmul and two more kernels, bit-identical.
     """
     rounded, scale = round_rows(rows, fold, levels.dtype)
     if product is not None:
         return product(rounded, levels, scale, columns, rows.dtype)
     if levels.dtype is torch.int8:
         sums = torch._int_mm(rounded, levels)
-        out = torch.empty_like(sums, dtype=rows.dtype)  # the last product rounds to it, without a float32 copy
+        out = torch.empty_like(sums, dtype=rows.dtype)  # the last product rounds into it, without a float32 copy
         return torch.mul(sums, scale, out=out) if columns is None else torch.mul(sums * scale, columns, out=out)
     if columns is None:
         columns = scale.new_ones((1, levels.shape[1]))
-    # Kernels with scales per row write bf16 only; on a CPU torch 2.11 has none.
+    # Row-wise scaled kernels write only bf16, and torch 2.11 has none for CPUs.
     if rows.device.type == "cpu":
         out = (rounded.float() @ levels.float()).mul_(scale).mul_(columns).bfloat16()
     else:
-        # Fast accumulation in tensor-core registers has fewer bits on Ada and Hopper; gradients use all bits.
+        # Fast accumulation has fewer bits on Ada and Hopper; gradients use full precision.
         quick, dtype = fold is None, torch.bfloat16
         out = torch._scaled_mm(rounded, levels, scale, columns, out_dtype=dtype, use_fast_accum=quick)
     return out.to(rows.dtype)
 
 
 def can_multiply(rows: Tensor, levels: Tensor) -> bool:
-    """Whether the operations on a GPU take rows (..., K) and levels of these sizes."""
+    """Whether the GPU operations support rows (..., K) and levels of these sizes."""
     return math.prod(rows.shape[:-1]) > FEW and not any(side % MULTIPLE for side in levels.shape)
 
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-# Weights that share a scale below 8 bits: the first size that divides the row.
+# Weights per scale below 8 bits: the first size that divides the row.
 GROUP_SIZES = (128, 96, 64, 32)
-NF4_BLOCK = 64  # weights that share a scale, as in QLoRA
+NF4_BLOCK = 64  # weights per scale, as in QLoRA
 
 
 class WeightFormat(Protocol):
-    """Computes with the plain tensors of a packed weight `out in`."""
+    """Computes with the tensors of a packed weight `out in`."""
 
     def unpack(self, *packed: Tensor) -> Tensor:
-        """The weight, `out in`, in the dtype of the computation."""
+        """The weight `out in` in the compute dtype."""
 
     def product(self, inputs: Tensor, bias: Tensor | None, *packed: Tensor) -> Tensor:
         """`inputs` (..., in) times the weight plus the bias: (..., out)."""
         return nn.functional.linear(inputs, self.unpack(*packed), bias)
 
     def input_gradient(self, gradient: Tensor, *packed: Tensor) -> Tensor:
-        """The gradient of the inputs (..., in) from the gradient of the product (..., out)."""
+        """The gradient of the inputs (..., in) for the gradient of the product (..., out)."""
         return gradient @ self.unpack(*packed)
 
 
@@ -121,7 +121,7 @@ Packed = tuple[WeightFormat, Mapping[str, Tensor]]
 
 
 def pack(weight: Tensor, quantisation: Quantisation) -> Packed:
-    """Pack a weight `out in`: its format, and the tensors by name in the order that the format takes them.
+    """Pack a weight `out in`: its format, and its tensors by name, in the format's order.
 
     Scales and unpacked weights have the weight's dtype.
     """
@@ -134,13 +134,14 @@ def pack(weight: Tensor, quantisation: Quantisation) -> Packed:
 class ScaledRows(WeightFormat):
     """One byte per weight, int8 or float8, and one scale per row: w = scale · level.
 
-    It also replaces torchao's product of int8dq, which formats a tensor in every call and so synchronises with the GPU,
-    and fails for few rows when compiled. torchao rounds inputs in steps of 1/127.5 of a row's largest value and clips
-    that value; here the steps are 1/127.
+    It also replaces torchao's int8dq matmul, which formats a tensor in every call and so synchronises with the GPU, and
+    fails for few rows when compiled. torchao rounds inputs in steps of 1/127.5 of a row's largest value and clips that
+    value; here the steps are 1/127.
 
     Attributes:
-        dtype: of the unpacked weight; by default, of the scales.
-        rounds_inputs, rounds_gradients: round these to the type of the weight and multiply there; otherwise unpack it.
+        dtype: dtype of the unpacked weight; by default that of the scales.
+        rounds_inputs, rounds_gradients: quantise inputs or gradients to the type of the weight and multiply in it;
+            otherwise unpack the weight.
         kernel: see `multiply`.
     """
 
@@ -151,7 +152,7 @@ class ScaledRows(WeightFormat):
 
     def unpack(self, *packed: Tensor) -> Tensor:
         levels, scale = packed
-        # Multiplication promotes integers, but not float8.
+        # Multiplication promotes integers but not float8.
         weight = (levels.to(scale.dtype) if levels.is_floating_point() else levels) * scale
         return weight if self.dtype is None else weight.to(self.dtype)
 
@@ -167,7 +168,7 @@ class ScaledRows(WeightFormat):
         levels, scale = packed
         if not self.rounds_gradients or not can_multiply(gradient, levels):
             return super().input_gradient(gradient, *packed)
-        # Column-major by a copy of one byte per weight, unless the kernel takes any layout.
+        # The copy makes it column-major, at one byte per weight, unless the kernel takes any layout.
         columns = levels if self.kernel else levels.t().contiguous().t()
         inputs = multiply(gradient.flatten(0, -2), columns, fold=scale.float().t(), product=self.kernel)
         return inputs.unflatten(0, gradient.shape[:-1])
@@ -177,7 +178,7 @@ class ScaledRows(WeightFormat):
 class ScaledGroups(WeightFormat):
     """2 or 4 bits per weight, and a scale and shift per group: w = scale · level - shift.
 
-    The groups are packed in slices: byte row i holds group i in its lowest bits, then group i of the next slice.
+    Groups are packed in slices: byte row i holds group i in its lowest bits, then group i of the next slice.
     """
 
     bits: int
@@ -231,7 +232,7 @@ class TorchaoWeight(WeightFormat):
 def _pack_quanto(weight: Tensor, kind: str) -> Packed:
     from optimum.quanto import AbsmaxOptimizer, MaxOptimizer, qtypes, quantize_weight
 
-    qtype, exact = qtypes[kind], weight.float()  # levels computed in bf16 would be off by up to a quarter
+    qtype, exact = qtypes[kind], weight.float()  # in bf16, levels would be off by up to a quarter
     if qtype.bits == 8:
         scale = _usable(AbsmaxOptimizer()(exact, qtype=qtype, axis=0), weight.dtype)
         packed = quantize_weight(exact, qtype=qtype, axis=0, scale=scale.float(), optimized=False)
@@ -246,7 +247,7 @@ def _pack_quanto(weight: Tensor, kind: str) -> Packed:
 
 
 def _usable(scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """The scale in the dtype that is stored; 1 for rows of zeros, to avoid division by zero."""
+    """The scale in the stored dtype; 1 for rows of zeros, to avoid division by zero."""
     kept = scale.to(dtype)
     return torch.where(kept == 0, torch.ones_like(kept), kept)
 
@@ -263,7 +264,7 @@ def _pack_bitsandbytes(weight: Tensor, kind: str) -> Packed:
 def _pack_torchao(weight: Tensor, kind: str) -> Packed:
     from torchao import quantization
 
-    # torchao quantises modules only; on `meta` this one allocates nothing.
+    # torchao quantises only modules; on `meta`, this module allocates nothing.
     carrier = torch.nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
     carrier.weight = torch.nn.Parameter(weight, requires_grad=False)
     quantization.quantize_(carrier, getattr(quantization, kind)())
@@ -280,7 +281,7 @@ Via = Literal["cpu", "accelerator", "pipeline"]
 
 
 class FrozenProduct(torch.autograd.Function):
-    """Product with a packed weight. The backward pass unpacks it again, so autograd saves no unpacked weight."""
+    """Matmul with a packed weight. The backward pass unpacks it again, so autograd saves no unpacked weight."""
 
     @staticmethod
     def forward(ctx: Any, inputs: Tensor, bias: Tensor | None, form: WeightFormat, *packed: Tensor) -> Tensor:
@@ -297,7 +298,7 @@ class FrozenProduct(torch.autograd.Function):
 
 
 class QuantisedLinear(nn.Linear):
-    """A linear layer whose weight is packed into buffers named `packed_...`; it takes adapters as usual."""
+    """A linear layer whose weight is packed into buffers named `packed_...`; supports adapters as usual."""
 
     def __init__(self, layer: nn.Linear, packed: Packed) -> None:
         nn.Module.__init__(self)  # nn.Linear would allocate a full-size weight
@@ -316,7 +317,7 @@ class QuantisedLinear(nn.Linear):
 
     @property
     def weight(self) -> Tensor:  # type: ignore[override]
-        """The weight `out in`, unpacked at each access; read by peft when adapters are added, and by DoRA."""
+        """The weight `out in`, unpacked at each access; read by DoRA, and by peft when it adds adapters."""
         return self.form.unpack(*self.packed)
 
     def forward(self, inputs: Tensor) -> Tensor:
@@ -332,11 +333,11 @@ def quantise(
     model: nn.Module, layers: str, quantisation: Quantisation, *, via: Via = "cpu", accelerator: torch.device,
     within: Sequence[nn.Module] = (),
 ) -> None:  # fmt: skip
-    """Replace linear layers of a model by quantised ones, in place, each on its layer's device.
+    """Replace linear layers of a model with quantised layers, in place and on the same device.
 
     Args:
-        layers: regular expression that the whole dotted path of a layer must match.
-        within: modules of the model, to quantise only the layers in them; by default all.
+        layers: regular expression that must match the full dotted path of a layer.
+        within: quantise only layers in these modules; by default in the whole model.
         via: device of the packing, with equal results: the CPU, or the accelerator, one block (`accelerator`) or one
             layer (`pipeline`) at a time.
 
@@ -347,7 +348,7 @@ def quantise(
     if not chosen:
         raise RuntimeError(f"no linear layer of {type(model).__name__} matches {layers!r}")
     device = torch.device("cpu") if via == "cpu" else accelerator
-    # Layers of an earlier call are packed already.
+    # Layers from an earlier call are already packed.
     inside = {module for part in within or [model] for module in part.modules() if type(module) is not QuantisedLinear}
     for _, block in groupby((name for name, layer in chosen.items() if layer in inside), key=block_of):
         for _, group in groupby(block, key=block_of if via == "accelerator" else str):
@@ -356,7 +357,7 @@ def quantise(
 
 
 def linear_layers(model: nn.Module, layers: str) -> Iterator[tuple[str, nn.Linear]]:
-    """Linear layers whose path matches, in the order of the model."""
+    """Linear layers with a matching path, in the order of the model."""
     for name, module in model.named_modules():
         if isinstance(module, nn.Linear) and re.fullmatch(layers, name):
             yield name, module
@@ -368,7 +369,7 @@ def block_of(name: str) -> str:
 
 
 def _quantise_together(model: nn.Module, names: list[str], quantisation: Quantisation, device: torch.device) -> None:
-    """Pack some layers on a device, and move the results to the layers' own device."""
+    """Pack layers on a device, and move the results back to the device of each layer."""
     layers: dict[str, Any] = {name: model.get_submodule(name) for name in names}
     weights = {name: layer.weight.detach().to(device, non_blocking=True) for name, layer in layers.items()}
     for name, layer in layers.items():
@@ -383,20 +384,20 @@ logger = logging.getLogger(__name__)
 
 
 def check_device(config: PrecisionConfig, device: torch.device) -> None:
-    """Check that the device has the operations; a CPU has them, slowly.
+    """Check that the device supports the operations; a CPU does, slowly.
 
     Raises:
-        ConfigError: it does not.
+        ConfigError: the device does not support them.
     """
     if problems := [*_lacking(config, device)]:
         raise ConfigError(problems)
 
 
 def _lacking(config: PrecisionConfig, device: torch.device) -> Iterator[Problem]:
-    """The first kind of problem: a kernel, the maker of the GPU, its capability, or an operation that fails."""
+    """The first problem found: the kernel, the GPU vendor, its compute capability, or a failing operation."""
     asked, is_nvidia = multiplied(config), device.type == "cuda" and not torch.version.hip
     capability = torch.cuda.get_device_capability(device) if is_nvidia else (0, 0)
-    # Ampere's are the first tensor cores for which Triton compiles int8 products.
+    # Triton compiles int8 matmuls for tensor cores from Ampere on.
     if config.quantized_matmul_kernel != "torch" and capability < (8, 0):
         message = "'triton' needs an NVIDIA GPU of compute capability 8.0; set it to torch."
         yield Problem("quantized_matmul_kernel", message)
@@ -412,9 +413,9 @@ def _lacking(config: PrecisionConfig, device: torch.device) -> Iterator[Problem]
 
 
 def refusal(stored: Quantisation, device: torch.device) -> str:
-    """Why a small product of such weights fails on a device, empty if it works.
+    """Why a small matmul with these weights fails on a device; empty if it works.
 
-    The compute capability is not enough: torch 2.10 refuses fp8 with scales per row on 12.0 (pytorch #192707).
+    The compute capability is not sufficient: torch 2.10 refuses row-wise scaled fp8 on 12.0 (pytorch #192707).
     """
     dtype = torch.float8_e4m3fn if "float8" in stored.kind else torch.int8
     levels = torch.zeros(2 * MULTIPLE, 2 * MULTIPLE, dtype=dtype, device=device).t()
@@ -429,7 +430,7 @@ def refusal(stored: Quantisation, device: torch.device) -> str:
 
 
 def use_quantised_products(model: nn.Module, kernel: str = "torch") -> None:
-    """Let the quantised layers of a model multiply in their own bits, except for those whose sizes do not allow it.
+    """Let quantised layers multiply without unpacking their weights, except for layers of unsupported sizes.
 
     Args:
         kernel: see `quantized_matmul_kernel`.
@@ -440,5 +441,5 @@ def use_quantised_products(model: nn.Module, kernel: str = "torch") -> None:
     for name in layers.keys() - set(odd):
         layers[name].form = ScaledRows(rounds_inputs=True, rounds_gradients=True, kernel=scaled)
     if odd:
-        message = "quantized_matmul: %s are multiplied unpacked, since their sizes are no multiples of %d."
+        message = "quantized_matmul: %s are multiplied unpacked, since their sizes are not multiples of %d."
         logger.info(message, shorten(odd), MULTIPLE)

@@ -1,8 +1,8 @@
-"""The interface of techniques, which change the mathematics of a step.
+"""The interface of techniques, which change the mathematics of a training step.
 
 A micro-step calls `before_forward` of every technique, the forward pass, `extra_losses`, `weigh` and the backward pass,
-all within `acting`; then `extra_passes`. At its neutral setting a technique equals plain training. The plan reads its
-`spec.TechniqueSpec`, which is free of torch. Code that only observes is a callback (`training.loop`).
+all within `acting`; then `extra_passes`. At its neutral setting, a technique is identical to plain training. The plan
+reads its `spec.TechniqueSpec`, which does not import torch. Code that only observes is a callback (`training.loop`).
 """
 
 from __future__ import annotations
@@ -24,60 +24,60 @@ from simpletuner.models.adapter import BlockLayout, FamilyAdapter, LatentEncoder
 if TYPE_CHECKING:
     from simpletuner.distributed.sequence import SequenceGroup
 
-# The model's current velocity prediction. Techniques do not act on such a forward pass.
+# The model's current velocity prediction, in a forward pass without techniques.
 Predict = Callable[[NoisyBatch], Tensor]
 # An extra forward pass, with gradients, through the given function; returns losses by their logged names.
 ExtraPass = Callable[[Predict], Mapping[str, Tensor]]
 
 
 class Technique:
-    """Base class of all techniques. Its methods change nothing; override those that are needed.
+    """Base class of all techniques. Its methods change nothing; override as needed.
 
     Attributes:
-        routes: ranges of blocks that some tokens skip; the FLOPs of a step are counted accordingly.
+        routes: ranges of blocks that some tokens skip, for the FLOPs of a step.
     """
 
     routes: Sequence[Route] = ()
 
     @property
     def name(self) -> str:
-        """Identifies its module and state in a checkpoint; a run has at most one technique of a class."""
+        """Name of its module and state in a checkpoint; a run has at most one technique per class."""
         return type(self).__name__
 
     def attach(self, site: Site) -> None:
-        """Register hooks and build a module; called once, after the model and before the optimizer are built.
+        """Register hooks and build a module; called once, after the model is built and before the optimizer.
 
         Hooks must do nothing under `no_grad` and draw no random numbers: activation checkpointing runs a block and its
-        hooks twice. For hidden states use `site.hidden`, which records each only once.
+        hooks twice. For hidden states, use `site.hidden`, which records each only once.
         torch's global generators are seeded for the technique, and restored afterwards.
         """
         self.site = site
 
     def module(self) -> nn.Module | None:
-        """The technique's own float32 weights, built in `attach`; None if it has none.
+        """The technique's trained float32 weights, built in `attach`, or None.
 
-        They are moved to the device, trained in their own parameter group, and saved in checkpoints, but neither
+        They are moved to the device, trained in a separate parameter group, and saved in checkpoints, but neither
         published nor part of the moving average.
         """
         return None
 
     def adopt(self, module: nn.Module) -> None:
-        """Receive the module as wrapped for several processes; the technique must call this one from now on."""
+        """Receive the module wrapped for several processes; the technique must call the wrapped module from now on."""
 
     def acting(self, batch: Batch) -> AbstractContextManager[None]:
-        """A context around forward and backward of a micro-batch; undoes its changes on exit."""
+        """A context around the forward and backward pass of a micro-batch; undoes its changes on exit."""
         return nullcontext()
 
     def before_forward(self, noisy: NoisyBatch, predict: Predict) -> NoisyBatch:
         """Replace the transformer's input or its target; `predict` runs the model without gradients.
 
-        All processes must decide alike whether to return losses or metrics: for all samples of a micro-step together.
-        With sharded weights, they must also run equally many forward passes.
+        All processes must make the same decision whether to return losses or metrics, for all samples of a micro-step
+        together. With sharded weights, they must also run the same number of forward passes.
         """
         return noisy
 
     def kept_tokens(self, block: int) -> Tensor | None:
-        """The tokens that pass through a visual block in this micro-step, int64 `B K`; None for all of them."""
+        """The tokens that pass through a visual block in this micro-step, int64 `B K`; None for all tokens."""
         return None
 
     def weigh(self, noisy: NoisyBatch, prediction: Tensor, loss: Tensor) -> Tensor:
@@ -85,13 +85,13 @@ class Technique:
         return loss
 
     def extra_losses(self, noisy: NoisyBatch, prediction: Tensor) -> Mapping[str, Tensor]:
-        """Scalars to add to the loss, by the names under which they are logged."""
+        """Scalars to add to the loss, by their logged names."""
         return {}
 
     def extra_passes(self, noisy: NoisyBatch) -> Sequence[ExtraPass]:
         """Extra passes of this micro-batch, the same number in all processes.
 
-        They run after the micro-batch's main backward pass, when its graph is freed and no technique is `acting`.
+        They run after the main backward pass, when its graph is freed and no technique is `acting`.
         """
         return ()
 
@@ -100,7 +100,7 @@ class Technique:
         return {}
 
     def summary(self, metrics: Mapping[str, float]) -> Mapping[str, float]:
-        """Derived numbers to log, from the metrics of a step averaged over processes and micro-steps."""
+        """Derived numbers to log, from a step's metrics averaged over processes and micro-steps."""
         return {}
 
     def state_dict(self) -> dict[str, Any]:
@@ -116,15 +116,15 @@ class Site:
     """The argument of `attach`.
 
     Attributes:
-        transformer: with its LoRA, checkpointing and compilation; not yet on the device.
-        device: on which steps run.
-        dtype: of the transformer's hidden states.
-        others: all techniques of the run, including this one, in the order in which they are called.
+        transformer: with LoRA, checkpointing and compilation; not yet on the device.
+        device: compute device.
+        dtype: dtype of the transformer's hidden states.
+        others: all techniques of the run, including this one, in calling order.
         disabled: context in which the model predicts as before training.
         hidden: hidden states of visual blocks in the forward pass of each micro-step.
-        load_latent_encoder: loads the VAE onto the device, in the dtype of the run.
+        load_latent_encoder: loads the VAE onto the device, in the run's dtype.
         world: the processes that train together.
-        is_sharded: whether the processes share the weights, so that they must run the same forward passes.
+        is_sharded: weights are sharded, so all processes must run the same forward passes.
     """
 
     adapter: FamilyAdapter
@@ -148,9 +148,9 @@ class Site:
 class HiddenStates:
     """The output tokens of watched visual blocks in the forward pass of a micro-step, for use in a loss.
 
-    Compilation and streaming replace a block's `forward`; hooks run outside it, independent of both. Activation
-    checkpointing runs a block and its hooks a second time in the backward pass. The tensors of that second run are not
-    part of the step's graph, so the hooks record only while a forward pass is `open`.
+    Compilation and streaming replace a block's `forward`; hooks run outside of it, independently of both. Activation
+    checkpointing runs a block and its hooks again in the backward pass. The tensors of that second run are not part of
+    the step's graph, so hooks record only while a forward pass is `open`.
     """
 
     def __init__(self, layout: BlockLayout, group: SequenceGroup | None = None) -> None:
@@ -163,7 +163,7 @@ class HiddenStates:
         """Record the output of a visual block in every micro-step from now on."""
         if block not in self._watched:
             self._watched.add(block)
-            # First of all hooks, to record the output before TREAD merges skipped tokens.
+            # Prepended, to record the output before TREAD merges skipped tokens.
             self._layout.visual_blocks[block].register_forward_hook(partial(self._keep, block), prepend=True)
 
     @contextmanager
@@ -174,13 +174,13 @@ class HiddenStates:
             yield
         finally:
             self._is_open = False
-            # Or the graph, with its activations, would live on until the next forward pass.
+            # Otherwise the graph and its activations would stay alive until the next forward pass.
             self._found.clear()
 
     def __getitem__(self, block: int) -> Tensor:
         """The output `B S D` of a watched block, part of the graph; `S` counts the tokens that passed through it."""
-        found = self._found[block]
-        return found if self._group is None else self._group.gathered(found)
+        hidden = self._found[block]
+        return hidden if self._group is None else self._group.gathered(hidden)
 
     def _keep(self, block: int, module: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
         if self._is_open:

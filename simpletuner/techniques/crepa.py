@@ -1,18 +1,18 @@
-"""CREPA: hidden states of a block are aligned, frame by frame, with the features of a frozen teacher.
+"""CREPA: aligns hidden states of a block, frame by frame, with the features of a frozen teacher.
 
-Hwang et al., "Cross-Frame Representation Alignment for Fine-Tuning Video Diffusion Models", arXiv 2506.09229. With f
-for a frame, y for the teacher's features, h for the block's tokens, phi for a trained projector and sim for the mean
-cosine over the positions of a frame:
+Hwang et al., "Cross-Frame Representation Alignment for Fine-Tuning Video Diffusion Models", arXiv 2506.09229. With a
+frame f, the teacher's features y, the block's tokens h, a trained projector phi, and sim the mean cosine over the
+positions of a frame:
 
     score(f) = sim(y_f, phi(h_f)) + sum over neighbours k of exp(-|k - f| / tau) * sim(y_k, phi(h_f))
     loss     = -weight * mean over f of score(f)
 
 The teacher is a vision encoder (`techniques.teacher`) or a later block. With `irepa_enabled`, the projector is a
-convolution and the features are normalised over each frame (Singh et al., arXiv 2512.10794); on pictures that is
-REPA (Yu et al., arXiv 2410.06940).
+convolution and the features are normalised per frame (Singh et al., arXiv 2512.10794); on pictures this is REPA
+(Yu et al., arXiv 2410.06940).
 
-All tokens are put back on the grid of their frames first, whatever order the blocks have them in. Tokens that a route
-leaves out are missing there and count in no mean.
+Tokens are first put back on the grid of their frames, whatever their order in the blocks. Tokens that a TREAD route
+drops are missing from the grid and excluded from every mean.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Grid:
     """Tokens on the grid of their frames.
 
     Attributes:
-        values: `B F h w D`; zeros where there is no token.
+        values: `B F h w D`; zero at positions without a token.
         present: 1 at positions with a token, else 0; `B F h w`.
     """
 
@@ -54,7 +54,7 @@ class Grid:
         return (self.values * self.present[..., None]).sum((2, 3), keepdim=True) / count[..., None, None, None]
 
     def pooled(self) -> Grid:
-        """Each frame's mean in place of its tokens."""
+        """The grid of frame means, one token per frame."""
         return Grid(self.mean(), self.present.amax((2, 3), keepdim=True))
 
     def normalised(self, alpha: float) -> Grid:
@@ -64,7 +64,7 @@ class Grid:
         return replace(self, values=(self.values - alpha * mean) / (deviation + 1e-6))
 
     def unit(self) -> Grid:
-        """Every token scaled to length 1."""
+        """The grid with every token scaled to unit length."""
         return replace(self, values=normalize(self.values, dim=-1))
 
 
@@ -73,9 +73,9 @@ class Alignment:
     """Alignment of the frames of a batch; tensors `B F`.
 
     Attributes:
-        total: similarity to the frame's own features and to its neighbours', weighted and added up.
-        weights: the sum of these weights; 0 for a frame without tokens.
-        own: similarity to the same frame's features only.
+        total: weighted sum of similarities to the teacher's features of the same frame and its neighbours.
+        weights: sum of the weights; 0 for a frame without tokens.
+        own: similarity to the features of the same frame only.
     """
 
     total: Tensor
@@ -83,7 +83,7 @@ class Alignment:
     own: Tensor
 
     def mean(self, values: Tensor) -> Tensor:
-        """The mean over the frames that have tokens, then over samples."""
+        """Mean over the frames with tokens, then over samples."""
         return (values.sum(1) / (self.weights > 0).sum(1).clamp(min=1)).mean()
 
     @property
@@ -96,7 +96,7 @@ def align(student: Grid, teacher: Grid, neighbours: Mapping[int, float]) -> Alig
     """Compare unit tokens of a student and a teacher.
 
     Args:
-        neighbours: weight of the frame this far after a frame; 0 is the frame itself.
+        neighbours: weights by frame offset; 0 is the frame itself.
     """
     own, seen = similarity(student, teacher, 0)
     total, weights = own, seen
@@ -107,11 +107,11 @@ def align(student: Grid, teacher: Grid, neighbours: Mapping[int, float]) -> Alig
 
 
 def similarity(student: Grid, teacher: Grid, shift: int) -> tuple[Tensor, Tensor]:
-    """The mean cosine of a frame with the teacher's frame `shift` later, and whether that exists; both `B F`."""
+    """The mean cosine of a frame with the teacher's frame `shift` later, and whether that frame exists; both `B F`."""
     frames, before, after = student.values.shape[1], max(-shift, 0), max(shift, 0)
-    mine, theirs = slice(before, frames - after), slice(after, frames - before)
-    both = student.present[:, mine] * teacher.present[:, theirs]
-    cosines = (student.values[:, mine] * teacher.values[:, theirs]).sum(-1)
+    learner, target = slice(before, frames - after), slice(after, frames - before)
+    both = student.present[:, learner] * teacher.present[:, target]
+    cosines = (student.values[:, learner] * teacher.values[:, target]).sum(-1)
     count = both.sum((2, 3))
     mean = (cosines * both).sum((2, 3)) / count.clamp(min=1)
     # A frame at the end of the clip has no such neighbour: similarity 0 with weight 0.
@@ -119,12 +119,12 @@ def similarity(student: Grid, teacher: Grid, shift: int) -> tuple[Tensor, Tensor
 
 
 def neighbours_of(config: CrepaConfig, frames: int) -> dict[int, float]:
-    """The weights of the frames before and after, by their distance, cut to a clip of this many frames."""
+    """Weights by frame offset, before and after, within a clip of this many frames."""
     furthest = min(config.crepa_adjacent_distance, frames - 1)
     first = 1 if config.crepa_cumulative_neighbors else furthest
     distances = range(first, furthest + 1) if furthest else ()
     weights = {distance: math.exp(-distance / config.crepa_adjacent_tau) for distance in distances}
-    # Distance 2: frames at -2 and 2; cumulative: at -1, 1, -2 and 2.
+    # Distance 2: offsets -2 and 2; cumulative: -1, 1, -2 and 2.
     return {shift: weight for distance, weight in weights.items() for shift in (-distance, distance)}
 
 
@@ -141,8 +141,8 @@ class Crepa(Technique):
     """Adds the alignment loss.
 
     Attributes:
-        width: of the encoder's features; a block's are as wide as the model.
-        regularised: datasets whose target is the base model, which are not aligned.
+        width: width of the encoder's features; features of a block are as wide as the model.
+        regularised: datasets whose target is the base model; they are not aligned.
         total_steps: optimizer steps of the run, over which the weight decays.
         kinds: the encoder's features.
     """
@@ -170,7 +170,7 @@ class Crepa(Technique):
             self._project: nn.Module = FrameConvolution(inner, outer, side, padding=side // 2)
         else:
             self._project = nn.Sequential(nn.LayerNorm(inner), nn.Linear(inner, outer))
-        # Cached features need neither the encoder nor the VAE on the device.
+        # With cached features, neither encoder nor VAE is needed on the device.
         live = [kind for kind in self.kinds if not kind.is_cached]
         self._encoders = [kind.load(site.adapter, site.load_latent_encoder, site.device) for kind in live]
 
@@ -181,7 +181,7 @@ class Crepa(Technique):
         self._project = module
 
     def before_forward(self, noisy: NoisyBatch, predict: Predict) -> NoisyBatch:
-        """Decide the weight of this micro-step, and compute what is not cached before activations take memory."""
+        """Set the weight of this micro-step, and compute uncached features before activations take memory."""
         step, cutoff = noisy.place_for("CREPA").global_step, self.config.crepa_cutoff_step
         is_aligned = noisy.batch.dataset_id not in self.regularised
         self._scheduled = scheduled_weight(self.config, step, self.total_steps) if is_aligned else 0.0
@@ -203,12 +203,12 @@ class Crepa(Technique):
         weight = 0.0 if self._is_off else self._scheduled
         self._log = {"crepa_weight": torch.tensor(weight), "crepa_cutoff": torch.tensor(float(self._is_cut))}
         if self._measures:
-            # At weight 0 only the score is needed: a recoverable cut-off ends when it falls.
+            # At weight 0, only the score is needed: a recoverable cutoff ends when it falls.
             with nullcontext() if weight > 0 else torch.no_grad():
                 loss = self._measure(noisy)
             if weight > 0:
                 return {"crepa_loss": weight * loss}
-        # The projector takes part in every step, as gradient synchronisation requires.
+        # Gradient synchronisation requires the projector in every step.
         nothing = self._project(torch.zeros(1, 1, 1, 1, self.site.layout.width, device=prediction.device))
         return {"crepa_loss": 0.0 * nothing.sum()}
 
@@ -223,11 +223,11 @@ class Crepa(Technique):
         self._average = None if average is None else torch.tensor(average, device=self.site.device)
 
     def _follow_threshold(self) -> None:
-        """Switch off at the threshold, and on again below it unless that is permanent."""
+        """Switch off at the threshold, and on again below it unless the cutoff is permanent."""
         threshold = self.config.crepa_similarity_threshold
         if threshold is not None and self._average is not None:
             stays_off = self._is_off and self.config.crepa_threshold_mode == "permanent"
-            # `item` waits for the device, once per micro-step and only with a threshold.
+            # `item` synchronises, once per micro-step and only with a threshold.
             self._is_off = stays_off or self._average.item() >= threshold
 
     def _measure(self, noisy: NoisyBatch) -> Tensor:
@@ -239,25 +239,25 @@ class Crepa(Technique):
             teacher = teacher.normalised(config.irepa_spatial_norm_alpha)
         if not config.crepa_spatial_align:
             student, teacher = student.pooled(), teacher.pooled()
-        found = align(student.unit(), teacher.unit(), neighbours_of(config, student.values.shape[1]))
-        self._record(found)
-        score = found.score if config.crepa_normalize_neighbour_sum else found.total
+        alignment = align(student.unit(), teacher.unit(), neighbours_of(config, student.values.shape[1]))
+        self._record(alignment)
+        score = alignment.score if config.crepa_normalize_neighbour_sum else alignment.total
         # Without normalisation, the paper's plain sum over the frames.
-        return -(found.mean(score) if config.crepa_normalize_by_frames else score.sum(1).mean())
+        return -(alignment.mean(score) if config.crepa_normalize_by_frames else score.sum(1).mean())
 
-    def _record(self, found: Alignment) -> None:
+    def _record(self, alignment: Alignment) -> None:
         """Update the moving average and the logged metrics."""
-        score, decay = found.mean(found.score.detach()), self.config.crepa_similarity_ema_decay
+        score, decay = alignment.mean(alignment.score.detach()), self.config.crepa_similarity_ema_decay
         world = self.site.world
         if world.size > 1 and self.config.crepa_similarity_threshold is not None:  # all processes must decide alike
             score = score.new_tensor(world.mean([score.item()])[0])
-        # Started at the first score: from 0, the threshold would be reached too late.
+        # Starts at the first score: from 0, the threshold would be reached too late.
         self._average = score if self._average is None else decay * self._average + (1 - decay) * score
         self._log |= {
             "crepa_alignment_score": score,
             "crepa_alignment_score_ema": self._average,
-            "crepa_alignment_sum": found.mean(found.total.detach()),
-            "crepa_similarity_self": found.mean(found.own.detach()),
+            "crepa_alignment_sum": alignment.mean(alignment.total.detach()),
+            "crepa_similarity_self": alignment.mean(alignment.own.detach()),
         }
 
     @torch.no_grad()
@@ -283,7 +283,7 @@ class Crepa(Technique):
 
 
 def scheduled_weight(crepa: CrepaConfig, step: int, total_steps: int) -> float:
-    """The scheduled weight after `step` optimizer steps: a linear warm-up, then the decay, 0 from the cut-off on.
+    """The scheduled weight after `step` optimizer steps: linear warm-up, decay, and 0 from the cutoff on.
 
     The decay runs from the end of the warm-up to `crepa_decay_steps`, both counted from step 0.
     """

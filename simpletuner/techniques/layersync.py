@@ -1,8 +1,8 @@
-"""LayerSync: the tokens of a shallow block are aligned with those of a deeper block of the same model.
+"""LayerSync: aligns the tokens of a shallow block with the tokens of a deeper block of the same model.
 
-Haghighi et al., "LayerSync: Self-aligning Intermediate Layers", arXiv 2510.12581. The loss is minus the cosine
-similarity of each token at the student block and, without gradient, at the teacher block. It has no encoder, no
-projector and no further forward pass.
+Haghighi et al., "LayerSync: Self-aligning Intermediate Layers", arXiv 2510.12581. The loss is the negative cosine
+similarity of each token at the student block and, detached, at the teacher block. It needs no encoder, no projector and
+no extra forward pass.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class LayerSync(Technique):
 
     Args:
         student, teacher: visual blocks, counted from 0.
-        skipped: ids of datasets without it, since their target is the base model.
+        skipped: ids of datasets to skip, since their target is the base model.
     """
 
     def __init__(self, student: int, teacher: int, weight: float, skipped: frozenset[str] = frozenset()) -> None:
@@ -37,11 +37,11 @@ class LayerSync(Technique):
             return {}
         student = self._tokens(self._student, self._teacher)
         teacher = self._tokens(self._teacher, self._student).detach()
-        # float32: close to 1, bf16 cosines come in steps of .004.
+        # float32, since bf16 cosines near 1 have steps of .004.
         return {"layersync_loss": -self._weight * cosine_similarity(student.float(), teacher.float(), dim=-1).mean()}
 
     def _tokens(self, block: int, other: int) -> Tensor:
-        """The tokens of a block, `B S D`, that also pass through the other block."""
+        """The tokens of a block that also pass through the other block, `B S D`."""
         hidden, kept = self.site.hidden[block], self.site.kept_tokens(other)
         if kept is None or self.site.kept_tokens(block) is not None:  # the plan allows at most one route
             return hidden

@@ -1,10 +1,10 @@
-"""Masked loss: white areas of a mask are learned, black ones are not, grey ones in proportion.
+"""Masked loss: white areas of a mask are learned, black areas are not, grey areas in proportion.
 
-The mask of a batch is in latent positions already (`data.masks`), and `diffusion.flow` multiplies by it. Here it
-becomes weights: they apply to a share of the batches, black may keep a weight (the floor), and the weights may be
-divided by their mean. Tokens under white areas are never dropped.
+A batch's mask is at latent resolution (`data.masks`), and `diffusion.flow` multiplies the loss by it. This module turns
+the mask into weights: in a share of the batches, with a floor for black areas, and optionally divided by the mean.
+TREAD never drops tokens in white areas.
 
-The prior adds `w (1 - m) (v - v_base)^2` with the prediction of the base model, so masked areas stay as before.
+The prior adds `w (1 - m) (v - v_base)^2` with the base model's prediction, so black areas stay as before training.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class MaskedLoss(Technique):
         if self._config.masked_loss_prior:
             with self.site.disabled():
                 self._prior = replace(_masked(noisy, 1 - mask), target=predict(noisy))
-        # From half white on, routes must keep a position.
+        # Routes must keep positions that are at least half white.
         protected = (mask if noisy.batch.host_mask is None else noisy.batch.host_mask) >= 0.5
         if noisy.protected is not None:
             protected = protected | noisy.protected.to(protected.device)
@@ -58,7 +58,7 @@ class MaskedLoss(Technique):
         weights = floor + (1 - floor) * mask
         if not self._config.masked_loss_normalise:
             return weights
-        # A given first frame has weight 0, so its mask must not count in the mean.
+        # A conditioning first frame has weight 0, so its mask must not count in the mean.
         counted = weights if frame_weights is None else weights * frame_weights
         return weights / counted.mean(dim=(1, 2, 3, 4), keepdim=True).clamp(min=SMALLEST_MEAN)
 

@@ -1,13 +1,13 @@
-"""Two ways to keep what the model could do before: other captions, and other pictures.
+"""Prior preservation, with other captions or with other pictures.
 
-Preservation needs no data: the LoRA must not change what the model predicts for other captions. In a share of the
-micro-batches the model predicts the same noisy latents again, with the empty caption or with the class word in place of
-the trained one. The loss grows by w mean |v - v_base|^2, where v_base is the prediction without the LoRA. This is the
-prior preservation of DreamBooth (Ruiz et al., arXiv 2208.12242) with the base model's predictions instead of generated
-pictures.
+Preservation needs no data: it keeps the LoRA from changing predictions for other captions. In a share of the
+micro-batches, the model predicts the same noisy latents again, with the empty caption or the class word instead of the
+trained caption. The loss has an extra term w mean |v - v_base|^2, where v_base is the prediction without the LoRA. This
+is the prior preservation of DreamBooth (Ruiz et al., arXiv 2208.12242) with the base model's predictions instead of
+generated pictures.
 
-Regularisation data: for datasets marked `is_regularisation_data` the target is the prediction of the base model (the
-transformer with its LoRA disabled), so pictures of the same kind do not drift while a new concept is learned.
+Regularisation data: for datasets marked `is_regularisation_data`, the target is the base model's prediction (the
+transformer with its LoRA disabled), so that pictures of the same class do not drift while a new concept is learned.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ from simpletuner.techniques.base import ExtraPass, Predict, Technique
 
 
 class Preservation(Technique):
-    """Adds the loss of a second forward pass to micro-batches that have other captions."""
+    """Adds the loss of an extra forward pass to micro-batches with alternative captions."""
 
     def __init__(self, weight: float, probability: float) -> None:
         self.weight, self.probability = weight, probability
 
     def extra_passes(self, noisy: NoisyBatch) -> Sequence[ExtraPass]:
-        others = noisy.batch.other_embeds
-        if others is None or not noisy.is_drawn(self.probability, "preservation"):
+        embeds = noisy.batch.other_embeds
+        if embeds is None or not noisy.is_drawn(self.probability, "preservation"):
             return ()
-        return (partial(self._change, replace(noisy, batch=replace(noisy.batch, embeds=others))),)
+        return (partial(self._change, replace(noisy, batch=replace(noisy.batch, embeds=embeds))),)
 
     def _change(self, other: NoisyBatch, forward: Predict) -> Mapping[str, Tensor]:
-        """`preservation_loss`, the mean over all latent positions except a given first frame."""
+        """`preservation_loss`, the mean over all latent positions except a conditioning first frame."""
         with torch.no_grad(), self.site.disabled():
             base = forward(other)
         change = (forward(other) - base)[:, :, other.given_frames :]
@@ -44,7 +44,7 @@ class Preservation(Technique):
 
 
 class Regularisation(Technique):
-    """Replaces the target of samples from given datasets with the base model's prediction."""
+    """Replaces the target of samples from some datasets with the base model's prediction."""
 
     def __init__(self, dataset_ids: frozenset[str]) -> None:
         self.dataset_ids = dataset_ids

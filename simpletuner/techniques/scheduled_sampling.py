@@ -1,13 +1,13 @@
-"""Scheduled sampling: some inputs are rollouts of the model, so that it learns from its own errors.
+"""Scheduled sampling: replaces some inputs with rollouts of the model, so that it learns from its own errors.
 
-A plain input is the exact mix of data and noise, but a sampler's states drift from it, and the model has never seen
-drifted states (exposure bias). Here a sample starts some sampler steps noisier, with the same noise, and the model
-takes these steps down to the drawn noise level, without gradients, routes, guidance or dropout. The step then trains on
-the resulting state.
+A plain input is the exact mix of data and noise, but the states of a sampler drift from it, and the model is never
+trained on drifted states (exposure bias). Here, a sample starts some sampler steps noisier, with the same noise, and
+the model takes these steps down to the drawn noise level, without gradients, routes, guidance or dropout. The step then
+trains on the resulting state.
 
-The loss of such samples is that of ReflexFlow, Huang et al., arXiv 2512.04904: the prediction must point from the data
-to the drifted input (anti-drift rectification), and counts more where sampling lost content (frequency compensation).
-The paper's weight for that is normalised here so that its mean is 1 + alpha, whatever the size of a sample.
+The loss of these samples is ReflexFlow, Huang et al., arXiv 2512.04904: the prediction must point from the data to the
+drifted input (anti-drift rectification), and positions where sampling lost content have more weight (frequency
+compensation). The paper's weights are normalised to a mean of 1 + alpha, whatever the size of a sample.
 """
 
 from __future__ import annotations
@@ -32,23 +32,23 @@ from simpletuner.techniques.base import Predict, Site, Technique
 logger = logging.getLogger(__name__)
 
 SOLVERS = {"unipc": "UniPCMultistepScheduler", "dpm": "DPMSolverMultistepScheduler"}
-# These solvers of diffusers predict noise by default, and end at the data.
+# By default, these diffusers solvers predict noise, and end at the data.
 FLOW = {"prediction_type": "flow_prediction", "use_flow_sigmas": True}
 UNFINISHED = {"lower_order_final": False, "final_sigmas_type": "sigma_min"}
-# Below 1, where the logarithms of these solvers end.
+# Below 1, where the solvers' logarithms are infinite.
 LARGEST_SIGMA = 1 - 1e-6
-# If the rectification outweighs the loss this much for this many steps, the run learns little else.
+# If the rectification exceeds the loss by this factor for this many steps, the run learns little else.
 DOMINANT, PATIENCE = 5.0, 100
 ADR, FLOW_LOSS = "reflexflow_adr", "reflexflow_flow_loss"
 
 
 class ScheduledSampling(Technique):
-    """Replaces inputs by rollouts of the model.
+    """Replaces inputs with rollouts of the model.
 
     Args:
-        steps: of the previews' sampler, whose grid of noise levels the rollouts follow.
-        shift: of its scheduler, if it replaces the checkpoint's.
-        skipped: ids of datasets without it, since their target is the base model.
+        steps: number of steps of the preview sampler, whose grid of noise levels the rollouts follow.
+        shift: shift of that scheduler, if it replaces the checkpoint's.
+        skipped: ids of datasets to skip, since their target is the base model.
     """
 
     def __init__(
@@ -60,14 +60,14 @@ class ScheduledSampling(Technique):
 
     def attach(self, site: Site) -> None:
         self._is_sharded, self._grids = site.is_sharded, dict[bool, np.ndarray]()
-        # Sana Video samples clips that start from a given frame on another grid (shift 8).
+        # Sana Video uses another grid (shift 8) for clips with a conditioning first frame.
         for from_picture in (False, True):
             sampler = site.adapter.load_sampler(self._shift, from_picture=from_picture)
             sampler.set_timesteps(self._steps)
             self._grids[from_picture] = sampler.sigmas.double().numpy()
 
     def before_forward(self, noisy: NoisyBatch, predict: Predict) -> NoisyBatch:
-        """Replace the inputs of the samples that this micro-step draws."""
+        """Replace the inputs of the samples drawn for a rollout."""
         place, self._sampled = noisy.place_for("scheduled sampling"), None
         self._watch.begin(place.global_step)
         offsets = [] if noisy.batch.dataset_id in self._skipped else self._offsets(place)
@@ -76,11 +76,11 @@ class ScheduledSampling(Technique):
         paths = self._paths(noisy, offsets[place.slots.start : place.slots.stop])
         states = self._sample(noisy, paths, predict)
         clean = self._clean(noisy, paths, predict) if self._config.compares_clean else noisy.target
-        if self._is_sharded:  # so passes of the other processes need this one, whatever it predicts
+        if self._is_sharded:  # passes of other processes need this process, whatever it predicts
             for _ in range(self._passes(max(offsets)) - self._passes(max(map(len, paths)) - 1)):
                 predict(noisy.of([0]))
         drawn = upload(torch.tensor([bool(path) for path in paths]), states.device)
-        # Decided on the device: an `if` would make the host wait in every micro-step.
+        # Computed on the device: an `if` would synchronise in every micro-step.
         usable = (states.isfinite() & clean.isfinite()).flatten(1).all(1) & drawn
         self._sampled = _Sampled(usable, (drawn & ~usable).sum(), clean)
         return noisy.at(noisy.sigmas, torch.where(_spread(usable), states, noisy.noisy_latents))
@@ -108,14 +108,14 @@ class ScheduledSampling(Technique):
         return torch.where(_spread(sampled.usable), weighed, loss)
 
     def metrics(self) -> Mapping[str, Tensor]:
-        """The loss of the rollouts, averaged like the rectification: over all samples, with 0 for plain ones."""
+        """The loss of the rollouts, averaged over all samples like the rectification, with 0 for plain inputs."""
         sampled = self._sampled
         if sampled is None or sampled.rectification is None or sampled.losses is None:
             return {}
         return {FLOW_LOSS: sampled.losses.mean()}
 
     def summary(self, metrics: Mapping[str, float]) -> Mapping[str, float]:
-        """The rectification's share of the sum of both."""
+        """The share of the rectification in the sum of both."""
         both = metrics.get(ADR, 0.0) + metrics.get(FLOW_LOSS, 0.0)
         return {"reflexflow_adr_share": metrics[ADR] / both} if both else {}
 
@@ -126,33 +126,33 @@ class ScheduledSampling(Technique):
         self._watch = _Watch(**state)
 
     def _offsets(self, place: Place) -> list[int]:
-        """The rollout lengths of the samples of all processes, so that all can run equally many passes."""
+        """The rollout lengths of the samples of all processes, so that all run the same number of passes."""
         chance = self._config.probability_at(place.global_step)
         offsets = []
         for generator in replace(place, slots=range(place.group)).generators("scheduled sampling"):
-            # Both for every sample: a higher probability adds rollouts and leaves the lengths of the rest as they were.
+            # Both are drawn for every sample: a higher probability adds rollouts without changing other lengths.
             gate, share = torch.rand(2, generator=generator, dtype=torch.float64).tolist()
             offsets.append(self._config.offset_at(share) if gate < chance else 0)
         return offsets
 
     def _paths(self, noisy: NoisyBatch, offsets: Sequence[int]) -> list[list[float]]:
-        """The noise levels of the rollout of each sample; empty if it is trained plainly."""
+        """The noise levels of each sample's rollout; empty for a plain input."""
         grid = self._grids[noisy.given_frames > 0]
         drawn = zip(noisy.host_sigmas, offsets, strict=True)
         return [path_to(sigma, offset, grid) if offset else [] for sigma, offset in drawn]
 
     def _passes(self, steps: int) -> int:
-        """Forward passes for rollouts of these lengths, including the pass of their plain inputs."""
+        """Number of forward passes for rollouts of these lengths, including the pass for their plain inputs."""
         return steps + self._config.compares_clean if steps > 0 else 0
 
     def _sample(self, noisy: NoisyBatch, paths: Sequence[Sequence[float]], predict: Predict) -> Tensor:
         """The states at the ends of the paths, `B C F H W`; samples without a path are unchanged.
 
-        All samples finish in the last pass, so the longest path determines the number of passes.
+        All samples finish in the last pass, so the longest path sets the number of passes.
         """
         states, solvers = list(noisy.noisy_latents), {row: self._solver(path) for row, path in enumerate(paths) if path}
         for row in solvers:
-            # The noise of the plain input: a perfect model leads straight back to that input.
+            # The same noise as the plain input: a perfect model would return to that input.
             states[row] = (1 - paths[row][0]) * noisy.batch.latents[row].float() + paths[row][0] * noisy.noise[row]
         for left in range(max(map(len, paths)) - 1, 0, -1):
             rows = [row for row in solvers if len(paths[row]) > left]
@@ -165,18 +165,18 @@ class ScheduledSampling(Technique):
         return torch.stack(states)
 
     def _clean(self, noisy: NoisyBatch, paths: Sequence[Sequence[float]], predict: Predict) -> Tensor:
-        """Predictions from the plain inputs of samples with a path; for the rest the target, as an unused filler."""
+        """Predictions for the plain inputs of samples with a path; the target, unused, for all other samples."""
         rows = [row for row, path in enumerate(paths) if path]
-        found = dict(zip(rows, predict(noisy.of(rows)), strict=True)) if rows else {}
-        return torch.stack([found.get(row, target) for row, target in enumerate(noisy.target)])
+        predicted = dict(zip(rows, predict(noisy.of(rows)), strict=True)) if rows else {}
+        return torch.stack([predicted.get(row, target) for row, target in enumerate(noisy.target)])
 
     def _solver(self, path: Sequence[float]) -> Any:
-        """A scheduler of diffusers that takes one sample down a path."""
+        """A diffusers scheduler that takes one sample along a path."""
         name = self._config.scheduled_sampling_sampler
         if name == "euler":
             solver: Any = diffusers.FlowMatchEulerDiscreteScheduler()
         else:
-            # The path ends where training starts, not at the data, so its last step needs no lower order.
+            # The path ends at the drawn noise level, not at the data, so the last step needs no lower order.
             order = self._config.scheduled_sampling_order
             solver = getattr(diffusers, SOLVERS[name])(**FLOW, solver_order=order, **UNFINISHED)
         solver.sigmas = torch.tensor(path, dtype=torch.float64)
@@ -190,11 +190,11 @@ class _Sampled:
     """The rollouts of a micro-step.
 
     Attributes:
-        usable: samples with a sampled input, bool, `B`.
-        lost: number of samples whose sampled input was not finite.
-        clean: predictions from the plain inputs, if they are needed, `B C F H W`.
-        rectification: of each sample, weighed, `B`.
-        losses: of each sample, not weighed; 0 where the input is plain, `B`.
+        usable: samples with a finite rollout, bool, `B`.
+        lost: number of samples whose rollout was not finite.
+        clean: predictions for the plain inputs, if needed, `B C F H W`.
+        rectification: weighted rectification per sample, `B`.
+        losses: unweighted loss per sample, 0 for plain inputs, `B`.
     """
 
     usable: Tensor
@@ -205,12 +205,12 @@ class _Sampled:
 
 
 class _Watch:
-    """Warns if predictions are not finite, or if the rectification dominates.
+    """Warns about predictions that are not finite, and about a dominating rectification.
 
-    The numbers of a step stay on the device until the next step, when reading them no longer waits.
+    The numbers of a step stay on the device until the next step, when reading them no longer blocks.
 
     Args:
-        lost: samples whose sampled input was not finite.
+        lost: number of samples so far whose rollout was not finite.
         dominated: consecutive steps in which the rectification dominated.
     """
 
@@ -240,11 +240,11 @@ class _Watch:
         self._numbers.clear()
         if lost:
             self._lost += int(lost)
-            message = "Step %d: %d sampled inputs were not finite; the plain ones were used (%d so far)."
+            message = "Step %d: %d sampled inputs were not finite and were replaced by plain inputs (%d so far)."
             logger.warning(message, self._step + 1, lost, self._lost)
         if loss:  # otherwise this process had no rollout
             self._dominated = self._dominated + 1 if rectification > DOMINANT * loss else 0
-        # Once, not in all steps after it.
+        # Warn once, not in every later step.
         if self._dominated == PATIENCE:
             message = "reflexflow_adr has been above %g times the loss of the same samples for %d steps; a smaller "
             message += "scheduled_sampling_reflexflow_beta1 would leave more weight to the loss."
@@ -252,13 +252,13 @@ class _Watch:
 
 
 def path_to(sigma: float, offset: int, grid: np.ndarray) -> list[float]:
-    """Noise levels from `offset` steps above `sigma` down to it, one step of the sampler's grid each.
+    """Noise levels from `offset` sampler steps above `sigma` down to `sigma`.
 
-    Levels between two grid points keep their relative position between neighbours. The path starts at pure noise at the
-    latest, with a shorter first step. Empty if there is no noisier level.
+    Levels between two grid points keep their relative position between neighbours. The path starts at most at pure
+    noise, with a shorter first step. Empty if no noisier level exists.
 
     Args:
-        grid: the sampler's noise levels, from the first to the last, which is 0.
+        grid: the sampler's noise levels, descending to 0.
     """
     rising, indices = grid[::-1], np.arange(len(grid), dtype=float)
     here, top = float(np.interp(sigma, rising, indices)), indices[-1]
@@ -269,23 +269,22 @@ def path_to(sigma: float, offset: int, grid: np.ndarray) -> list[float]:
 
 
 def content_weights(lost: Tensor, coverage: Tensor | None, alpha: float) -> Tensor:
-    """`1 + alpha lost / mean(lost)`, with the mean over what the loss covers; `B C F H W`.
+    """`1 + alpha lost / mean(lost)`, with the mean over positions that the loss covers; `B C F H W`.
 
     Args:
-        lost: how far the prediction moved, at least 0, `B C F H W`.
-        coverage: weight of each position in the loss, broadcasting to `B 1 F H W`, or None.
+        lost: change of the prediction, at least 0, `B C F H W`.
+        coverage: weight of each position in the loss, broadcastable to `B 1 F H W`, or None.
     """
     covered = torch.ones_like(lost[:, :1]) if coverage is None else coverage.expand_as(lost[:, :1])
     means = per_sample(lost * covered) / per_sample(covered).clamp_min(torch.finfo(lost.dtype).tiny)
-    # Not smaller: where nothing is covered, an infinite weight times a loss of 0 would be NaN.
+    # Clamped: if nothing is covered, an infinite weight times a loss of 0 would be NaN.
     return 1 + alpha * lost / _spread(means.clamp_min(torch.finfo(lost.dtype).eps))
 
 
 def misdirections(noisy: NoisyBatch, prediction: Tensor) -> Tensor:
-    """Squared distances of two unit vectors, the prediction and the direction from the data to the input; in [0, 4],
-    `B`.
+    """Squared distance of two unit vectors, the prediction and the direction from data to input; in [0, 4], `B`.
 
-    Only positions that the loss covers count; a given first frame has no direction.
+    Only positions that the loss covers count; a conditioning first frame has no direction.
     """
     away = noisy.noisy_latents - noisy.batch.latents
     if noisy.coverage is not None:
@@ -296,5 +295,5 @@ def misdirections(noisy: NoisyBatch, prediction: Tensor) -> Tensor:
 
 
 def _spread(values: Tensor) -> Tensor:
-    """One value per sample, `B`, to broadcast with latents."""
+    """Reshape one value per sample, `B`, to broadcast with latents."""
     return values.view(-1, 1, 1, 1, 1)

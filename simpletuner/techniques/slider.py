@@ -1,8 +1,8 @@
-"""Sliders: a LoRA whose strength runs from one end of a property to the other.
+"""Sliders: LoRAs whose strength moves a property between two extremes.
 
-Datasets with a `slider_strength` show the two ends. In a step on such a dataset, that number multiplies the LoRA's
-strength, so a negative number trains the opposite direction. Gandikota et al., "Concept Sliders", arXiv 2311.12092,
-train such a LoRA on pairs.
+Datasets with a `slider_strength` show the two extremes. In a step on one of these datasets, that number multiplies the
+LoRA's strength, so a negative number trains the opposite direction. Gandikota et al., "Concept Sliders", arXiv
+2311.12092, train sliders on pairs.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from simpletuner.techniques.base import Site, Technique
 
 
 class Slider(Technique):
-    """Multiplies the scale of the LoRA in micro-steps of given datasets.
+    """Multiplies the scale of the LoRA in micro-steps on slider datasets.
 
     Args:
-        strengths: by dataset id; for all other datasets, 1.
+        strengths: strength by dataset id; 1 for all other datasets.
     """
 
     def __init__(self, strengths: Mapping[str, float]) -> None:
@@ -31,8 +31,8 @@ class Slider(Technique):
 
     @contextmanager
     def acting(self, batch: Batch) -> Iterator[None]:
-        """Also during the backward pass, which recomputes checkpointed blocks."""
-        # Kept, not divided out again: x * s / s is not always x.
+        """Scale the LoRA, also during the backward pass, which recomputes checkpointed blocks."""
+        # Saved, not divided out again: x * s / s is not always x.
         usual = [dict(layer.scaling) for layer in self._layers]
         strength = self.strengths.get(batch.dataset_id, 1.0)
         try:

@@ -1,4 +1,4 @@
-"""Techniques as plan and budget see them: one function for each, which imports no torch, and the table of all."""
+"""Techniques as seen by plan and budget: one function per technique, which imports no torch, and the table of all."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ class TechniqueCost:
     """The cost of a technique per micro-batch.
 
     Attributes:
-        parameters: number of weights in its module, all trained in float32.
+        parameters: number of weights in the technique's module, all trained in float32.
         held: bytes kept on the device from the forward to the backward pass.
-        flops: of forward and backward.
-        forwards: mean number of extra forward passes of the transformer without gradients, through all tokens.
-        passes: mean number of extra forward and backward passes, also through all tokens.
+        flops: FLOPs of the forward and backward pass.
+        forwards: mean number of extra forward passes of the transformer without gradients, on all tokens.
+        passes: mean number of extra forward and backward passes, on all tokens.
     """
 
     parameters: int = 0
@@ -46,7 +46,7 @@ class TechniqueSpec:
         build: creates the technique; imports torch.
         routes: ranges of blocks that some tokens skip.
         features: data per trained sample, cached beside the latents or computed in every step.
-        cost: of a micro-batch; by default it adds no computation.
+        cost: cost per micro-batch; zero by default.
     """
 
     build: Callable[[], Technique]
@@ -57,13 +57,13 @@ class TechniqueSpec:
 
 @dataclass(frozen=True)
 class TrainedData:
-    """What the specs need to know of a run besides its settings.
+    """Properties of a run's data that the specs depend on.
 
     Attributes:
         total_steps: optimizer steps of the run.
-        regularised: datasets with regularisation data: their share of the micro-batches, by id.
-        strengths: datasets of a slider: their `slider_strength`, by id.
-        masked: the share of the micro-batches that have masks.
+        regularised: share of the micro-batches by id of a dataset with regularisation data.
+        strengths: `slider_strength` by id of a slider dataset.
+        masked: share of the micro-batches that have masks.
     """
 
     total_steps: int = 1
@@ -73,12 +73,12 @@ class TrainedData:
 
     @property
     def ids(self) -> frozenset[str]:
-        """The datasets whose target is the base model, which most techniques leave alone."""
+        """Ids of datasets whose target is the base model, which most techniques skip."""
         return frozenset(self.regularised)
 
     @property
     def plain(self) -> float:
-        """The share of the micro-batches of all other datasets."""
+        """Share of the micro-batches from all other datasets."""
         return 1 - sum(self.regularised.values())
 
 
@@ -113,15 +113,15 @@ def _crepa(config: RunConfig, data: TrainedData) -> TechniqueSpec | None:
         side, norm = (int(crepa.irepa_projector_kernel_size), 0) if crepa.irepa_enabled else (1, 2 * inner)
         tokens, weights = load.samples * load.tokens, inner * outer * side**2
         numbers = 2 * inner + 3 * outer  # tokens on the grid and normalised; projected, unit length, and the teacher's
-        # float32 takes 4 bytes; a weight takes 2 FLOPs per token forward and 4 backward.
+        # float32 takes 4 bytes; a weight costs 2 FLOPs per token forward and 4 backward.
         return TechniqueCost(weights + outer + norm, 4.0 * tokens * numbers, 6.0 * tokens * weights)
 
     def of_sample(frames: int, rows: int, columns: int) -> FeatureCost:
         patches, weights = frames * math.prod(crepa.patches(rows, columns)), encoder.parameters
         at_once = patches * min(max(crepa.crepa_encoder_frames_batch_size, 0) or frames, frames) / frames
-        # In memory: bf16 weights, and in the widest layer about eight numbers per number of a token.
+        # In memory: bf16 weights, and at the widest layer about eight numbers per number of a token.
         memory = 2 * (weights + 8 * encoder.width * at_once)
-        # Stored in bf16, at the resolution of the model's tokens; the encoder only runs forward.
+        # Stored in bf16, at the resolution of the model's tokens; the encoder has no backward pass.
         return FeatureCost(2.0 * frames * rows * columns * encoder.width, 2.0 * weights * patches, memory)
 
     features = FeatureKind(
@@ -134,7 +134,7 @@ def _crepa(config: RunConfig, data: TrainedData) -> TechniqueSpec | None:
     kinds = (features,) if crepa.needs_encoder else ()
 
     def build() -> Technique:
-        width = replace(encoder).width  # now that the encoder is on this machine
+        width = replace(encoder).width  # read again, now that the encoder is on this machine
         return _later("crepa:Crepa", crepa, width, data.ids, data.total_steps, kinds)()
 
     return TechniqueSpec(build, features=kinds, cost=cost)
@@ -159,7 +159,7 @@ def _layersync(config: RunConfig, data: TrainedData) -> TechniqueSpec | None:
         return None
 
     def cost(transformer: TransformerCost, load: BatchShape) -> TechniqueCost:
-        """The tokens of two blocks, and float32 copies of them."""
+        """The tokens of two blocks, and their float32 copies."""
         return TechniqueCost(held=2 * (BYTES["bf16"] + BYTES["fp32"]) * load.samples * load.tokens * transformer.hidden)
 
     blocks = config.layersync.blocks.values()
@@ -170,24 +170,24 @@ def _preservation(config: RunConfig, data: TrainedData) -> TechniqueSpec | None:
     weight, probability = config.preservation.preservation_weight, config.preservation.preservation_probability
     if not config.preservation.is_on:
         return None
-    # The base model predicts without gradients; the LoRA's pass has a backward pass.
+    # The base model's pass has no gradients; the LoRA's pass has a backward pass.
     share = probability * data.plain
     return TechniqueSpec(_later("preservation:Preservation", weight, probability), cost=_passes(share, share))
 
 
 def _later(name: str, *arguments: Any) -> Callable[[], Any]:
-    """A call of `module:function` of this room that imports the module, and torch with it, only then."""
+    """A deferred call of `module:function` in this package, which imports the module, and so torch, only when made."""
     return lambda: pkgutil.resolve_name(f"simpletuner.techniques.{name}")(*arguments)
 
 
 def _passes(forwards: float, passes: float = 0.0) -> Callable[[TransformerCost, BatchShape], TechniqueCost]:
-    """A cost that depends on neither the model nor the micro-batch."""
+    """A cost that depends neither on the model nor on the micro-batch."""
     cost = TechniqueCost(forwards=forwards, passes=passes)
     return lambda transformer, load: cost
 
 
-# In calling order. The slider is first, so that all forward passes have its strength, those of rollouts included. Masks
-# come after what changes the input, and before TREAD, which keeps the tokens of masks.
+# In calling order. The slider is first, so that all forward passes, including rollouts, have its strength. Masks come
+# after techniques that change the input, and before TREAD, which keeps the tokens of masks.
 TECHNIQUES = (
     _slider, _scheduled_sampling, _regularisation, _crepa, _masked_loss, _tread, _layersync, _preservation
 )  # fmt: skip
@@ -199,7 +199,7 @@ def chosen_techniques(config: RunConfig, data: TrainedData = TrainedData()) -> t
 
 
 def check_encoders(config: RunConfig) -> Iterator[Problem]:
-    """Whether the encoders whose features the techniques need can be used."""
+    """Report vision encoders that techniques need and that cannot be used."""
     for kind in (kind for technique in chosen_techniques(config) for kind in technique.features):
         if kind.encoder is not None:
             yield from kind.encoder.problems()

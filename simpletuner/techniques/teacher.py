@@ -16,10 +16,10 @@ from simpletuner.models.adapter import FamilyAdapter, LatentEncoder
 from simpletuner.models.loading import load_whole
 from simpletuner.models.vision import KINDS, VisionEncoder
 
-# Statistics of ImageNet, by which DINOv2 normalises its pictures.
+# ImageNet statistics, with which DINOv2 normalises pictures.
 MEAN, DEVIATION = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 CLASSES = dict(zip(KINDS, (Dinov2Model, Dinov2WithRegistersModel), strict=True))
-# Names of weights in torch hub and in transformers.
+# Names of weights: torch hub to transformers.
 RENAMED = {
     r"^(\w+_tokens?)$": r"embeddings.\1",
     "^pos_embed": "embeddings.position_embeddings",
@@ -38,25 +38,25 @@ class FrameTeacher:
 
     def __init__(self, model: Any, decoder: LatentEncoder, config: CrepaConfig, patch_size: int) -> None:
         self.model, self.decoder, self.config, self.patch_size = model, decoder, config, patch_size
-        self.skipped = 1 + model.config.to_dict().get("num_register_tokens", 0)  # preceding the patches' tokens
+        self.skipped = 1 + model.config.to_dict().get("num_register_tokens", 0)  # tokens before the patch tokens
 
     @torch.no_grad()
     def encode(self, latents: Tensor) -> Tensor:
-        """Clean latents `C F H W` to features on the model's grid of tokens: bfloat16, `F h w E`."""
+        """Features of clean latents `C F H W`, on the model's token grid: bfloat16, `F h w E`."""
         count, height, width = latents.shape[1:]
         pixels = self.decoder.decode(latents[None])[0].transpose(0, 1)  # F 3 H W in [-1, 1]
-        # Every fourth: 61 pixel frames for 16 latent ones. The VAE encodes frame 0 alone, then fours.
+        # Every fourth of, say, 61 frames for 16 latent frames: the VAE encodes frame 0 alone, then groups of four.
         frames = pixels[:: (len(pixels) - 1) // max(count - 1, 1) or 1]
         at_once = max(self.config.crepa_encoder_frames_batch_size, 0) or count
-        found = [self._features(each) for each in frames.split(at_once)]
+        features = [self._features(each) for each in frames.split(at_once)]
         grid = height // self.patch_size, width // self.patch_size
-        # In 2-D on the true grids: along flattened tokens, columns of a 2:3 clip are off by a third of its width.
-        resized = interpolate(torch.cat(found), grid, mode="bilinear", antialias=True)
-        # Half the cache of float32; the loss only compares directions.
+        # 2-D: interpolation along flattened tokens would shift columns of a 2:3 clip by a third of its width.
+        resized = interpolate(torch.cat(features), grid, mode="bilinear", antialias=True)
+        # Half the cache size of float32; the loss only compares directions.
         return resized.permute(0, 2, 3, 1).to(torch.bfloat16)
 
     def _features(self, frames: Tensor) -> Tensor:
-        """Frames `F 3 H W` in [-1, 1] to features of their patches: float32, `F E rows columns`."""
+        """Patch features of frames `F 3 H W` in [-1, 1]: float32, `F E rows columns`."""
         rows, columns = self.config.patches(*frames.shape[-2:])
         side = self.model.config.patch_size
         pictures = interpolate(frames / 2 + 0.5, (rows * side, columns * side), mode="bilinear", antialias=True)
@@ -72,7 +72,7 @@ def load_teacher(
     load_vae: Callable[[], LatentEncoder],
     device: torch.device,
 ) -> FrameTeacher:
-    """Load the encoder, bfloat16 on a GPU, and the VAE."""
+    """Load the encoder, in bfloat16 on a GPU, and the VAE."""
     model = _load_model(encoder, torch.bfloat16 if device.type == "cuda" else torch.float32)
     decoder = load_vae()
     if config.crepa_drop_vae_encoder:
@@ -81,7 +81,7 @@ def load_teacher(
 
 
 def _load_model(encoder: VisionEncoder, dtype: torch.dtype) -> Any:
-    """The model in transformers' class, from its folder, from torch hub's file, or downloaded."""
+    """The encoder as a transformers model, from a folder, from torch hub's file, or downloaded."""
     place, settings = encoder.local(), encoder.settings()
     model_class: Any = CLASSES[settings["model_type"]]
     if place is None or place.is_dir():
@@ -91,12 +91,12 @@ def _load_model(encoder: VisionEncoder, dtype: torch.dtype) -> Any:
 
 
 def rename_weights(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The weights of a DINOv2 from torch hub under their names in transformers."""
+    """Rename DINOv2 weights from torch hub's names to those of transformers."""
     renamed: dict[str, Tensor] = {}
     for name, weight in weights.items():
         for pattern, new in RENAMED.items():
             name = re.sub(pattern, new, name)
-        # One fused product in torch hub's code, three in transformers'.
+        # torch hub has one fused projection, transformers three.
         if "attn.qkv" in name:
             parts = zip(("query", "key", "value"), weight.chunk(3), strict=True)
             renamed |= {name.replace("attn.qkv", f"attention.attention.{part}"): each for part, each in parts}

@@ -1,13 +1,13 @@
-"""TREAD: in training, a random share of the tokens skips some of the blocks.
+"""TREAD: during training, a random share of the tokens skips a range of blocks.
 
 Krause et al., "TREAD: Token Routing for Efficient Architecture-agnostic Diffusion Training", arXiv 2501.04765. At the
-first block of a route the kept tokens are gathered, with their rows of every per-token table (such as rotary
-positions); after its last block they are scattered back among the skipped tokens, which are unchanged. The loss covers
-all tokens.
+first block of a route, the kept tokens are gathered, with their rows of every per-token table (such as rotary
+embeddings); after its last block, they are scattered back among the skipped tokens, which are unchanged. The loss
+covers all tokens.
 
-Everything happens in forward hooks of single blocks. They do nothing without gradients, so previews use the whole
-model. Activation checkpointing runs a block and its hooks again in the backward pass, so the kept tokens are drawn
-before the forward pass, and a route keeps its tensors until the end of the micro-step's backward pass.
+Routing is done in forward hooks of single blocks. They do nothing without gradients, so previews use the whole model.
+Activation checkpointing runs a block and its hooks again in the backward pass, so the kept tokens are drawn before the
+forward pass, and a route keeps its tensors until the end of the micro-step's backward pass.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from simpletuner.techniques.base import Predict, Site, Technique
 
 
 class Tread(Technique):
-    """Lets tokens skip the blocks of the configured routes."""
+    """Routes tokens around blocks."""
 
     def __init__(self, routes: Sequence[Route]) -> None:
         self.routes = routes
@@ -35,7 +35,7 @@ class Tread(Technique):
     def attach(self, site: Site) -> None:
         layout, spec = site.layout, site.adapter.spec
         if layout.routing is None:
-            raise ValueError(f"{spec.title} has no tokens that could skip blocks")
+            raise ValueError(f"{spec.title} does not support token routing")
         self._layout, self._unit, self._spec, self._world = layout, layout.routing.unit, spec, site.world
         blocks = layout.visual_blocks
         self._windows = [_Window(route.among(len(blocks)), blocks, layout.routing) for route in self.routes]
@@ -50,13 +50,13 @@ class Tread(Technique):
                 window.begin(None)
 
     def before_forward(self, noisy: NoisyBatch, predict: Predict) -> NoisyBatch:
-        """Draw which tokens each route keeps in this micro-step."""
+        """Draw the tokens that each route keeps in this micro-step."""
         place, protected = noisy.place_for("TREAD"), self._protected(noisy)
-        # A tile of block-sparse attention is kept or dropped whole.
+        # Tiles of block-sparse attention are kept or dropped as a whole.
         units = self._spec.tokens(*noisy.noisy_latents.shape[2:]) // self._unit
-        # Constant over steps, so that compiled blocks see one shape, unless a sample has more protected tokens.
+        # Constant across steps, so that compiled blocks see one shape, unless a sample has more protected tokens.
         most = 0 if protected is None else int(protected.sum(1).max())
-        if noisy.batch.loss_mask is not None:  # distinguishes samples, across processes too
+        if noisy.batch.loss_mask is not None:  # masks differ between samples, so also between processes
             most = max(self._world.gather(most))
         for number, window in enumerate(self._windows):
             generators = place.generators(f"tread {number}")
@@ -68,17 +68,17 @@ class Tread(Technique):
     def kept_tokens(self, block: int) -> Tensor | None:
         """The tokens that pass through a block, in ascending order, on the device of the batch.
 
-        `HiddenStates` records the output of the block itself, so the last block of a window also has only these.
+        `HiddenStates` records the output of the block itself, so even the last block of a window has only these tokens.
         """
         return next((each.kept for each in self._windows if each.route.holds(block)), None)
 
     def _protected(self, noisy: NoisyBatch) -> Tensor | None:
-        """The units with a protected position, which are always kept; bool `B N` on the CPU."""
+        """Units with a protected position, which are always kept; bool `B N` on the CPU."""
         if noisy.protected is None:
             return None
         samples, _, frames, height, width = noisy.noisy_latents.shape
         side = self._spec.patch_size
-        # On the CPU, where masks have a copy: how many tokens are kept is a shape, which the host must know.
+        # On the CPU, where masks have a copy: the number of kept tokens is a shape, which the host needs.
         positions = noisy.protected.cpu().expand(samples, 1, frames, height, width)[:, 0]
         # `B F h p w p` in between: one protected position protects its token.
         tokens = positions.unflatten(-1, (-1, side)).unflatten(-3, (-1, side)).any(-1).any(-2)  # B F h w
@@ -93,12 +93,12 @@ class _Window:
         self.route, self.routing = route, routing
         self.begin(None)
         for number in range(route.first, route.last + 1):
-            # Tables are arguments of every block; tokens reach all but the first block cut already.
+            # Tables are arguments of every block; tokens are gathered only at the first block.
             blocks[number].register_forward_pre_hook(partial(self._enter, opens=number == route.first))
         blocks[route.last].register_forward_hook(self._leave)
 
     def begin(self, kept: Tensor | None) -> None:
-        """Start a micro-step that keeps these tokens, `B K`; all of them if None."""
+        """Start a micro-step that keeps these tokens, `B K`; None keeps all."""
         self.kept = kept
         self._all_tokens: Tensor | None = None
         self._tables: dict[int, Any] = {}
@@ -122,16 +122,16 @@ class _Window:
         if self.kept is None or self._all_tokens is None or not torch.is_grad_enabled():
             return None
         together = self._all_tokens.scatter(1, _rows(self.kept, output), output)
-        # Recomputing this block only needs the shape; the graph would keep activations of earlier blocks alive.
+        # Recomputing this block needs only the shape; the graph would keep activations of earlier blocks alive.
         self._all_tokens = self._all_tokens.detach()
         return together
 
 
 def draw_kept(units: int, count: int, protected: Tensor | None, generators: Sequence[torch.Generator]) -> Tensor:
-    """Draw the units to keep of each sample: int64 `B count`, ascending, on the CPU.
+    """Draw the units to keep for each sample: int64 `B count`, ascending, on the CPU.
 
     Args:
-        protected: always kept; bool, `B units`, on the CPU, or None.
+        protected: units that are always kept; bool, `B units`, on the CPU, or None.
         generators: one per sample, on the CPU.
     """
     chances = torch.stack([torch.rand(units, generator=each) for each in generators])
@@ -141,10 +141,10 @@ def draw_kept(units: int, count: int, protected: Tensor | None, generators: Sequ
 
 
 def whole_units(units: Tensor, size: int) -> Tensor:
-    """The tokens of units that are `size` consecutive tokens each: `B K` to `B K*size`."""
+    """The tokens of units of `size` consecutive tokens: `B K` to `B K*size`."""
     return (units[..., None] * size + torch.arange(size)).flatten(1)
 
 
 def _rows(kept: Tensor, tokens: Tensor) -> Tensor:
-    """The index `B K D` for `gather` and `scatter` of whole tokens; an expanded view, so it takes no memory."""
+    """The index `B K D` for `gather` and `scatter` of whole tokens; an expanded view that takes no memory."""
     return kept[..., None].expand(-1, -1, tokens.shape[-1])

@@ -74,8 +74,8 @@ def test_one_slip_of_the_pen_is_one_problem(tmp_path: Path) -> None:
 def test_a_missing_id_is_told_with_its_place(tmp_path: Path) -> None:
     _, problems = read(tmp_path, {"instance_data_dir": "x"}, {"id": "", "instance_data_dir": "y"})
     assert problems == [
-        "data.json[0].id: is required. Name of the dataset, once in the file.",
-        "data.json[1].id: is required. Name of the dataset, once in the file.",
+        "data.json[0].id: is required. Unique name of the dataset.",
+        "data.json[1].id: is required. Unique name of the dataset.",
     ]
 
 

@@ -206,6 +206,16 @@ def test_the_tree_has_a_line_for_every_room() -> None:
     assert rooms | files <= set(lines)
 
 
+def test_the_tree_names_what_exists() -> None:
+    section = (ROOT / "README.md").read_text(encoding="utf-8").partition("## The tree")[2]
+    names = re.findall(r"[\w/]*\w(?:/|\.py)(?=[\s,;)])", section.split("```")[1])
+    existing = {f"{path.name}/" if path.is_dir() else path.name for path in ROOT.glob("*")}
+    existing |= {f"{path.name}/" if path.is_dir() else path.name for path in (ROOT / "simpletuner").rglob("*")}
+    existing |= {f"{path.name}/" for folder in ("docs", "tests", "scripts") for path in (ROOT / folder).iterdir()}
+    assert len(names) > 50
+    assert [name for name in names if name not in existing] == []
+
+
 CHANGED = "## Commands that have changed since the guides"
 SYSTEM = ("apt", "mkdir", "popd", "pushd", "python")  # programs that are not ours
 

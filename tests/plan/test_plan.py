@@ -41,7 +41,7 @@ def test_it_says_what_will_run(workspace: Workspace, capsys: Capture) -> None:
         "8 batches an epoch, 1 epoch\n",
         "Dataset pictures: 8 of 8 files used",
         "p0.png: 96x64, resized to ",
-        "Cache of pictures: 0 of 8 are there, 8 to encode",
+        "Cache of pictures: 0 of 8 exist, 8 to encode",
         "Previews every 100 steps at 128x128: validation",
     ):
         assert line in shown, line
@@ -174,7 +174,7 @@ def test_every_file_is_used_or_has_a_reason(workspace: Workspace, capsys: Captur
 
 def test_it_knows_what_is_cached(filled: Workspace, capsys: Capture) -> None:
     shown = plan(filled, capsys)
-    assert "Cache of pictures: 8 of 8 are there, 0 to encode" in shown
+    assert "Cache of pictures: 8 of 8 exist, 0 to encode" in shown
     assert ", 0 to encode" in shown.partition("Cache of captions")[2].splitlines()[0]
 
 

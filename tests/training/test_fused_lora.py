@@ -238,7 +238,7 @@ def test_a_run_resumes_bit_for_bit_and_writes_the_same_keys(tmp_path: Path, t2i_
     ("settings", "problem"),
     [
         ({"use_dora": True}, "cannot be combined with use_dora: DoRA scales the sum of base and update"),
-        ({"lora_dropout": 0.1}, "cannot be combined with lora_dropout: each layer drops other inputs"),
+        ({"lora_dropout": 0.1}, "cannot be combined with lora_dropout: each layer drops different inputs"),
         ({"lora_type": "lokr"}, "needs lora_type standard: other updates are no product of two matrices"),
         ({"model_type": "full"}, "needs model_type lora"),
     ],

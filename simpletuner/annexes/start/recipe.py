@@ -34,7 +34,6 @@ from simpletuner.data.media import PICTURE_SUFFIXES, probe
 from simpletuner.errors import ConfigError, UserError, shorten
 from simpletuner.models.registry import FAMILIES
 from simpletuner.models.spec import FamilySpec
-from simpletuner.plan.build import Plan
 from simpletuner.validation.prompts import SMALLEST_SIDE
 
 T = TypeVar("T")
@@ -433,8 +432,8 @@ class Start:
             advice = f" Make {final.parent} writable, or start in another folder." if is_denied else ""
             raise UserError(f"{self.folder} cannot be written: {error.strerror}.{advice}") from None
 
-    def ready(self) -> tuple[Plan, Budget]:
-        """The plan and its budget; nothing is written.
+    def ready(self) -> Budget:
+        """The plan with its estimate; nothing is written.
 
         Raises:
             ConfigError: with all problems at once, including a run that does not fit.
@@ -451,13 +450,13 @@ class Start:
         if self.is_demo:
             return True, "tiny: minutes on a CPU, no download; it draws simple shapes, to try everything with"
         try:
-            plan, budget = self.ready()
+            budget = self.ready()
         except ConfigError as error:
             is_large = any(problem.where == "memory" for problem in error.problems)
             return False, "does not fit this machine" if is_large else "cannot be planned"
-        time = duration(budget.step_seconds * plan.length.total_steps)
+        time = duration(budget.step_seconds * budget.plan.length.total_steps)
         if not budget.device.is_gpu:
-            return not needs_consent(plan, budget), f"no GPU here: about {time} on the CPU, without previews"
+            return not needs_consent(budget), f"no GPU here: about {time} on the CPU, without previews"
         return True, f"fits, about {time} without previews"
 
 

@@ -1,4 +1,4 @@
-"""Attaches a streamer to a model: chooses the blocks that stream, and wraps their `forward`.
+"""Attaches a streamer to a model: selects the blocks to stream and wraps their `forward`.
 
 Names, shapes and `state_dict()` keys of the model are unchanged, and `model.to(...)` moves everything but the streamed
 weights.
@@ -42,9 +42,9 @@ def place_model(model: nn.Module, streamed: Sequence[nn.Module], device: torch.d
 
 
 def streamed_blocks(blocks: Sequence[nn.Module], residents: int) -> list[nn.Module]:
-    """All blocks except `residents` evenly spaced ones, which stay on the device and give the next copy more time."""
+    """All blocks except `residents` evenly spaced blocks, which stay on the device and give copies more time."""
     count = min(residents, len(blocks))
-    # The middles of equal parts.
+    # Midpoints of equal parts.
     staying = {int((index + 0.5) * len(blocks) / count) for index in range(count)}
     return [block for index, block in enumerate(blocks) if index not in staying]
 
@@ -60,8 +60,8 @@ class Offload:
     """Group offload as configured.
 
     Attributes:
-        device: what computes.
-        world: the processes that train together; those of a machine share one copy of the weights in host memory.
+        device: the compute device.
+        world: the processes that train together; processes of a machine share one copy of the weights in host memory.
     """
 
     config: OffloadConfig
@@ -72,10 +72,10 @@ class Offload:
         self, transformer: nn.Module, blocks: Sequence[nn.Module], *, keeps_saved: bool,
         packed: list[WeightImage] | None = None,
     ) -> Streamer | None:  # fmt: skip
-        """Let the frozen weights of a transformer stream; call it last, after all other changes to the transformer.
+        """Stream the frozen weights of a transformer; call this after all other changes to the transformer.
 
         Args:
-            blocks: the blocks that stream, in the order of the forward pass; see `streamed_blocks`.
+            blocks: the blocks to stream, in the order of the forward pass; see `streamed_blocks`.
             keeps_saved: some blocks run without activation checkpointing, so autograd saves their weights.
             packed: see `stream`.
 
@@ -88,7 +88,7 @@ class Offload:
         wanted = self.config.group_offload_blocks_per_group
         if wanted > len(blocks):
             message = "group_offload_blocks_per_group: %d is more than the %d blocks that stream"
-            logger.warning(f"{message}; they come as one group.", wanted, len(blocks))
+            logger.warning(f"{message}; they form one group.", wanted, len(blocks))
         streamer = self.stream(blocks, packed)
         # Autograd would save views of slots, which later groups overwrite before the backward pass.
         if keeps_saved:
@@ -104,13 +104,13 @@ class Offload:
     def attach_to_stacks(self, model: nn.Module, quantise: LayerQuantiser | None = None) -> list[Streamer]:
         """Move a frozen model to the device, streaming its stacks of layers that are longer than the ring.
 
-        Stacks are the outermost module lists: the layers of a language model, the up blocks of a VAE's decoder. Each
-        has its own ring, because not every call runs all of them.
+        Stacks are the outermost module lists, such as the layers of a language model or the up blocks of a VAE decoder.
+        Every stack has a separate ring, because a call may run only some stacks.
 
         Args:
-            quantise: called for some layers just before they are packed, and for the model as a whole at the end.
+            quantise: called for each group of layers just before packing, and for the whole model at the end.
         """
-        # A shorter stack would fit into its slots as a whole.
+        # A shorter stack would fit into its slots.
         stacks, packed = [list(stack) for stack in _outermost_lists(model) if len(stack) > SLOTS], []
         # Group by group, so that the host never holds all quantised layers twice.
         for group in (group for stack in stacks for group in self.groups(stack)):
@@ -119,15 +119,15 @@ class Offload:
             packed.append(self.pack(group))
         if quantise is not None:
             quantise(within=[model])
-        # Last: what does not stream goes to the device only after it was quantised.
+        # Last, so that modules that do not stream are quantised before they move to the device.
         place_model(model, [layer for stack in stacks for layer in stack], self.device)
         return [self.stream(stack, packed) for stack in stacks]
 
     def stream(self, blocks: Sequence[nn.Module], packed: list[WeightImage] | None = None) -> Streamer:
-        """Pack blocks into images, unless they are packed, and stream them in each forward pass.
+        """Pack blocks into images, unless already packed, and stream them in each forward pass.
 
         Args:
-            packed: images from `pack` in order, taken out of the list; one that no longer holds is made again.
+            packed: images from `pack`, in order, removed from the list; stale images are rebuilt.
 
         Raises:
             UserError: the folder for images on disk cannot be created.
@@ -135,11 +135,11 @@ class Offload:
         groups, images = self.groups(blocks), []
         for group in groups:
             image = packed.pop(0) if packed else None
-            # Layers may have been replaced since they were packed.
+            # Layers may have been replaced since packing.
             images.append(image if image is not None and image.holds(group) else self.pack(group))
         use_stream, to_disk = self.config.group_offload_use_stream, self.config.group_offload_to_disk_path is not None
         if use_stream and self.device.type != "cuda":
-            _warn_once("group_offload_use_stream has no effect: the compute device is no CUDA device.")
+            _warn_once("group_offload_use_stream has no effect: the compute device is not a CUDA device.")
         largest = max(image.nbytes for image in images)
         streamer = Streamer(images, choose_lane(self.device, largest, use_stream=use_stream, on_disk=to_disk), SLOTS)
         for index, (group, image) in enumerate(zip(groups, images, strict=True)):
@@ -149,12 +149,12 @@ class Offload:
         return streamer
 
     def groups(self, blocks: Sequence[nn.Module]) -> list[Sequence[nn.Module]]:
-        """The blocks that share a slot."""
+        """Groups of blocks that share a slot."""
         size = self.config.group_offload_blocks_per_group
         return [blocks[start : start + size] for start in range(0, len(blocks), size)]
 
     def pack(self, group: Sequence[nn.Module]) -> WeightImage:
-        """Pack the frozen weights of blocks into an image, which is the only copy of them from then on.
+        """Pack the frozen weights of blocks into an image, which then holds their only copy.
 
         Raises:
             UserError: the folder for images on disk cannot be created.
@@ -162,7 +162,7 @@ class Offload:
         return WeightImage(group, self._settle)
 
     def _settle(self, image: WeightImage, flat: Tensor) -> Tensor:
-        """Store an image: on disk, or in host memory, page-locked for a GPU."""
+        """Store an image on disk, or in host memory, pinned for a GPU."""
         path, shared = self.config.group_offload_to_disk_path, self.world.local_size > 1
         if path is None:
             kept = shared_by_machine(flat, self.world, None) if shared else flat
@@ -173,13 +173,16 @@ class Offload:
         try:
             folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise UserError(f"group_offload_to_disk_path: {str(folder)!r} cannot be made: {error.strerror}.") from None
+            raise UserError(f"group_offload_to_disk_path: cannot create {str(folder)!r}: {error.strerror}.") from None
         return shared_by_machine(flat, self.world, folder) if shared else on_disk(flat, folder)
 
 
 def _wrap_forward(module: nn.Module, around: Callable[[], AbstractContextManager[object]]) -> None:
-    """Enter a context around the current `forward`, which may be compiled: the streamer stays outside of compiled code,
-    and the hooks of activation checkpointing are nested inside and so take precedence."""
+    """Enter a context around the current `forward`, which may be compiled.
+
+    The streamer stays outside of compiled code. Hooks of activation checkpointing are nested inside, so they take
+    precedence.
+    """
     inner = module.forward
 
     @wraps(inner)
@@ -197,21 +200,21 @@ def _entering(streamer: Streamer, group: int) -> Iterator[None]:
 
 
 def _stay_put(block: nn.Module, tensors: frozenset[int]) -> None:
-    """Exclude the streamed tensors from `to`, `cuda`, `float` and the like; LoRA weights move as usual."""
+    """Exclude the streamed tensors from `to`, `cuda`, `float` and similar calls; LoRA weights move as usual."""
     apply: Callable[..., nn.Module] = block._apply
 
-    def apply_to_others(fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
+    def apply_to_rest(fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
         with set_aside([block], tensors):
             return apply(fn, recurse)
 
-    block._apply = apply_to_others  # type: ignore[method-assign]
+    block._apply = apply_to_rest  # type: ignore[method-assign]
 
 
 def _outermost_lists(module: nn.Module) -> list[nn.ModuleList]:
-    """Module lists that are not inside another, in the order of the model."""
+    """Module lists that are not nested in another list, in the order of the model."""
     if isinstance(module, nn.ModuleList):
         return [module]
-    return [found for child in module.children() for found in _outermost_lists(child)]
+    return [stack for child in module.children() for stack in _outermost_lists(child)]
 
 
 @cache

@@ -1,4 +1,4 @@
-"""The stream on which host and device exchange tensors while the device computes."""
+"""The side stream for copies between host and device while the device computes."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from simpletuner.memory.offload.image import page_lock, whole_pages
 
 
 class SideStream:
-    """A stream beside the one that computes. Without CUDA, copies are synchronous and save nothing.
+    """A CUDA stream beside the compute stream. Without CUDA, copies are synchronous and save nothing.
 
-    The allocator does not track it: the caller keeps a tensor until its copy is complete, or passes it to `keep`.
+    The allocator does not track it: callers must keep a tensor alive until its copy is complete, or pass it to `keep`.
 
     Args:
-        device: what computes.
-        in_line: copy on the stream that computes instead.
+        device: the compute device.
+        in_line: copy on the compute stream instead.
     """
 
     def __init__(self, device: torch.device, *, in_line: bool = False) -> None:
@@ -28,22 +28,22 @@ class SideStream:
         self._kept: deque[tuple[object, torch.cuda.Event]] = deque()
 
     def after_compute(self, point: torch.cuda.Event | None = None) -> AbstractContextManager[object]:
-        """A context in which copies wait for what has been submitted to the device up to a point, by default now."""
+        """A context in which copies wait for work submitted to the device before `point`, by default before now."""
         if self.stream is None:
             return nullcontext()
         self.stream.wait_event(point or torch.cuda.current_stream(self.device).record_event())
         return torch.cuda.stream(self.stream)
 
     def complete(self) -> torch.cuda.Event | None:
-        """The end of all copies so far; None if they were synchronous."""
+        """An event that marks the end of all copies so far; None if they were synchronous."""
         return None if self.stream is None else self.stream.record_event()
 
     def keep(self, copied: object) -> torch.cuda.Event | None:
         """Hold a reference to tensors until the copies so far are complete; returns that event.
 
-        With `record_stream`, the allocator would reuse their memory only after the host has seen the event. By then the
-        host has launched many blocks, whose inputs all take new memory. Here the compute waits for all but the newest
-        copies, and later tensors reuse the memory of the older ones.
+        With `record_stream`, the allocator would reuse their memory only after the host has seen the event. By then,
+        the host has launched many blocks, whose inputs all take new memory. Here, the compute stream waits for all but
+        the newest copies, and later tensors reuse the memory of older ones.
         """
         complete = self.complete()
         if complete is not None:
@@ -53,20 +53,20 @@ class SideStream:
         return complete
 
     def hold_compute(self, until: torch.cuda.Event | None) -> None:
-        """Let the compute wait for copies, and release what was kept for them."""
+        """Make the compute stream wait for copies, and release the tensors kept for them."""
         if until is not None:
             torch.cuda.current_stream(self.device).wait_event(until)
             while any(event is until for _, event in self._kept):
                 self._kept.popleft()
 
     def finish(self) -> None:
-        """Wait on the host for all copies."""
+        """Block the host until all copies are complete."""
         if self.stream is not None:
             self.stream.synchronize()
         self._kept.clear()
 
     def host_memory(self, nbytes: int, owner: object | None = None) -> Tensor:
-        """Bytes in host memory that stay locked until their owner, by default they themselves, is garbage-collected."""
+        """Pinned host memory, unlocked when `owner`, by default the tensor itself, is garbage-collected."""
         flat = whole_pages(nbytes)
         if self.stream is not None:
             page_lock(flat, flat if owner is None else owner)

@@ -1,8 +1,8 @@
 """Keeps the inputs of checkpointed blocks in host memory until the backward pass.
 
-Activation checkpointing keeps one tensor per block, its input; for long clips these dominate device memory. They are
-copied to the host on a separate stream while the block computes, in the bus direction that streamed weights leave free,
-and are copied back one block ahead.
+Activation checkpointing keeps the input of every block, and for long clips these inputs dominate device memory. They
+are copied to the host on a side stream while the block computes, in the bus direction that streamed weights leave free,
+and are prefetched one block ahead.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ class _Kept:
     """One tensor in host memory.
 
     Attributes:
-        host: its values.
-        before: the tensor kept before it, which the backward pass needs after it.
-        coming: its copy on the device and the event that completes it, once requested.
+        host: the values.
+        before: the tensor kept before this one, which the backward pass needs next.
+        coming: the copy on the device and the event that completes it, once requested.
     """
 
     def __init__(self, host: Tensor, before: weakref.ref[_Kept] | None) -> None:
@@ -35,23 +35,23 @@ class _Kept:
 
 
 class BlockInputs:
-    """Offloads the hidden states that blocks are called with.
+    """Offloads the hidden states passed to blocks.
 
     Args:
-        device: where the blocks compute. Without CUDA, copies are synchronous and save nothing.
+        device: the compute device. Without CUDA, copies are synchronous and save nothing.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.side = SideStream(device)
         if self.side.stream is None:
-            logger.warning("offload_block_inputs saves nothing: the compute device is no CUDA device.")
-        self._free: list[Tensor] = []  # page-locked bytes
+            logger.warning("offload_block_inputs saves nothing: the compute device is not a CUDA device.")
+        self._free: list[Tensor] = []  # pinned bytes
         self._last: weakref.ref[_Kept] | None = None
 
     def around(self, hidden_states: Tensor) -> saved_tensors_hooks:
-        """Hooks to wrap around one checkpointed call of a block.
+        """Hooks around one checkpointed call of a block.
 
-        `hidden_states` is the input that changes from block to block; the other inputs are shared by all blocks and
+        `hidden_states` is the input that changes from block to block; all other inputs are common to the blocks and
         stay on the device.
         """
         address = hidden_states.data_ptr()
@@ -72,7 +72,7 @@ class BlockInputs:
         self.side.keep(tensor)
         kept = _Kept(host, self._last)
         self._last = weakref.ref(kept)
-        # Its buffer is free as soon as autograd drops the saved tensor.
+        # The buffer is free as soon as autograd drops the saved tensor.
         weakref.finalize(kept, self._free.append, buffer).atexit = False
         return kept
 
@@ -80,14 +80,14 @@ class BlockInputs:
         tensor, arrival = kept.coming or self._fetch(kept)
         before = kept.before() if kept.before is not None else None
         self.side.hold_compute(arrival)
-        # Requested one block ahead: the copy runs while this block is recomputed.
+        # Prefetch one block ahead: the copy runs while this block is recomputed.
         if before is not None and before.coming is None:
             before.coming = self._fetch(before)
         return tensor
 
     def _fetch(self, kept: _Kept) -> tuple[Tensor, torch.cuda.Event | None]:
-        """Start to copy a tensor back to the device."""
-        # A real copy on a CPU too: the buffer will be reused for another tensor.
+        """Start copying a tensor back to the device."""
+        # A real copy even on a CPU: the buffer will be reused for another tensor.
         tensor = torch.empty_like(kept.host, device=self.side.device)
         with self.side.after_compute():
             tensor.copy_(kept.host, non_blocking=True)
@@ -97,7 +97,7 @@ class BlockInputs:
         """Host memory of at least `nbytes` bytes: the smallest free buffer, or a new one.
 
         All copies run in order on one stream, so a buffer can be reused while it is still being read. A new buffer
-        replaces a free one that is too small: there are never more buffers than tensors.
+        replaces a free buffer that is too small, so there are never more buffers than tensors.
         """
         self._free.sort(key=Tensor.numel)
         index = next((index for index, each in enumerate(self._free) if each.numel() >= nbytes), None)

@@ -1,6 +1,6 @@
-"""Packs the frozen tensors of a group of blocks into one flat buffer of host memory.
+"""Packs the frozen tensors of a group of blocks into one flat host buffer.
 
-The buffer is page-locked for a GPU, or a memory-mapped file.
+The buffer is pinned for a GPU, or a memory-mapped file.
 """
 
 from __future__ import annotations
@@ -33,40 +33,40 @@ logger = logging.getLogger(__name__)
 PAGE = mmap.PAGESIZE
 PROCESSES, SHARED_MEMORY = Path("/proc"), Path("/dev/shm")
 FILES = "simpletuner-offload-"
-MARK = 16  # bytes by which a process knows the file that is meant
-STRAY_SECONDS = 3600.0  # seconds after which a name, which lives for a moment, belongs to a process that was killed
+MARK = 16  # random bytes that identify a shared file
+STRAY_SECONDS = 3600.0  # age at which a file name, which exists only briefly, must be left from a killed process
 
 
 def whole_pages(nbytes: int) -> Tensor:
-    """An uninitialised buffer that shares no memory page with another: a page can be locked only once."""
-    # One page to align the start, and one so that the last page belongs to nobody else.
+    """An uninitialised buffer that shares no memory page with other data, since a page can be locked only once."""
+    # One page to align the start, and one to keep other data off the last page.
     room = torch.empty(nbytes + 2 * PAGE, dtype=torch.uint8)
     start = -room.data_ptr() % PAGE
-    return torch.from_numpy(room.numpy()[start : start + nbytes])  # a storage that starts at the page, unlike a slice
+    return torch.from_numpy(room.numpy()[start : start + nbytes])  # unlike a slice, its storage starts at the page
 
 
 def page_lock(flat: Tensor, owner: object) -> None:
-    """Page-lock a buffer of `whole_pages` for the GPU, until `owner` is garbage-collected.
+    """Page-lock a buffer of `whole_pages` for the GPU until `owner` is garbage-collected.
 
-    The memory is locked in place, because torch's pinned allocator rounds every size up to a power of two.
+    The memory is locked in place because torch's pinned allocator rounds every size up to a power of two.
     """
     error = int(torch.cuda.cudart().cudaHostRegister(flat.data_ptr(), -(-flat.nbytes // PAGE) * PAGE, 0))
     if error:
         _forget_error()
-        # Not by `ulimit -l`: NVIDIA's driver pins pages without counting them against it.
+        # `ulimit -l` is not the cause: NVIDIA's driver does not count pinned pages against it.
         logger.warning("Offloaded tensors could not be pinned (CUDA error %d): copies will be slower.", error)
         return
     release = weakref.finalize(owner, _unlock, flat.data_ptr(), torch.cuda.current_device())
-    release.atexit = False  # at exit the operating system frees it
+    release.atexit = False  # at exit, the operating system frees the memory
 
 
 def _unlock(address: int, gpu: int) -> None:
-    """Unlock after all copies: the streamer may have submitted one that nothing waited for.
+    """Unlock after all copies: the streamer may have submitted a copy that nothing waits for.
 
     Args:
-        gpu: the one that locked it; the thread that collects garbage may have another, or the first without knowing it.
+        gpu: the GPU that locked the memory; garbage collection may run in a thread with another current device.
     """
-    failed = suppress(torch.AcceleratorError)  # on a device that has failed, nothing runs any more
+    failed = suppress(torch.AcceleratorError)  # no call works on a failed device
     with failed, torch.cuda.device(gpu):
         with failed:
             torch.cuda.synchronize()
@@ -74,8 +74,10 @@ def _unlock(address: int, gpu: int) -> None:
 
 
 def _forget_error() -> None:
-    """Clear CUDA's last error by launching a kernel that is allowed to fail: torch checks the error after each launch,
-    and would blame the next kernel."""
+    """Clear CUDA's last error with a kernel launch that may fail.
+
+    torch checks the error after each launch and would otherwise blame the next kernel.
+    """
     with suppress(RuntimeError):
         torch.zeros(1, device="cuda").add_(1)
 
@@ -83,7 +85,7 @@ def _forget_error() -> None:
 def on_disk(flat: Tensor, folder: Path) -> Tensor:
     """Copy a buffer to a file in `folder` and map it privately.
 
-    The file has no name, so its space is freed however the process ends, and no other run can use it.
+    The file is unlinked, so its space is freed however the process ends, and no other run can use it.
 
     Raises:
         DiskFullError: no space left in the folder.
@@ -94,13 +96,13 @@ def on_disk(flat: Tensor, folder: Path) -> Tensor:
 
 
 def shared_by_machine(flat: Tensor, world: World, folder: Path | None) -> Tensor:
-    """One buffer for all processes of a machine, which hold the same weights: that of its first process.
+    """One buffer, with the content of the machine's first process, shared by all its processes.
 
-    Every process must call this for the same buffers in the same order. Where they do not see each other in /proc, as
-    in separate containers, the file has a name until all have opened it, before anything is written.
+    Every process must call this for the same buffers in the same order. If processes do not see each other in /proc,
+    as in separate containers, the file has a name until all have opened it, before any data is written.
 
     Args:
-        folder: on a disk; None for memory, which unlike /dev/shm needs no room of its own in containers.
+        folder: a folder on disk; None for memory, which unlike /dev/shm is not limited in containers.
 
     Raises:
         UserError: the processes see neither each other nor the same folder.
@@ -120,16 +122,16 @@ def shared_by_machine(flat: Tensor, world: World, folder: Path | None) -> Tensor
 
 
 def share_by_machine(modules: Sequence[nn.Module], world: World) -> None:
-    """Move the frozen tensors of modules into memory that all processes of a machine share. Collective."""
+    """Move the frozen tensors of modules into memory shared by all processes of a machine. Collective."""
     if world.local_size > 1:
         WeightImage(modules, lambda image, flat: shared_by_machine(flat, world, None))
 
 
 def _open_together(world: World, folder: Path | None, *, named: bool) -> IO[bytes] | None:
-    """A file of the first process of each machine; None in all processes if one of them cannot open it.
+    """A file of each machine's first process; None in all processes if any process cannot open it.
 
     Args:
-        named: it has a name meanwhile; otherwise the others open it through the first process in /proc.
+        named: give the file a temporary name; otherwise processes open it through the first process in /proc.
     """
     made: list[IO[bytes]] = []
     with ExitStack() as names:
@@ -155,9 +157,9 @@ def _open_together(world: World, folder: Path | None, *, named: bool) -> IO[byte
 
 
 def _opened(path: str, mark: bytes) -> IO[bytes] | None:
-    """The file at a path if it begins with the mark: in another container, the path may lead to something else."""
+    """The file at a path if it begins with the mark; in another container, the path may be a different file."""
     with suppress(OSError):
-        if Path(path).is_file():  # opening a pipe would wait
+        if Path(path).is_file():  # opening a pipe would block
             file = Path(path).open("r+b")  # noqa: SIM115 - for the caller
             if file.read(MARK) == mark:
                 return file
@@ -166,7 +168,7 @@ def _opened(path: str, mark: bytes) -> IO[bytes] | None:
 
 
 def _named_file(folder: Path) -> IO[bytes]:
-    """A file with a random name, which only this user may open. Names that killed processes left are removed."""
+    """A file with a random name, accessible only to this user. Removes stale files of killed processes."""
     for stray in folder.glob(f"{FILES}*"):
         with suppress(OSError):
             if time.time() - stray.stat().st_mtime > STRAY_SECONDS and stray.stat().st_uid == os.geteuid():
@@ -175,37 +177,37 @@ def _named_file(folder: Path) -> IO[bytes]:
 
 
 def _unnamed_file(folder: Path | None) -> IO[bytes]:
-    """A file on a disk or in memory that ends with the processes that have it open."""
+    """An unlinked file on disk or in memory, freed when the last process closes it."""
     if folder is None:
         return os.fdopen(os.memfd_create(FILES.strip("-")), "w+b")
     return tempfile.TemporaryFile(dir=folder, prefix=FILES)
 
 
 def _write(flat: Tensor, file: IO[bytes]) -> None:
-    file.seek(0)  # over the mark
+    file.seek(0)  # overwrites the mark
     file.write(flat.numpy().data)
     file.flush()
 
 
 def _mapped(file: IO[bytes], flat: Tensor, *, shared: bool) -> Tensor:
-    """A file that holds as much as `flat`, mapped into memory."""
+    """Map a file with the size of `flat` into memory."""
     path = f"/dev/fd/{file.fileno()}"  # macOS has no /proc
     return torch.from_file(path, shared=shared, size=flat.numel(), dtype=torch.uint8)
 
 
-ALIGNMENT = 256  # bytes, as in CUDA's allocator: some kernels depend on it
+ALIGNMENT = 256  # bytes, as in CUDA's allocator; some kernels rely on it
 
-# Turns a plain buffer into the stored image: locks it, or moves it to disk.
+# Turns a plain buffer into the stored image: pins it, or moves it to disk.
 Settle = Callable[["WeightImage", Tensor], Tensor]
 
 
 @dataclass(frozen=True)
 class Span:
-    """The place of a plain tensor's values in the buffer.
+    """The position of a plain tensor in the buffer.
 
     Attributes:
         offset: in bytes.
-        stride: in elements; the tensor's own if it is dense, so that kernels see the same layout.
+        stride: in elements; unchanged if the tensor is dense, so that kernels see the same layout.
     """
 
     offset: int
@@ -215,11 +217,11 @@ class Span:
 
     @classmethod
     def of(cls, tensor: Tensor, offset: int = 0) -> Span:
-        """A place for a tensor, at `offset` bytes."""
+        """The span of a tensor stored at `offset` bytes."""
         return cls(offset, tensor.size(), torch.empty_like(tensor, device="meta").stride(), tensor.dtype)
 
     def view(self, flat: Tensor) -> Tensor:
-        """View this place of a buffer as a tensor; the buffer may be longer than the image."""
+        """This span of a buffer as a tensor; the buffer may be longer than the image."""
         whole = flat[: flat.numel() // self.dtype.itemsize * self.dtype.itemsize].view(self.dtype)
         return torch.as_strided(whole, self.size, self.stride, self.offset // self.dtype.itemsize)
 
@@ -229,7 +231,7 @@ class WeightImage:
 
     Args:
         modules: the modules to pack; trainable parameters are not packed.
-        settle: turns the packed buffer into the stored one.
+        settle: turns the packed buffer into the stored buffer.
 
     Attributes:
         tensors: the packed tensors, in the order of the modules.
@@ -237,9 +239,9 @@ class WeightImage:
     """
 
     def __init__(self, modules: Sequence[nn.Module], settle: Settle = lambda image, flat: flat) -> None:
-        # By identity: weights that layers share are stored once.
-        found = {id(tensor): tensor for module in modules for tensor in frozen_tensors(module)}
-        self.tensors = list(found.values())
+        # By identity, so that weights shared between layers are stored once.
+        unique = {id(tensor): tensor for module in modules for tensor in frozen_tensors(module)}
+        self.tensors = list(unique.values())
         self._leaves = [leaf for tensor in self.tensors for leaf in leaves(tensor)]
         self._places, end = list[Span](), 0
         for leaf in self._leaves:
@@ -251,23 +253,23 @@ class WeightImage:
         self.flat = settle(self, packed)
         self._bindings: dict[int, list[tuple[Tensor, Tensor]]] = {}
         self.bind(self.flat)
-        trim_heap()  # of what was packed
+        trim_heap()  # the original tensors are free now
 
     @property
     def nbytes(self) -> int:
         return self.flat.nbytes
 
     def holds(self, modules: Sequence[nn.Module]) -> bool:
-        """Whether the stored image is what these modules would be packed into: nothing was added or replaced since."""
-        found = {id(tensor) for module in modules for tensor in frozen_tensors(module)}
+        """Whether the image is up to date with these modules: no tensor was added or replaced since packing."""
+        current = {id(tensor) for module in modules for tensor in frozen_tensors(module)}
         kept = zip(self._leaves, self._places, strict=True)
-        return found == {id(tensor) for tensor in self.tensors} and all(
+        return current == {id(tensor) for tensor in self.tensors} and all(
             Span.of(leaf, place.offset) == place and leaf.data_ptr() == self.flat.data_ptr() + place.offset
             for leaf, place in kept
         )
 
     def bind(self, flat: Tensor) -> None:
-        """Point the tensors at a buffer that holds this image: the one in host memory, or a slot on the device."""
+        """Point the tensors at a buffer with this image: the host buffer, or a slot on the device."""
         binding = self._bindings.get(flat.data_ptr())
         if binding is None:
             binding = self._bindings[flat.data_ptr()] = self._make_binding(flat)
@@ -277,7 +279,7 @@ class WeightImage:
                 tensor.data = content
 
     def _make_binding(self, flat: Tensor) -> list[tuple[Tensor, Tensor]]:
-        """Each plain tensor with its view, then the wrappers, which must report the device of their content."""
+        """Every plain tensor with its view, then the wrappers, which must report the device of their content."""
         views = [place.view(flat) for place in self._places]
         remaining = iter(views)
         shells = [(tensor, rebuild(tensor, remaining)) for tensor in self.tensors]
@@ -292,12 +294,12 @@ def frozen_tensors(module: nn.Module) -> Iterator[Tensor]:
 
 
 def wraps(tensor: Any) -> bool:
-    """Whether a tensor only wraps others, as quantised ones do, and has no memory."""
+    """Whether a tensor only wraps other tensors and has no memory, like torchao's quantised tensors."""
     return bool(is_traceable_wrapper_subclass(tensor))
 
 
 def leaves(tensor: Any) -> list[Tensor]:
-    """The plain tensors of a tensor: itself, or those that a quantised tensor wraps."""
+    """The plain tensors of a tensor: itself, or the tensors that it wraps."""
     if not wraps(tensor):
         return [tensor]
     names, _ = tensor.__tensor_flatten__()
@@ -306,7 +308,7 @@ def leaves(tensor: Any) -> list[Tensor]:
 
 @contextmanager
 def set_aside(modules: Sequence[nn.Module], tensors: Set[int]) -> Iterator[None]:
-    """Temporarily remove some parameters and buffers, given by `id`, from their modules."""
+    """Temporarily remove parameters and buffers, given by `id`, from their modules."""
     parts: Any = (part for module in modules for part in module.modules())
     tables = [(table, dict(table)) for part in parts for table in (part._parameters, part._buffers)]
     for table, before in tables:
@@ -319,11 +321,11 @@ def set_aside(modules: Sequence[nn.Module], tensors: Set[int]) -> Iterator[None]
         for table, before in tables:
             after = {name: value if id(value) in tensors else table[name] for name, value in before.items()}
             table.clear()
-            table.update(after)  # in the original order, as the state dict lists them
+            table.update(after)  # restores the order of the state dict
 
 
 def rebuild(tensor: Any, contents: Iterator[Tensor]) -> Tensor:
-    """A tensor of the same type around other contents."""
+    """A tensor of the same type with new contents."""
     if not wraps(tensor):
         return next(contents)
     names, context = tensor.__tensor_flatten__()

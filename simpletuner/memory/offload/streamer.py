@@ -1,14 +1,14 @@
-"""The ring of slots through which the groups of a model pass, and the lanes that copy them there.
+"""The ring of device slots for the groups of a model, and the lanes that copy groups into slots.
 
-    forward            ─► 0 1 2 3 4 5   each is copied to a slot one group before it is needed,
-    backward  3 2 1 0 ◄─               replacing the group that ran before
+    forward            ─► 0 1 2 3 4 5   each group is prefetched one group ahead,
+    backward  3 2 1 0 ◄─               and evicts the group that ran before
 
 The last groups are still in their slots when the backward pass begins, so a training step makes 2 (groups - slots)
-copies. Evicting a group points its tensors at the host image again; frozen weights never change, so nothing is copied
+copies. Evicting a group points its tensors at the host image again; frozen weights never change, so no data is copied
 back.
 
-A lane guarantees that a copy starts only after all compute submitted before it, which may still use the slot, and that
-compute submitted after `wait` sees the complete copy. Only the lane from disk blocks the host.
+A lane guarantees that a copy starts only after all previously submitted compute, which may still use the slot, and that
+compute submitted after `wait` sees the complete copy. Only the disk lane blocks the host.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from simpletuner.memory.offload.beside import SideStream
 from simpletuner.memory.offload.image import Span, WeightImage
 
-# Waits that an unread clock keeps at most, so that its memory stays bounded.
+# Maximum number of intervals in an unread clock, which bounds its memory.
 UNREAD = 4096
 
 
@@ -52,7 +52,7 @@ class HostClock:
 class StreamClock:
     """Measures time on a CUDA stream without synchronising.
 
-    Intervals that are not complete when the clock is read count in the next reading.
+    Intervals that are incomplete when the clock is read count in the next reading.
     """
 
     def __init__(self) -> None:
@@ -76,10 +76,10 @@ class StreamClock:
 
 
 class Lane:
-    """Copies images into slots: on a side stream, or in line with the compute, as on a CPU.
+    """Copies images into slots, on a side stream, or in line with compute, as on a CPU.
 
     Args:
-        side: where the copies run.
+        side: the stream of the copies.
     """
 
     def __init__(self, side: SideStream) -> None:
@@ -90,43 +90,43 @@ class Lane:
         """Allocate device memory for one group."""
         slot = torch.empty(nbytes, dtype=torch.uint8, device=self.side.device)
         if self.side.stream is not None:
-            slot.record_stream(self.side.stream)  # the allocator must not reuse it while a copy writes to it
+            slot.record_stream(self.side.stream)  # prevents reuse while a copy writes to it
         return slot
 
     def submit(self, slot: Tensor, flat: Tensor) -> Any:
-        """Start to copy an image into a slot; returns a ticket to wait for."""
+        """Start copying an image into a slot; returns a ticket for `wait`."""
         # In line, all later compute waits for the copy itself.
         with self.clock.running() if self.side.stream is None else self.side.after_compute():
             slot[: flat.numel()].copy_(flat, non_blocking=True)
         return self.side.complete()
 
     def wait(self, ticket: Any) -> None:
-        """Make the compute wait until a copy is complete."""
+        """Make compute wait until a copy is complete."""
         if ticket is not None:
             with self.clock.running():
                 self.side.hold_compute(ticket)
 
     def waited(self) -> float:
-        """Seconds that the compute waited for copies since the last call."""
+        """Seconds that compute waited for copies since the last call."""
         return self.clock.read()
 
 
 class DiskLane(Lane):
-    """For images on disk: a thread reads each into page-locked memory, from where it is copied to the device.
+    """For images on disk: a thread reads an image into pinned memory, then copies it to the device.
 
-    `wait` blocks the host until the disk has been read.
+    `wait` blocks the host until the disk read is complete.
     """
 
     def __init__(self, side: SideStream, nbytes: int) -> None:
         super().__init__(side)
         self._staging = torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
         self._copied: torch.cuda.Event | None = None
-        # A single thread: reads share the staging buffer, and must keep their order.
+        # A single thread, since reads share the staging buffer and must keep their order.
         self._reader = ThreadPoolExecutor(1, "offload-reader")
         self._late = HostClock()
 
     def submit(self, slot: Tensor, flat: Tensor) -> Future[torch.cuda.Event | None]:
-        # Recorded here, since the current stream belongs to the thread.
+        # Recorded here, since the current stream is per thread.
         return self._reader.submit(self._read, slot, flat, torch.cuda.current_stream(self.side.device).record_event())
 
     def wait(self, ticket: Future[torch.cuda.Event | None]) -> None:
@@ -140,7 +140,7 @@ class DiskLane(Lane):
     def _read(self, slot: Tensor, flat: Tensor, free: torch.cuda.Event) -> torch.cuda.Event | None:
         with torch.cuda.device(self.side.device):
             if self._copied is not None:
-                self._copied.synchronize()  # before the staging buffer is overwritten; blocks this thread only
+                self._copied.synchronize()  # before the staging buffer is overwritten; blocks only this thread
             staged = self._staging[: flat.numel()].copy_(flat)
             with self.side.after_compute(free):
                 slot[: flat.numel()].copy_(staged, non_blocking=True)
@@ -155,12 +155,12 @@ def choose_lane(device: torch.device, nbytes: int, *, use_stream: bool, on_disk:
 
 
 class Streamer:
-    """Copies groups to the device in the order in which they are entered.
+    """Copies groups to the device in the order of computation.
 
     Args:
         images: one per group, in the order of the forward pass.
-        lane: makes the copies.
-        slots: groups on the device at a time: the one that computes and those being copied.
+        lane: the lane that copies.
+        slots: number of groups on the device: the group that computes and the groups being copied.
     """
 
     def __init__(self, images: Sequence[WeightImage], lane: Lane, slots: int) -> None:
@@ -168,20 +168,20 @@ class Streamer:
         largest = max(image.nbytes for image in images)
         self.slots: list[Tensor] = [lane.make_slot(largest) for _ in range(min(slots, len(images)))]
         self._held: list[int | None] = [None] * len(self.slots)  # the group in each slot
-        self._tickets: dict[int, Any] = {}  # of groups that are being copied
-        # Saved views are recognised by the storage that they share with a slot.
+        self._tickets: dict[int, Any] = {}  # groups being copied
+        # Saved views are recognised by the storage they share with a slot.
         self._places = {slot.untyped_storage().data_ptr(): index for index, slot in enumerate(self.slots)}
 
     def enter(self, group: int) -> None:
-        """Announce that the compute starts a group and is done with earlier ones.
+        """Announce that compute starts a group and is done with earlier groups.
 
-        Loads the group, if necessary, then those that come next in this direction.
+        Loads the group, if necessary, then prefetches the next groups in this direction.
         """
         if group not in self._held:
             self._load(group, {group})
         if group in self._tickets:
             self.lane.wait(self._tickets.pop(group))
-            # Only now: before, the tensors would show what the slot held earlier.
+            # Only now, since before the copy the slot holds other weights.
             self.images[group].bind(self.slot_of(group))
         ahead = self._ahead(group)
         for coming in ahead:
@@ -198,24 +198,24 @@ class Streamer:
         return None if index is None else self._held[index]
 
     def waited(self) -> float:
-        """Seconds that the compute waited for weights since the last call."""
+        """Seconds that compute waited for weights since the last call."""
         return self.lane.waited()
 
     def _load(self, group: int, keep: set[int]) -> None:
-        """Start to copy a group into a slot whose group is not in `keep`."""
-        # `keep` has at most one group per slot, among them the one to load, which has none: a slot is always free.
+        """Start copying a group into a slot whose group is not in `keep`."""
+        # `keep` has at most one group per slot, including the one to load, which has no slot: one slot is always free.
         index = next(index for index, held in enumerate(self._held) if held not in keep)
         evicted = self._held[index]
         if evicted is not None:
-            # Before the copy starts: no tensor may point at memory that is being overwritten.
+            # Before the copy starts, since no tensor may point at memory that is being overwritten.
             self.images[evicted].bind(self.images[evicted].flat)
         self._held[index] = group
         self._tickets[group] = self.lane.submit(self.slots[index], self.images[group].flat)
 
     def _ahead(self, group: int) -> list[int]:
-        """The groups that come next, one for each other slot; in reverse order inside the autograd engine.
+        """The next groups, one per remaining slot; in reverse order inside the autograd engine.
 
-        Without gradients the model is called repeatedly, so the first group follows the last.
+        Without gradients, the model is called repeatedly, so the first group follows the last.
         """
         count, depth = len(self.images), len(self.slots) - 1
         if in_backward():
@@ -227,19 +227,19 @@ class Streamer:
 
 
 def in_backward() -> bool:
-    """Whether this thread runs the backward pass, where activation checkpointing recomputes blocks."""
+    """Whether this thread is in the backward pass, where activation checkpointing recomputes blocks."""
     return torch._C._current_graph_task_id() != -1
 
 
 class RememberedPlaces(saved_tensors_hooks):
-    """Hooks that save views of slots by their place instead of their values; all else is saved as usual.
+    """Hooks that save views of slots by position instead of by value; all other tensors are saved as usual.
 
-    An operation reads the weights of only one group, so unpacking one group at a time suffices.
+    An operation reads the weights of one group only, so unpacking one group at a time suffices.
     """
 
     def __init__(self, streamer: Streamer) -> None:
         def pack(tensor: Tensor) -> Tensor | tuple[int, Span]:
-            # Wrappers have no memory; quantised weights stream only with checkpointing.
+            # Wrappers have no memory; quantised weights stream only with activation checkpointing.
             group = streamer.group_at(tensor) if type(tensor) in (Tensor, torch.nn.Parameter) else None
             if group is None:
                 return tensor
