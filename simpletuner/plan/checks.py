@@ -81,10 +81,10 @@ def findings(plan: Plan, purpose: Purpose) -> list[Problem]:
     if purpose == "draft":
         # An epoch's steps are unknown without the datasets.
         found += check_total(config, config.schedule.max_train_steps or 0)
-        return found
-    found += check_flavour(config, spec, flavour)
-    # The content of a checkpoint that cannot be found or read need not be checked.
-    found += source.problems() or check_parts(spec, flavour, source)
+    else:
+        found += check_flavour(config, spec, flavour)
+        # The content of a checkpoint that cannot be found or read need not be checked.
+        found += source.problems() or check_parts(spec, flavour, source)
     return [*found, *check_packages(config.precision)]
 
 
