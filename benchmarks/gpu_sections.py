@@ -460,7 +460,7 @@ def decoding(machine: Machine) -> Iterator[Line]:
         yield Line(how, found[how] * 1e3, "ms for one clip", _ratio(found[how], found["whole"]))
         if machine.on_gpu:
             load = VaeLoad(1, frames, width, height, tiled=how == "tiles", strips=how != "whole", tile=TILE)
-            planned = 2 * spec.cost.vae.decode({}, load)
+            planned = 2 * spec.cost.vae.decode(load)
             taken = torch.cuda.max_memory_allocated() - before
             yield Line(f"{how}, peak", taken / 2**30, "GiB", f"{taken / planned:.3f} of the plan's")
 

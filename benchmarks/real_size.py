@@ -211,7 +211,7 @@ def planned(config: RunConfig, size: str) -> tuple[float, float, float]:
     """Bytes that the plan expects of loading and of the step, and those of the packed weights."""
     spec = FAMILIES[SHAPES[size].family]
     cost = cost_of(spec.cost, hollow_transformer(size))
-    model = Parts(spec, cost, lora_targets(size), {}, 0, 0, ()).model(config)
+    model = Parts(spec, cost, lora_targets(size), spec.cost.vae, 0, ()).model(config)
     frames, height, width = LATENTS
     load = BatchShape(1, frames, height // spec.patch_size, width // spec.patch_size, CAPTION)
     on_disk = config.offload.group_offload_to_disk_path is not None

@@ -270,7 +270,7 @@ def planned_step(size: str, device: str, settings: Settings, latents: tuple[int,
     config = make_config(size, **{"mixed_precision": precision, **COMMON, **settings})
     kernels = kernels_on(config, spec, is_gpu=device == "cuda")
     cost = cost_of(spec.cost, hollow_transformer(size), kernels)
-    parts = Parts(spec, cost, lora_targets(size), {}, 0, 0, ())
+    parts = Parts(spec, cost, lora_targets(size), spec.cost.vae, 0, ())
     frames, height, width = latents or shape.latents
     load = BatchShape(1, frames, height // spec.patch_size, width // spec.patch_size, shape.caption)
     return Step(parts.model(config), load, this_cpu())  # of any device: its seconds are not read

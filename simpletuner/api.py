@@ -87,14 +87,15 @@ def train(
         Interrupted: Ctrl-C or a request to stop; the last step is kept as a checkpoint.
     """
     configure_torch()
-    plan, budget = ready_plan(_arguments(config))
-    if (count := plan.config.launch.num_processes) > 1:
+    budget = ready_plan(_arguments(config))
+    if (count := budget.config.launch.num_processes) > 1:
         message = f"{count}, but a function trains in its own process only; use the command `simpletuner train`."
         raise ConfigError([Problem("num_processes", message)])
-    plan = agreed(plan, budget, yes=yes)
+    budget = agreed(budget, yes=yes)
+    plan = budget.plan
     prepare_output(plan.output_dir)
     with recorded_events(plan, World(), _events(on_event, show)) as events:
-        run_checked(plan, budget, events, World(), yes=yes)
+        run_checked(budget, events, World(), yes=yes)
     return TrainResult.of(plan)
 
 
@@ -110,8 +111,8 @@ def plan(config: Mapping[str, Any]) -> dict[str, Any]:
         ConfigError: with all problems, if they prevent a plan.
     """
     arguments = _arguments(config)
-    weighed = weigh_plan(arguments)
-    return json.loads(plan_json(weighed, [*weighed[0].warnings, *arguments.problems]))
+    budget = weigh_plan(arguments)
+    return json.loads(plan_json(budget, [*budget.plan.warnings, *arguments.problems]))
 
 
 def sample(

@@ -10,6 +10,7 @@ import io
 import struct
 import wave
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from pathlib import Path
@@ -72,10 +73,14 @@ class Clip:
     container: dict[str, str] = field(default_factory=dict)
 
     def write(self, path: Path) -> None:
-        """Write it in the format that the path's ending names."""
+        """Write it in the format that the path's ending names.
+
+        A thread does, and ends: for root, libsvtav1 gives its caller real-time priority, and everything else on that
+        core would wait for the rest of the tests.
+        """
         path.parent.mkdir(parents=True, exist_ok=True)
-        with av.open(str(path), "w", options=self.container) as container:
-            self._fill(container, self.codec or CODECS.get(path.suffix.lower(), "libx264"))
+        with ThreadPoolExecutor(1) as encoder, av.open(str(path), "w", options=self.container) as container:
+            encoder.submit(self._fill, container, self.codec or CODECS.get(path.suffix.lower(), "libx264")).result()
 
     def write_live(self, path: Path) -> None:
         """Write it as a stream that cannot go back: no length in the header, no index at the end."""

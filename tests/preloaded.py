@@ -22,11 +22,13 @@ with Path(os.devnull).open("w") as nowhere:  # for what libraries say of their p
     import tests.distributed.sharded_run
     import tests.torch_settings
     from simpletuner.annexes.report.html import _environment
+    from simpletuner.models.usage import _template
 os.dup2(errors, 2)
 os.close(errors)
 
-for template in ("page.html.jinja", "report.html.jinja"):
+for template in ("page.html.jinja", "pieces.html.jinja", "report.html.jinja"):
     _environment().get_template(template)  # compiled here, for the report that every run writes
 os.fsync = lambda fd: None  # as in tests/conftest.py
+_template()  # and this for the program in the report
 gc.collect()
 gc.freeze()

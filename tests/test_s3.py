@@ -114,7 +114,7 @@ def test_publish_finds_the_keys_where_the_run_had_them(
     assert workspace.train("max_train_steps=1", "publishing_config=stores.json") == 0
     assert "publishing_config: its keys are not recorded" in capsys.readouterr().out
     assert workspace.run("publish", "output") == 2
-    assert "'command line' does not hold them; give them again: --publishing_config=" in capsys.readouterr().out
+    assert "'command line' does not contain them; pass them again: --publishing_config=" in capsys.readouterr().out
     assert workspace.run("publish", "output", "--publishing_config=stores.json") == 0
     workspace.write_config(publishing_config="stores.json")
     assert workspace.train("max_train_steps=2") == 0

@@ -1,4 +1,4 @@
-"""Unfinished settings, judged by the same rules as a training run. Shared by wizard and page; never raises."""
+"""Unfinished settings, checked by the same rules as a training run. Used by the wizard and the page; never raises."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from simpletuner.plan.build import Plan, make_plan
 
 @dataclass(frozen=True)
 class Judgement(Plan):
-    """The plan of some settings, finished or not, and all their problems."""
+    """The plan of settings that may be unfinished, and all their problems."""
 
     problems: Sequence[Problem] = ()
 
@@ -29,15 +29,15 @@ class Draft:
     """An unfinished config.json.
 
     Attributes:
-        file: where it will be written.
-        values: what will be written, by key; texts with `{env:NAME}` stay as they are.
+        file: the path to write to.
+        values: the values to write, by key; references such as `{env:NAME}` are not expanded.
         loaded: keys that the file had before.
     """
 
     def __init__(self, file: Path, values: Mapping[str, Any] | None = None) -> None:
         self.file = file
         self.loaded = frozenset(values or {})
-        # Every config needs these; an answer replaces them.
+        # Every config needs these keys; answers replace the defaults.
         required = {"model_family": next(iter(FAMILIES)), "model_type": all_options()["model_type"].choices[0]}
         self.values: dict[str, Any] = {**required, **(values or {})}
         self._latest: tuple[str, Judgement] | None = None
@@ -57,56 +57,56 @@ class Draft:
         return str(self.config.run.data_backend_config or (self.file.parent / DATASET_FILE).as_posix())
 
     def effective(self, key: str) -> Any:
-        """The value that training would use now: as written, else the family's or the key's default."""
+        """The value that training would use: the written value, or the default of the family or key."""
         return self.values[key] if key in self.values else self.config.flat[key]
 
     def weigh(self, key: str, changes: Mapping[str, Any]) -> list[Problem]:
-        """Problems that a key has with these changes, else new ones of other keys; None removes a key."""
+        """Problems of a key after these changes, and new problems of other keys; None removes a key."""
         known, problems = set(self.judgement.problems), self.judge(self._with(changes)).problems
-        mine = [problem for problem in problems if problem.where == key]
-        # In place of an invalid value its default was judged, whose effects on other keys mean nothing.
-        is_invalid = any(problem.fatal for problem in mine)
-        return mine if is_invalid else [*mine, *(each for each in problems if each not in {*known, *mine})]
+        of_key = [problem for problem in problems if problem.where == key]
+        # An invalid value was replaced by its default, so problems of other keys would be misleading.
+        is_invalid = any(problem.fatal for problem in of_key)
+        return of_key if is_invalid else [*of_key, *(each for each in problems if each not in {*known, *of_key})]
 
     def change(self, changes: Mapping[str, Any]) -> None:
-        """Apply the changes; None removes a key. Values are converted to their type, so "1e-4" becomes a number."""
+        """Apply changes; None removes a key. Values are converted to their types: "1e-4" becomes a number."""
         values = self._with(changes)
         self.judgement = self.judge(values)
         flat = self.config.flat
         self.values = {
-            # Untouched keys stay as the user wrote them; references stay references in the file.
+            # Unchanged keys stay as the user wrote them; references are written unexpanded.
             key: flat[key] if key in changes and "{env:" not in str(value) else value
             for key, value in values.items()
         }
 
     def after(self, changes: Mapping[str, Any]) -> Draft:
-        """This draft after the changes; None removes a key."""
-        # Shallow: values and judgement are replaced, never changed in place.
+        """A copy of this draft with changes applied; None removes a key."""
+        # A shallow copy is enough: values and judgement are never changed in place.
         draft = copy.copy(self)
         draft.values = self._with(changes)
         draft.judgement = self.judge(draft.values)
         return draft
 
     def judge(self, values: Mapping[str, Any]) -> Judgement:
-        """Every problem that shows in the settings alone. An answer is judged before it is taken, and when it is."""
-        written = repr(values)  # nested lists and objects have no hash
+        """Plan settings and collect their problems. The last result is cached: answers are judged twice."""
+        written = repr(values)  # nested lists and objects are not hashable
         if self._latest is None or self._latest[0] != written:
             self._latest = written, self._judge(values)
         return self._latest[1]
 
     def _judge(self, values: Mapping[str, Any]) -> Judgement:
-        # It may name files of a packaged example, as config.json may.
+        # As in config.json, values may refer to files of packaged examples.
         layer = Layer("", [(key, resolve_alias(value)) for key, value in values.items()])
-        # The problems of a config.env are about another file; the plan reports them.
+        # Problems of a config.env belong to another file; the plan reports them.
         arguments = Arguments(base=result_of(located_at(self.file, layer)))
         plan, problems = make_plan(arguments, "draft"), arguments.problems
-        # Writing the draft would replace its dataset file.
+        # Writing the draft must not overwrite its dataset file.
         written = plan.config.run.data_backend_config or ""
         if Path(written).expanduser() == self.file:
-            problems.append(Problem("data_backend_config", "is the file that these settings go to; choose another."))
+            problems.append(Problem("data_backend_config", "is the file of these settings; choose another."))
         elif written and (written.endswith("/") or Path(written).expanduser().is_dir()):
-            usual = (self.file.parent / DATASET_FILE).as_posix()
-            message = f"{written!r} is a folder; a file lists the folders of pictures or clips, such as {usual}."
+            default = (self.file.parent / DATASET_FILE).as_posix()
+            message = f"{written!r} is a folder, not a dataset file such as {default}, which lists such folders."
             problems.append(Problem("data_backend_config", message))
         return Judgement(**vars(plan), problems=problems)
 
@@ -115,5 +115,5 @@ class Draft:
 
 
 def key_of(problem: Problem) -> str:
-    """The key of a problem, whose place may be a part of its value, such as `tread_config.routes[0]`."""
+    """The key of a problem; `where` may also name a part of the value, such as `tread_config.routes[0]`."""
     return re.split(r"[.\[]", problem.where)[0]

@@ -1,4 +1,4 @@
-"""What people read of a run: its pace and the remaining time, its curves, and its events in words. Free of torch."""
+"""Figures of a run for displays: pace and remaining time, curves, and events as text. Free of torch."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from simpletuner.reporting.metrics import COMPUTE, DATA, EVALUATED, TIMESTEPS, W
 from simpletuner.reporting.pace import clock, pace_text
 
 BARS = 20  # of the histogram of timesteps
-# The loss depends strongly on the noise level that was drawn; an average over some fifty steps shows the trend.
+# The loss depends strongly on the sampled noise level; an average over about fifty steps shows the trend.
 LOSS_MEMORY = 0.98
-# The pace changes with the bucket, and the remaining time should follow it within some ten steps.
+# The pace depends on the bucket, and the remaining time should follow it within about ten steps.
 PACE_MEMORY = 0.9
 # Points kept of the smoothed loss, which is drawn only a few characters wide.
 LOSS_POINTS = 1000
@@ -30,8 +30,8 @@ Point = tuple[int, float]
 class RunningMean:
     """Exponential moving average with bias correction.
 
-    With memory m, a value loses the factor m in weight with each later one. Dividing by the sum of the weights,
-    1 - m^n, removes the bias towards zero of the first averages (Kingma and Ba 2015, section 3).
+    With memory m, every new value multiplies the weight of older ones by m. Dividing by the sum of the weights,
+    1 - m^n, removes the bias of early averages towards zero (Kingma and Ba 2015, section 3).
     """
 
     def __init__(self, memory: float) -> None:
@@ -53,8 +53,8 @@ class Pace:
         rounds: recurring work between the steps, by kind.
 
     Attributes:
-        loss: smoothed.
-        step: the last finished one of the run.
+        loss: the smoothed loss.
+        step: the last completed step of the run.
     """
 
     def __init__(self, total_steps: int, start_step: int, rounds: Mapping[str, events.Rounds] | None = None) -> None:
@@ -75,13 +75,13 @@ class Pace:
         return cls(running.total_steps, running.step, running.rounds)
 
     def note(self, event: events.Event) -> None:
-        """Use an event that carries a duration; ignore others."""
+        """Update the averages from an event with a duration; other events are ignored."""
         match event:
             case events.StepReport():
                 self._add(event)
             case events.PhaseEnded() if event.complete:
                 self._round_seconds[event.phase.kind] = event.seconds
-                if event.phase.kind == events.CACHING:  # a step that waits for new crops is not representative
+                if event.phase.kind == events.CACHING:  # a step that waits for new crops is not typical
                     self._within_step += event.seconds
             case events.CheckpointSaved():
                 self._round_seconds[events.SAVING] = event.seconds
@@ -89,13 +89,13 @@ class Pace:
     def _add(self, step: events.StepReport) -> None:
         self.last, self.step = step, step.step
         self._spent += step.seconds
-        # The step waited for the encoder as for data: `remaining_seconds` counts that as a round, not as pace.
+        # The wait for the encoder is part of data_seconds; `remaining_seconds` counts it as a round instead.
         caching, self._within_step = min(self._within_step, step.data_seconds), 0.0
         seconds = step.seconds - caching
         self._seconds.add(seconds)
         self._data.add(step.data_seconds - caching)
         self._weights.add(step.weights_seconds or 0.0)
-        # MFU weighted by time: the mean of the ratios would overrate fast steps.
+        # Weighted by time: a mean of ratios would overrate fast steps.
         self._useful.add(seconds * (step.mfu or 0.0))
         self.loss = self._loss.add(step.loss)
         if self.steps_done % self._loss_every == 0:
@@ -107,7 +107,7 @@ class Pace:
 
     @property
     def steps_done(self) -> int:
-        """Steps of this session."""
+        """The number of steps in this session."""
         return self.step - self.start_step
 
     @property
@@ -116,7 +116,7 @@ class Pace:
 
     @property
     def remaining_seconds(self) -> float:
-        """Time until the run is finished: steps, and the previews, evaluations, saves and new crops between them."""
+        """Time to the end of the run: steps, and the previews, evaluations, saves and new crops between them."""
         steps = max(0, self.total_steps - self.step) * self._seconds.value
         return steps + sum(
             rounds.after(self.step, self.total_steps) * self._round_seconds[kind]
@@ -125,7 +125,7 @@ class Pace:
 
     @property
     def shares(self) -> dict[str, float]:
-        """How the recent steps spent their time."""
+        """How recent steps spent their time, as shares by kind."""
         streams = self.last is not None and self.last.weights_seconds is not None
         return shares(self._seconds.value, self._data.value, self._weights.value if streams else None)
 
@@ -137,7 +137,7 @@ class Pace:
 
     @property
     def speed(self) -> str:
-        """Where the time goes, in words."""
+        """How recent steps spent their time, and utilisation, as text."""
         density = None if self.last is None else self.last.density
         parts = {"MFU": self.mfu, "attention density": density}
         known = (f", {name} {share * 100:.0f} %" for name, share in parts.items() if share is not None)
@@ -147,18 +147,18 @@ class Pace:
         """One sentence for the end of a session."""
         if self.last is None:
             if self.is_complete:
-                return f"No step was needed: step {self.start_step} of {self.total_steps} was reached before."
-            return f"No step was completed; the run stands at step {self.start_step} of {self.total_steps}."
+                return f"No step was needed: the run had reached step {self.start_step} of {self.total_steps}."
+            return f"No step was completed; the run is at step {self.start_step} of {self.total_steps}."
         time = f"{clock(self._spent)} ({pace_text(self._spent / max(1, self.steps_done))})"
-        stand = f"step {self.step} of {self.total_steps}, smoothed loss {self.loss:.4f}"
-        return f"Trained {amount(self.steps_done, 'steps')} in {time}, {stand}."
+        state = f"step {self.step} of {self.total_steps}, smoothed loss {self.loss:.4f}"
+        return f"Trained {amount(self.steps_done, 'steps')} in {time}, {state}."
 
 
 def duration(seconds: float) -> str:
-    """A duration with at most two digits: estimates are no more precise."""
+    """An estimated duration as text, with at most two digits."""
     if seconds < 10:
         return f"{seconds:.2g} s"
-    # Up to 100 of a unit: "90 min" says more than "2 h".
+    # Up to 100 of a unit: "90 min" is more precise than "2 h".
     for unit, size, end in (("s", 1, 100), ("min", 60, 6000), ("h", 3600, 360_000)):
         if seconds < end:
             return f"{seconds / size:.0f} {unit}"
@@ -167,7 +167,7 @@ def duration(seconds: float) -> str:
 
 
 def amount(count: int, unit: str) -> str:
-    """`1,204 captions`; only the number without a unit, and `done` if nothing was counted."""
+    """`1,204 captions`; without a unit only the number, or `done` for 0."""
     if not unit:
         return f"{count:,}" if count else "done"
     return f"{count:,} {unit.removesuffix('s') if count == 1 else unit}"
@@ -182,11 +182,11 @@ def shares_text(parts: dict[str, float]) -> str:
 
 
 def line_of(event: events.Event) -> str:
-    """What a display prints about an event; empty if a bar shows it already."""
+    """The line that a display prints for an event; empty if a bar shows it already."""
     match event:
         case events.CheckpointSaved():
-            gone = f" (removed {', '.join(path.name for path in event.removed)})" if event.removed else ""
-            return f"Saved {event.path.name}{gone}"
+            removed = f" (removed {', '.join(path.name for path in event.removed)})" if event.removed else ""
+            return f"Saved {event.path.name}{removed}"
         case events.Evaluated():
             losses = (f"{name.removeprefix(EVALUATED)} {loss:.5g}" for name, loss in event.losses.items())
             return f"Evaluation loss at step {event.step}: {', '.join(losses)}"
@@ -213,11 +213,11 @@ def reached(phase: events.PhaseStarted, done: int) -> str:
 
 @dataclass(eq=False)
 class Columns:
-    """The metrics of all steps by name, at 8 bytes a number: as rows they take fifty times that.
+    """The metrics of all steps by name, at 8 bytes a value; rows would take fifty times as much.
 
     Attributes:
         steps: oldest first.
-        timesteps: how many samples were drawn in each of `BARS` ranges of timesteps.
+        timesteps: histogram of the sampled timesteps, in `BARS` bins.
     """
 
     steps: array[int] = field(default_factory=lambda: array("q"))
@@ -226,14 +226,14 @@ class Columns:
 
     @classmethod
     def of(cls, rows: Iterable[Mapping[str, Any]]) -> Columns:
-        """The columns of some rows."""
+        """Build columns from rows."""
         columns = cls()
         for row in rows:
             columns.add(row)
         return columns
 
     def add(self, row: Mapping[str, Any]) -> None:
-        """Take in a row; it adds to the one before it if both are of one step (losses, then an evaluation)."""
+        """Add a row; rows of the same step are merged (losses, then an evaluation)."""
         if not self.steps or row["step"] != self.steps[-1]:
             self.steps.append(row["step"])
         place = len(self.steps) - 1
@@ -241,28 +241,28 @@ class Columns:
             if name != "step" and is_number(value):
                 column = self._values.get(name) or self._values.setdefault(name, array("d"))
                 if len(column) < place:
-                    # A column has the indices of `steps`: NaN where its metric is missing. It may end earlier.
+                    # Columns are indexed as `steps`, with NaN for missing values; a column may be shorter.
                     column.extend(repeat(math.nan, place - len(column)))
                 del column[place:]  # a second row of the step replaces the value of the first
                 column.append(value)
         drawn = row.get(TIMESTEPS)
-        for each in filter(is_number, drawn if isinstance(drawn, list) else ()):
-            # Pure noise, 1000, belongs to the last bar.
-            self.timesteps[int(min(each, NOISE_LEVELS - 1)) * BARS // NOISE_LEVELS] += 1
+        for timestep in filter(is_number, drawn if isinstance(drawn, list) else ()):
+            # Pure noise, 1000, falls into the last bin.
+            self.timesteps[int(min(timestep, NOISE_LEVELS - 1)) * BARS // NOISE_LEVELS] += 1
 
     @property
     def names(self) -> list[str]:
-        """Of all metrics, in the order in which they first appear."""
+        """The names of all metrics, in order of first appearance."""
         return list(self._values)
 
     def points(self, name: str) -> list[Point]:
-        """(step, value) of every step at which a metric is a number."""
+        """(step, value) for all steps that have the metric."""
         # Not strict: a column ends at the last step that has its metric.
         pairs = zip(self.steps, self._values.get(name, ()), strict=False)
         return [(step, value) for step, value in pairs if not math.isnan(value)]
 
     def only(self, names: Collection[str]) -> Columns:
-        """Some of the columns."""
+        """The columns with these names."""
         return Columns(self.steps, _values={name: self._values[name] for name in self.names if name in names})
 
 
@@ -272,17 +272,17 @@ def evaluation_names(metrics: Columns) -> list[str]:
 
 
 def evaluation_points(metrics: Columns) -> list[Point]:
-    """(step, evaluation loss) where it was measured: of the trained weights if possible, the mean over the datasets."""
+    """(step, evaluation loss), averaged over the datasets; of the trained weights if measured, else of the EMA."""
     # The pooled loss is a mean over the datasets already.
     names = [name for name in sorted(evaluation_names(metrics)) if not name.endswith("/pooled")]
     plain = [name for name in names if not name.endswith("/ema")] or names
     curves = [dict(metrics.points(name)) for name in plain]
-    # Only where all datasets were evaluated: means over different datasets would jump.
+    # Only steps at which all datasets were evaluated: means over different datasets are not comparable.
     steps = sorted(set.intersection(*map(set, curves))) if curves else []
     return [(step, sum(curve[step] for curve in curves) / len(curves)) for step in steps]
 
 
 def is_number(value: Any) -> bool:
-    """Whether a value can be a point of a curve; true, false and what is not finite cannot."""
+    """Whether a value is a finite number and not a boolean."""
     # Not isinstance, since true is an int; NaN fails the comparison.
     return type(value) in (float, int) and abs(value) <= sys.float_info.max

@@ -1,4 +1,4 @@
-"""What models and examples are for, for people who choose one."""
+"""Descriptions of flavours and examples, to help users choose."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from simpletuner.models.registry import FAMILIES
 from simpletuner.models.spec import Flavour
 
 TASKS = {"t2i": "text to image", "i2i": "image editing", "t2v": "text to video", "i2v": "image to video"}
-# What the parts of a flavour's name mean.
+# Meanings of the parts of a flavour's name.
 NAME_PARTS = {
     "sft": "for styles, characters, motions",
     "pretrain": "for entirely new concepts, on large datasets",
@@ -27,14 +27,14 @@ NAME_PARTS = {
 
 
 def about_flavour(flavour: Flavour) -> str:
-    """What it is for, and what the user must provide."""
+    """What a flavour is for, and what the user must provide."""
     task = TASKS[flavour.task] + (f", or {TASKS[flavour.dataset_task]}" if flavour.dataset_task else "")
     parts = [NAME_PARTS[part] for part in flavour.name.split("-") if part in NAME_PARTS]
     return ", ".join([task, *parts, *([f"needs {flavour.needs}"] if flavour.needs else [])])
 
 
 def about_example(name: str) -> str:
-    """What an example trains, from its config."""
+    """A description of an example, derived from its config."""
     config = json.loads(example_file(name).read_text(encoding="utf-8"))
     spec = FAMILIES[config["model_family"]]
     flavour = spec.flavour(config.get("model_flavour"))

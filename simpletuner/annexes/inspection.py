@@ -1,6 +1,6 @@
-"""Inspect a cache folder: the work of `simpletuner cache verify`, `gc` and `explain`. Free of torch.
+"""Inspects cache folders for `simpletuner cache verify`, `gc` and `explain`. Free of torch.
 
-Nothing is deleted unless asked for, and `gc` deletes only what it has listed.
+Nothing is deleted without `--remove`, and `gc` deletes only what it has listed.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from simpletuner.errors import WriteError
 
 VERIFIED_NAME = "verified.json"
 SAVED_EVERY = 5.0  # seconds
-# A temporary file this old belongs to no running writer.
+# An older temporary file no longer belongs to a running writer.
 LEFTOVER_AGE_SECONDS = 3600.0
 # Temporary files, and uncompressed entries in the format of older versions.
 LEFTOVER_NAME = re.compile(
@@ -39,10 +39,10 @@ class Verification:
     """A pass over all entries of a folder, recorded in the folder so that it can resume.
 
     Attributes:
-        started, finished: when; `finished` is None until the last entry has been read.
+        started, finished: times; `finished` is None until the last entry has been read.
         last: the largest key that has been read; entries are read in the order of their keys.
         entries: number of entries read.
-        damaged: faults of damaged entries, by key.
+        damaged: reasons, by key.
     """
 
     started: datetime = field(default_factory=partial(datetime.now, UTC))
@@ -52,7 +52,7 @@ class Verification:
     damaged: dict[str, str] = field(default_factory=dict)
 
     def remaining(self, folder: Path) -> list[str]:
-        """The keys after the last one read, and earlier keys that were damaged or written since."""
+        """The keys after the last one read, and earlier keys of entries that were damaged or written since."""
         return [key for key in list_keys(folder) if key > self.last or key in self.damaged or self._is_new(folder, key)]
 
     def _is_new(self, folder: Path, key: str) -> bool:
@@ -60,7 +60,7 @@ class Verification:
         return path.is_file() and path.stat().st_mtime > self.started.timestamp()
 
     def read(self, folder: Path, keys: Sequence[str], advance: Callable[[], None]) -> None:
-        """Read entries in full and record the damaged ones; calls `advance` after each."""
+        """Read entries in full and record damaged ones; calls `advance` after every entry."""
         saved = time.monotonic()
         try:
             for key in keys:
@@ -74,13 +74,13 @@ class Verification:
             self._save(folder)
 
     def _read(self, folder: Path, key: str) -> None:
-        # It may have been encoded again since it was found damaged.
+        # A damaged entry may have been encoded again.
         self.damaged.pop(key, None)
         try:
             read_entry(folder, key)
         except DamagedEntryError as error:
             self.damaged[key] = str(error)
-        except FileNotFoundError:  # removed meanwhile
+        except FileNotFoundError:  # removed concurrently
             return
         self.entries, self.last = self.entries + (key > self.last), max(self.last, key)
 
@@ -93,13 +93,13 @@ _VERIFICATION = TypeAdapter(Verification)
 
 
 def begin_verifications(folders: Iterable[Path]) -> dict[Path, Verification]:
-    """A verification per folder: the recorded ones if any was interrupted, else new ones."""
+    """A verification per folder: the recorded ones if a pass was interrupted, otherwise new ones."""
     known: dict[Path, Verification] = {}
     for folder in folders:
         known[folder] = Verification()
         with suppress(OSError, ValidationError):
             known[folder] = _VERIFICATION.validate_json((folder / VERIFIED_NAME).read_bytes())
-    # One pass covers all folders: after an interruption, those that were finished are not read again.
+    # One pass covers all folders: after an interruption, finished folders are not read again.
     if all(each.finished or not each.last for each in known.values()):
         return {folder: Verification() for folder in known}
     return known
@@ -110,7 +110,7 @@ class Garbage:
     """The files that garbage collection would remove.
 
     Attributes:
-        entries: where entries that are no longer wanted came from, by key.
+        entries: sources of entries that are no longer used, by key.
         leftovers: temporary files of killed runs.
     """
 
@@ -119,17 +119,17 @@ class Garbage:
 
 
 def find_garbage(folder: Path, wanted: Collection[str], family: str) -> Garbage:
-    """Unwanted entries of a family, and temporary files of killed runs.
+    """Unused entries of a family, and temporary files of killed runs.
 
     Args:
-        wanted: keys of all configs that use the folder.
-        family: entries of other families are left alone.
+        wanted: keys of the entries that are in use.
+        family: entries of other families are kept.
     """
     origins = {key: origin_of(folder, key) for key in list_keys(folder) if key not in wanted}
     entries = {
         key: provenance.get("source", "damaged")
         for key, (provenance, ingredients) in origins.items()
-        # Damaged entries, and features whose latents are gone, name no family and count as this one's.
+        # Damaged entries, and features whose latents are missing, have no family and count as this family's.
         if family_of(folder, ingredients, family) == family
     }
     oldest = time.time() - LEFTOVER_AGE_SECONDS
@@ -138,10 +138,10 @@ def find_garbage(folder: Path, wanted: Collection[str], family: str) -> Garbage:
 
 
 def family_of(folder: Path, ingredients: Ingredients, otherwise: str) -> str:
-    """The family whose encoder made an entry; that of the latents they are computed from for features."""
+    """The family whose encoder made an entry; for features, the family of their latents."""
     latents = ingredients.get("latents")
-    found = origin_of(folder, latents)[1] if isinstance(latents, str) else ingredients
-    return str(found.get("encoder.family", otherwise))
+    encoded = origin_of(folder, latents)[1] if isinstance(latents, str) else ingredients
+    return str(encoded.get("encoder.family", otherwise))
 
 
 def remove_garbage(folder: Path, garbage: Garbage) -> None:
@@ -153,7 +153,7 @@ def remove_garbage(folder: Path, garbage: Garbage) -> None:
 def entries_of(
     file: str, latents: Iterable[LatentEntry], texts: Iterable[TextEntry], catalogue: Catalogue
 ) -> list[LatentEntry | TextEntry]:
-    """The entries of a file, which is named by its path or as `dataset/name`."""
+    """The entries of a file, given by its path or as `dataset/name`."""
     place, text_of = Path(file).absolute(), catalogue.text
 
     def shows(sample: Sample) -> bool:
@@ -161,13 +161,13 @@ def entries_of(
 
     encoded = [entry for entry in latents if shows(entry.sample)]
     samples = [entry.sample for entry in encoded]
-    # By key, since a caption that files share names only the first of them as its source.
-    captions = {text_of(one.dataset_id, text, one.partner).key for one in samples for text in one.captions}
+    # By key, since a caption shared by files has only the first of them as its source.
+    captions = {text_of(sample.dataset_id, text, sample.partner).key for sample in samples for text in sample.captions}
     return [*encoded, *(entry for entry in texts if entry.source == file or entry.key in captions)]
 
 
 def explain(entry: LatentEntry | TextEntry) -> Iterator[str]:
-    """Whether an entry is cached, what it depends on, and why those of the same source are not reused."""
+    """Explain whether an entry is cached, what it depends on, and why other entries of its source are not reused."""
     path = entry_path(entry.folder, entry.key.digest())
     is_cached = path.is_file()
     what = f"caption of {entry.caption!r}, " if isinstance(entry, TextEntry) else "latents of "
@@ -184,7 +184,7 @@ def explain(entry: LatentEntry | TextEntry) -> Iterator[str]:
 
 
 def origin_of(folder: Path, key: str) -> tuple[dict[str, str], Ingredients]:
-    """The provenance of an entry, and what its key is made of; both empty if it is missing or damaged."""
+    """The provenance of an entry, and the ingredients of its key; both empty if it is missing or damaged."""
     try:
         provenance = read_provenance(entry_path(folder, key))
     except (DamagedEntryError, FileNotFoundError):
@@ -193,7 +193,7 @@ def origin_of(folder: Path, key: str) -> tuple[dict[str, str], Ingredients]:
 
 
 def explain_miss(folder: Path, wanted: CacheKey, source: str) -> dict[str, list[str]]:
-    """Why an entry is missing: how each entry of the same source differs from the wanted one.
+    """Explain a cache miss: how cached entries of the same source differ from the wanted one.
 
     Args:
         source: as passed to `provenance_of`.
@@ -210,6 +210,6 @@ def explain_miss(folder: Path, wanted: CacheKey, source: str) -> dict[str, list[
 
 
 def compare(cached: Ingredients, wanted: Ingredients) -> list[str]:
-    """The ingredients in which two keys differ, sorted by name; a missing one counts as None."""
+    """The ingredients in which two keys differ, sorted by name; missing ingredients count as None."""
     pairs = {name: (cached.get(name), wanted.get(name)) for name in sorted(cached.keys() | wanted.keys())}
     return [f"{name}: cached {old!r}, wanted {new!r}" for name, (old, new) in pairs.items() if old != new]

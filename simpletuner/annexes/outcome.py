@@ -1,4 +1,4 @@
-"""Compares a run with its estimate when it ends, and remembers the difference for the next estimate."""
+"""Compares a finished run with its estimate, and stores the difference to correct later estimates."""
 
 from __future__ import annotations
 
@@ -20,33 +20,33 @@ from simpletuner.reporting.events import PREVIEWS, Event, EventStream, PhaseEnde
 from simpletuner.run.companions import Companion, Ledger
 from simpletuner.run.session import Session
 
-FEWEST = 10  # steps that are worth a comparison
-CONTENDED = 0.25  # of the time without a core: other programs use the machine, and the next run may have it for itself
+FEWEST = 10  # minimum number of steps for a comparison
+CONTENDED = 0.25  # maximum share of time spent waiting for a core; beyond it, other programs distort the measurement
 
 
 @dataclass
 class Comparison(Companion):
-    """Companion that notes durations and peak memory of a session."""
+    """Companion that records durations and peak memory of a session."""
 
     events: EventStream
     steps: defaultdict[Hashable, list[float]] = field(default_factory=lambda: defaultdict(list), init=False)
     densities: defaultdict[int, list[float]] = field(default_factory=lambda: defaultdict(list), init=False)
     rounds: list[float] = field(default_factory=list, init=False)
     peak: float = field(default=0.0, init=False)
-    planned: tuple[Plan, Budget] | None = field(default=None, init=False)
+    planned: Budget | None = field(default=None, init=False)
     began: tuple[float, float] = field(default=(0.0, 0.0), init=False)
 
     def begin(self, plan: Plan, step: int) -> None:
         self.events.subscribe(self._note)
 
     def around(self, session: Session, budget: Budget) -> AbstractContextManager[object]:
-        self.planned, self.began = (session.plan, budget), (time.perf_counter(), _seconds_without_core())
+        self.planned, self.began = budget, (time.perf_counter(), _seconds_without_core())
         return nullcontext()
 
     def _note(self, event: Event) -> None:
         match event:
             case StepReport():
-                # Only steps of equal shapes and passes take comparable time.
+                # Only steps with equal shapes and passes are comparable.
                 self.steps[event.shapes, event.passes].append(event.seconds)
                 self.peak = max(self.peak, event.memory_bytes or 0)
                 for tokens, density in event.densities.items():
@@ -55,48 +55,47 @@ class Comparison(Companion):
                 self.rounds.append(event.seconds)
 
     def finish(self, ledger: Ledger) -> str:
-        count = sum(map(len, self.steps.values()))
-        if self.planned is None or count < FEWEST:
+        count, budget = sum(map(len, self.steps.values())), self.planned
+        if budget is None or count < FEWEST:
             return ""
-        plan, budget = self.planned
         # Medians, since the first step of a shape also compiles.
         step = sum(len(each) * median(each) for each in self.steps.values()) / count
-        known, expected = budget.outcome, round_seconds(plan, budget)
+        known, expected = budget.outcome, round_seconds(budget)
         parts = [_compared("step", step, budget.step_seconds)]
         previews = known.previews
         if self.rounds and expected:
-            found = median(self.rounds)
-            previews *= found / expected
-            parts.append(_compared("round of previews", found, expected))
+            measured = median(self.rounds)
+            previews *= measured / expected
+            parts.append(_compared("round of previews", measured, expected))
         needed = max(phase.needed(budget.device) for phase in budget.phases)
         parts.append(f"peak {gigabytes(self.peak)}, planned {gigabytes(needed)}")
         day = datetime.now(UTC).date().isoformat()
         densities = {**known.densities, **{tokens: fmean(each) for tokens, each in self.densities.items()}}
-        # The next estimate knows the densities: only what they do not explain corrects it.
+        # The next estimate uses the measured densities, so the correction covers only the rest of the difference.
         informed = replace(budget, parts=budget.parts.with_densities(densities))
         outcome = Outcome(day, known.step * step / informed.step_seconds, previews, densities)
-        if problem := self._problem() or _stored(plan, budget, outcome):
+        if problem := self._problem() or _stored(budget, outcome):
             parts.append(f"not stored for the next estimate: {problem}")
         return f"Estimate and run: {'; '.join(parts)}."
 
     def _problem(self) -> str:
-        """Why the run says nothing about the next one."""
+        """Why the measurement is not representative; empty if it is."""
         began, waited = self.began
         share = (_seconds_without_core() - waited) / (time.perf_counter() - began)
-        return f"for {share:.0%} of the time, other programs had the core it needed" if share > CONTENDED else ""
+        return f"other programs used its CPU core for {share:.0%} of the time" if share > CONTENDED else ""
 
 
-def _stored(plan: Plan, budget: Budget, outcome: Outcome) -> str:
+def _stored(budget: Budget, outcome: Outcome) -> str:
     """Store an outcome; returns why that failed, which ends no run."""
     try:
-        remember(plan, budget.workload, budget.device, outcome)
+        remember(budget.plan, budget.workload, budget.device, outcome)
     except (OSError, WriteError) as error:
         return str(error)
     return ""
 
 
 def _seconds_without_core() -> float:
-    """How long this thread has waited for a core since it started; 0 where the system does not tell."""
+    """Seconds that this thread has waited for a core since it started; 0 if the system does not report them."""
     try:
         return int(Path("/proc/thread-self/schedstat").read_text().split()[1]) / 1e9
     except OSError:

@@ -1,4 +1,4 @@
-"""The events of a run as JSON objects, and their mirror `events.jsonl` in the output folder. Free of torch.
+"""The events of a run as JSON payloads, and their log `events.jsonl` in the output folder. Free of torch.
 
 Webhooks, the web page and other programs read these payloads; docs/WEBHOOKS.md describes them. Pictures and clips are
 paths relative to the output folder.
@@ -30,19 +30,19 @@ from simpletuner.reporting import events, metrics
 Payload = dict[str, Any]
 
 EVENTS_FILE = "events.jsonl"
-# What a run as a whole is called in payloads, where it differs.
+# Names of run states in payloads, where they differ.
 STATUS: Mapping[events.RunState, str] = {"finished": "completed", "interrupted": "cancelled"}
 SEVERITY: Mapping[events.RunState, str] = {"finished": "success", "failed": "error", "interrupted": "warning"}
 
 
 @dataclass
 class Payloads:
-    """Turns an event into its payloads, without secrets; progress is throttled.
+    """Converts an event to its payloads, without secrets; progress is throttled.
 
     Attributes:
-        every: seconds between two payloads about the steps, and between two about the progress of a phase; the first
-            and the last always come.
-        job_id: SIMPLETUNER_JOB_ID, or a random name of this session.
+        every: minimum seconds between payloads about steps, and between payloads about a phase's progress; the first
+            and the last are always sent.
+        job_id: SIMPLETUNER_JOB_ID, or a random id of this session.
     """
 
     every: float = 1.0
@@ -53,7 +53,7 @@ class Payloads:
     _began: dict[events.PhaseStarted, float] = field(default_factory=dict, init=False)
 
     def __call__(self, event: events.Event) -> list[Payload]:
-        """The payloads of an event, in order; often none."""
+        """The payloads of an event, in order; often empty."""
         if self._pace is not None:
             self._pace.note(event)
         elif isinstance(event, events.StateChanged) and event.state == "running":
@@ -94,7 +94,7 @@ class Payloads:
             yield {**_status("running", event.step), "progress": _steps(self._pace)}
 
     def _is_due(self, kind: object) -> bool:
-        """Whether progress of a kind may be reported again; if so, it counts as reported."""
+        """Whether progress of a kind is due; if so, records it as sent."""
         if self.now() - self._sent.get(kind, -math.inf) < self.every:
             return False
         self._sent[kind] = self.now()
@@ -171,7 +171,7 @@ def _sampled(event: events.PreviewGrew) -> Payload:
 
 
 def _shown(media: metrics.MediaRecord) -> Payload:
-    """The fields that both kinds of previews have."""
+    """The fields common to finished and growing previews."""
     suffix = Path(media.path).suffix.lower()
     is_moving = media.is_video or suffix == ".gif"
     video = {"src": media.path, "mime_type": metrics.VIDEO_MIME.get(suffix, "image/gif")}
@@ -187,32 +187,32 @@ def _shown(media: metrics.MediaRecord) -> Payload:
 
 
 def _finite(payload: Payload) -> Payload:
-    """With null for NaN and infinity, which JSON cannot express."""
-    # Only `parse_constant` sees NaN and infinity wherever they are nested: `default` is called for unknown types alone.
+    """The payload with null for NaN and infinity, which JSON cannot represent."""
+    # `parse_constant` handles nested NaN and infinity; `default` would be called only for unknown types.
     plain: Payload = json.loads(json.dumps(payload), parse_constant=lambda name: None)
     return plain
 
 
 class EventLog:
-    """Subscriber that appends every payload to `events.jsonl`, with an `id` that grows by 1, also over restarts.
+    """Subscriber that appends every payload to `events.jsonl`, with an `id` that grows by 1, also across restarts.
 
-    The file's modification time shows that a run is alive. A line that a kill tore is dropped at the next start.
+    The file's modification time is a sign of life. A line left incomplete by a kill is dropped at the next start.
     """
 
     def __init__(self, folder: Path, payloads: Payloads) -> None:
         self.path, self._payloads = folder / EVENTS_FILE, payloads
         with writing_to(self.path), self.path.open("a+b") as file:
-            # Without this, the first event would be appended to half a line, and both be lost.
-            torn = _tail(file).rpartition(b"\n")[2]
-            file.truncate(file.tell() - len(torn))
+            # Otherwise the first event would be appended to an incomplete line, and both would be lost.
+            incomplete = _tail(file).rpartition(b"\n")[2]
+            file.truncate(file.tell() - len(incomplete))
         self._last = last_id(self.path)
 
     def __call__(self, event: events.Event) -> None:
         """Append the payloads of an event.
 
         Raises:
-            DiskFullError, WriteError: they cannot be written. The end of a run raises nothing: the subscribers after
-                this one have to hear of it, too.
+            DiskFullError, WriteError: they cannot be written. Never raised at the end of a run, of which later
+                subscribers must still be notified.
         """
         lines = [self._line(payload) for payload in self._payloads(event)]
         if not lines:
@@ -231,7 +231,7 @@ class EventLog:
         return json.dumps({"id": self._last, **payload}, ensure_ascii=False, allow_nan=False).encode() + b"\n"
 
     def _replace_last(self, line: bytes) -> None:
-        """Write a line in the place of the newest ones, usually progress, which takes no space of a full disk."""
+        """Replace the newest lines, usually progress, with a line; this needs no space on a full disk."""
         with self.path.open("r+b") as file:
             tail = _tail(file)
             if len(line) <= len(tail):
@@ -242,30 +242,30 @@ class EventLog:
 
 
 def append_whole(path: Path, content: bytes) -> None:
-    """Append to a file all or nothing: half a line would spoil the next one.
+    """Append to a file, all or nothing: an incomplete line would corrupt the next one.
 
     Raises:
-        OSError: it cannot be written.
+        OSError: the content cannot be written.
     """
     with path.open("ab", buffering=0) as file:
         size = file.tell()
-        # On a full disk, a raw write may stop halfway without an error.
+        # On a full disk, a raw write may be short without an error.
         if file.write(content) < len(content):
             file.truncate(size)
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
-TAIL = 1 << 18  # bytes; no line is longer
+TAIL = 1 << 18  # bytes; maximum length of a line
 
 
 def _tail(file: BinaryIO) -> bytes:
-    """The end of a file, which is left there."""
+    """Read the last bytes of a file; the file position is then its end."""
     file.seek(-min(TAIL, file.seek(0, os.SEEK_END)), os.SEEK_END)
     return file.read()
 
 
 def last_id(path: Path) -> int:
-    """The id of the newest event in a log; 0 without one."""
+    """The id of the newest event in a log; 0 if there is none."""
     if not path.is_file():
         return 0
     with path.open("rb") as file:
@@ -277,18 +277,18 @@ def _last_id(file: BinaryIO) -> int:
 
 
 def _rows(lines: Iterable[bytes]) -> Iterator[Payload]:
-    """The events in lines of a log, without torn ones."""
+    """The events in lines of a log, without incomplete ones."""
     return filter(None, (metrics.parse_row(line, "id") for line in lines))
 
 
 def offset_after(file: BinaryIO, number: int) -> int:
-    """Where the events after an id begin, usually with the rest of the line before them.
+    """The byte offset after which the events after an id begin, usually within the line before them.
 
-    0 if all ids are smaller: then the id is of an earlier run in this folder.
+    0 if all ids are smaller: then the id belongs to an earlier run in this folder.
     """
 
     def next_id(start: int) -> int:
-        # From one byte before, so that a line that begins at `start` counts.
+        # From one byte earlier, so that a line that begins at `start` counts.
         file.seek(max(0, start - 1))
         if start:
             file.readline()
@@ -296,12 +296,12 @@ def offset_after(file: BinaryIO, number: int) -> int:
 
     if number > _last_id(file):
         return 0
-    # Over byte offsets: some thirty reads find the place in a log of a gigabyte.
+    # Bisects byte offsets: about thirty reads for a log of a gigabyte.
     return bisect_right(range(file.seek(0, os.SEEK_END)), number, key=next_id)
 
 
 def read_events(path: Path, after_id: int = 0) -> list[Payload]:
-    """The events after an id, oldest first, without torn lines; none if the file does not exist."""
+    """The events after an id, oldest first, without incomplete lines; empty if the file does not exist."""
     if not path.is_file():
         return []
     with path.open("rb") as file:

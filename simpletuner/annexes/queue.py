@@ -1,7 +1,7 @@
-"""The queue of a project: commands that wait for its GPU. Free of torch.
+"""The job queue of a project: commands that wait for the GPU. Free of torch.
 
-`queue.json` holds them, so a reboot loses none. A thread of one server starts the next when nothing else is at work;
-each is a process of its own, which outlives the server.
+The queue is stored in `queue.json`, so it survives a reboot. A thread of one server starts the next job when nothing
+else runs. Every job is a separate process, which outlives the server.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from simpletuner.errors import UserError, full_text
 from simpletuner.run.lock import Owner, read_owner, this_process
 
 QUEUE_FILE = "queue.json"
-SERVER_FILE = ".queue.server"  # which server starts jobs: it holds a lock on this file
-KEPT = 12  # jobs that have ended
-PAUSE, CHECK_SECONDS = 1.0, 10.0  # between two looks at what is at work, and at the settings of a waiting job
+SERVER_FILE = ".queue.server"  # locked by the server that starts jobs
+KEPT = 12  # ended jobs
+PAUSE, CHECK_SECONDS = 1.0, 10.0  # between polls of running jobs, and between checks of a waiting job's settings
 
 Command = Literal["train", "sweep", "sample", "caption"]
 WAITING, RUNNING = "waiting", "running"
@@ -34,18 +34,18 @@ Write = Callable[[Sequence["Job"]], None]
 
 @dataclass(frozen=True)
 class Job:
-    """A command that waits for the GPU, is at work, or has ended.
+    """A command that is waiting, running, or has ended.
 
     Attributes:
-        folder: the output folder of the run that it trains, renders from or writes captions for.
-        config: of `train`: the name of its config.
-        settings: of `train`: what overrides that config.
-        options: of other commands: the arguments besides the folder.
-        state: `waiting`, `running`, or how it ended, as states of runs.
-        message: what keeps it from starting, or the end of its output.
+        folder: the output folder of the run that the command trains, renders from or writes captions for.
+        config: for `train`, the name of the config.
+        settings: for `train`, settings that override the config.
+        options: for other commands, the arguments besides the folder.
+        state: `waiting`, `running`, or a final state as for runs.
+        message: why the job cannot start, or the end of its output.
         waits_for: the id of a job, or the output folder of a run that was started by hand.
-        after: the job or run that it waited for, and how that ended.
-        owner: its process.
+        after: the job or run that this job waited for, with its final state.
+        owner: the process of the job.
     """
 
     id: str
@@ -62,13 +62,13 @@ class Job:
 
     @property
     def title(self) -> str:
-        """What a list calls it."""
+        """The title in lists."""
         name = Path(self.folder).name
         return name if self.command == "train" else f"{self.command} of {name}"
 
     @property
     def is_alive(self) -> bool:
-        """Whether its process exists."""
+        """Whether the process exists."""
         return self.owner is not None and not self.owner.is_gone
 
 
@@ -84,36 +84,36 @@ class Worker(Protocol):
     """Starts and watches the processes of jobs."""
 
     def check(self, job: Job) -> None:
-        """Raise a `UserError` if a job could not start now, even with nothing else at work."""
+        """Raise a `UserError` if a job could not start now, even if nothing else runs."""
 
     def start(self, job: Job) -> Job:
         """Start the process of a job; returns it with its owner, or raises a `UserError`."""
 
     def look(self, job: Job) -> Job:
-        """A started job with its state and message as of now."""
+        """A started job with its present state and message."""
 
     def at_work(self) -> str:
-        """The output folder of a run that is at work on this machine; empty without one."""
+        """The output folder of a run in progress on this machine; empty if there is none."""
 
     def outcome(self, folder: str) -> str:
-        """What became of the run in a folder, in a word."""
+        """The final state of the run in a folder, in a word."""
 
 
 class Queue:
     """The jobs of a project.
 
     Attributes:
-        problem: why no job can be started at all; empty if the queue works.
+        problem: why no job can be started; empty if the queue works.
     """
 
     def __init__(self, folder: Path, worker: Worker) -> None:
         self.file, self.worker = folder / QUEUE_FILE, worker
         self.problem = ""
         self._lock: BinaryIO | None = None
-        self._problems: dict[str, tuple[float, str]] = {}  # of waiting jobs, and when that was seen
+        self._problems: dict[str, tuple[float, str]] = {}  # by id of a waiting job, with the time of the check
 
     def read(self) -> list[Job]:
-        """All jobs: ended, at work, waiting.
+        """All jobs: ended, running, waiting.
 
         Raises:
             UserError: the file is damaged; it is kept.
@@ -122,7 +122,7 @@ class Queue:
             return JOBS.validate_json(self.file.read_bytes()) if self.file.is_file() else []
         except ValidationError as error:
             reason = error.errors()[0]["msg"]
-            raise UserError(f"{self.file} is no queue ({reason}); repair or move it.") from None
+            raise UserError(f"{self.file} is not a valid queue ({reason}); repair or move it.") from None
 
     @contextmanager
     def _change(self) -> Iterator[Write]:
@@ -131,17 +131,17 @@ class Queue:
             yield lambda jobs: write_atomically(self.file, JOBS.dump_json(list(jobs), indent=2))
 
     def add(self, command: Command, folder: str, **more: Any) -> Job:
-        """Put a job at the end."""
+        """Append a job."""
         job = Job(secrets.token_hex(4), command, folder, **more)
         with self._change() as write:
             write([*self.read(), job])
         return job
 
     def find(self, name: str) -> Job:
-        """A job by its id.
+        """The job with an id.
 
         Raises:
-            UserError: it is gone.
+            UserError: there is no such job.
         """
         for job in self.read():
             if job.id == name:
@@ -160,34 +160,34 @@ class Queue:
                     return
 
     def again(self, name: str) -> None:
-        """Queue a job that has ended again, as the next one: a run continues from its newest checkpoint."""
+        """Requeue a job that has ended, as the next one; a run continues from its newest checkpoint."""
         with self._change() as write:
             jobs = self.read()
             for job in jobs:
                 if job.id == name and job.state not in (WAITING, RUNNING):
                     fresh = Job(job.id, job.command, job.folder, job.config, job.settings, job.options)
-                    begun = [each for each in jobs if each.state != WAITING and each is not job]
+                    begun = [other for other in jobs if other.state != WAITING and other is not job]
                     write([*begun, fresh, *in_state(jobs, WAITING)])
 
     def remove(self, name: str) -> None:
-        """Forget a job, unless it is at work."""
+        """Remove a job, unless it is running."""
         with self._change() as write:
             write([job for job in self.read() if job.id != name or job.state == RUNNING])
 
     def step(self) -> None:
-        """Note what has ended, and start the next job if nothing is at work."""
+        """Update jobs that have ended, and start the next job if nothing runs."""
         with self._change() as write:
             jobs = [self.worker.look(job) if job.state == RUNNING else job for job in self.read()]
             if in_state(jobs, WAITING):
                 jobs = self._start_next(jobs, write)
             ended = [job for job in jobs if job.state not in (WAITING, RUNNING)]
             jobs = [*ended[-KEPT:], *in_state(jobs, RUNNING), *in_state(jobs, WAITING)]
-            # Read again: a job that was refused is at work in the file, wherever it was before.
+            # Compared with the file, not with the old list: `_start` has written a refused job as running.
             if jobs != self.read():
                 write(jobs)
 
     def _start_next(self, jobs: list[Job], write: Write) -> list[Job]:
-        """Start the first job that can start, if nothing is at work; returns all jobs, with what they wait for."""
+        """Start the first job that can start, if nothing runs; returns all jobs, with what they wait for."""
         running = in_state(jobs, RUNNING)
         busy = running[0].id if running else self.worker.at_work()
         for place, job in enumerate(jobs):
@@ -197,15 +197,15 @@ class Queue:
                     jobs[place] = replace(job, message=problem)
                     continue
                 jobs[place] = self._start(job, jobs, write)
-                # If it could not start after all, try the next one.
+                # If it failed to start, try the next one.
                 busy = job.id if jobs[place].state == RUNNING else ""
-        # Jobs with a problem wait for the one that passed them, which may have ended before they are corrected.
+        # A job with a problem waits for the job that overtook it, which may end before the problem is fixed.
         return [replace(job, waits_for=busy or job.waits_for) if job.state == WAITING else job for job in jobs]
 
     def _problem(self, job: Job) -> str:
-        """What keeps a job from starting; empty if nothing does."""
-        looked, problem = self._problems.get(job.id, (-math.inf, ""))
-        if time.monotonic() - looked > CHECK_SECONDS:
+        """Why a job cannot start; empty if it can."""
+        checked, problem = self._problems.get(job.id, (-math.inf, ""))
+        if time.monotonic() - checked > CHECK_SECONDS:
             try:
                 self.worker.check(job)
                 problem = ""
@@ -215,12 +215,12 @@ class Queue:
         return problem
 
     def _start(self, job: Job, jobs: Sequence[Job], write: Write) -> Job:
-        """A job, started, or with what kept it from that."""
+        """Start a job; returns it, with a message if it failed to start."""
         known = {each.id: f"{each.title}: {each.state}" for each in jobs}
         is_folder = Path(job.waits_for).is_absolute()  # otherwise a job, which may have been removed since
         after = self.worker.outcome(job.waits_for) if is_folder else known.get(job.waits_for, "")
         begun = replace(job, state=RUNNING, message="", after=after, waits_for="")
-        # Before the process starts: if this server is killed, no job is started twice.
+        # Written before the process starts: if this server is killed, no job is started twice.
         write([begun if each is job else each for each in jobs])
         try:
             return self.worker.start(begun)
@@ -229,10 +229,10 @@ class Queue:
             return replace(job, message=str(error))
 
     def serve(self, over: threading.Event) -> None:
-        """Start jobs until `over`. One of several servers on a project does so; when it ends, another takes over."""
+        """Start jobs until `over` is set. Only one server of a project does so; when it exits, another takes over."""
         while not over.wait(PAUSE):
             try:
-                # A project without a queue gets no files.
+                # Without a queue, no file is created in the project.
                 if self.file.is_file() and self._is_server():
                     self.step()
                 self.problem = ""

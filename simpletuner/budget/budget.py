@@ -8,12 +8,13 @@ Each phase has a peak on the device and one on the host. Without a GPU both shar
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Any
 
 from simpletuner.budget.device import Device, compared
-from simpletuner.budget.estimate import AVERAGE, FLOAT32_SHARE, Sent, Step, StepModel, exchange_seconds, sent_bytes
+from simpletuner.budget.estimate import FLOAT32_SHARE, Sent, Step, StepModel, exchange_seconds, sent_bytes
 from simpletuner.budget.outcomes import UNCORRECTED, Outcome, find_outcome
 from simpletuner.budget.workload import Bucket, Parts, Workload, parts_of, workload_of
 from simpletuner.config.precision import vae_dtype
@@ -109,22 +110,30 @@ class PhasePeak:
 
 @dataclass(frozen=True)
 class Budget:
-    """The estimate of a run: of a workload under some settings on a device.
+    """A plan on a device, with the estimate of its memory and time.
 
     Attributes:
-        config: the settings; with `offload: auto` those that were chosen.
+        plan: with the settings that are estimated; with `offload: auto` those that were chosen.
         listing: cache entries of the first epoch; None if the checkpoint is not on this machine.
         decisions: what `offload: auto` chose, and why.
         outcome: of an earlier run of this kind on this device, which corrects the durations.
     """
 
-    config: RunConfig
+    plan: Plan
     parts: Parts
     workload: Workload
     device: Device
     listing: Listing | None = None
     decisions: Sequence[str] = ()
     outcome: Outcome = UNCORRECTED
+
+    @property
+    def config(self) -> RunConfig:
+        return self.plan.config
+
+    def under(self, values: Mapping[str, Any], origin: str) -> Budget:
+        """The same run under changed settings; see `RunConfig.with_values`."""
+        return replace(self, plan=replace(self.plan, config=self.config.with_values(values, origin)))
 
     @cached_property
     def model(self) -> StepModel:
@@ -153,9 +162,9 @@ class Budget:
         """Bytes that each process sends in an optimizer step."""
         if not self.steps:
             return Sent()
-        largest, micro_steps = self.steps[0], self.config.schedule.gradient_accumulation_steps
-        sent = sent_bytes(self.model, self.model.added(largest.load), micro_steps)
-        return replace(sent, exchanged=micro_steps * largest.exchanged)
+        largest = self.steps[0]
+        exchanged = self.config.schedule.gradient_accumulation_steps * largest.exchanged
+        return replace(sent_bytes(self.model, self.model.added(largest.load)), exchanged=exchanged)
 
     @property
     def preview_seconds(self) -> float:
@@ -268,21 +277,9 @@ class Budget:
         peak = frozen + idle + on_device.waiting if on_device.waiting else 0.0
         yield PhasePeak("saving", peak, waiting + written + on_host.waiting, common=streamed + written)
 
-    @property
-    def saves_in_background(self) -> bool:
-        """Whether the host has room for a copy of what is saved, beside any phase."""
-        device, model = self.device, self.model
-        room = device.host_memory if device.is_gpu else device.memory
-        # Weights as trained and as published, optimizer state, and both of the average.
-        copied = 2 * model.number_bytes + model.state_bytes + (AVERAGE + model.number_bytes if model.averaged else 0.0)
-        # torch rounds page-locked memory up to powers of two.
-        copies = model.trained_numbers * copied * (2 if device.is_gpu else 1)
-        taken = max(each.on_host(device) if device.is_gpu else each.needed(device) for each in self.phases)
-        return room is not None and taken + copies <= room * (1 - SPARE)
-
     def _vae_bytes(self, loads: Sequence[VaeLoad]) -> float:
         """Peak memory of the VAE's activations while it encodes these batches."""
-        numbers = [self.parts.cost.vae.encode(self.parts.vae, self._as_configured(load)) for load in loads]
+        numbers = [self.parts.vae.encode(self._as_configured(load)) for load in loads]
         return max(numbers) * BYTES[vae_dtype(self.config.precision, self.config.caching)]
 
     def _as_configured(self, load: VaeLoad) -> VaeLoad:
@@ -298,7 +295,7 @@ class Budget:
 
     def _teaching(self, bucket: Bucket) -> float:
         """Peak memory of computing the features of one clip."""
-        numbers = self.parts.cost.vae.decode(self.parts.vae, self._as_configured(bucket.clip))
+        numbers = self.parts.vae.decode(self._as_configured(bucket.clip))
         return self._teacher(bucket) + numbers * BYTES[vae_dtype(self.config.precision, self.config.caching)]
 
     def _kept_for_previews(self) -> float:
@@ -324,7 +321,7 @@ class Budget:
         tiled, tile = (True, TILE) if how == "tiles" else (self.config.caching.vae_enable_tiling, VaeLoad.tile)
         picture = replace(largest.clip, tiled=tiled, strips=how != "whole", tile=tile)
         workspace = WORKSPACE if how == "whole" and largest.frames > 1 and parts.on_gpu else 0.0
-        return parts.cost.vae.decode(parts.vae, picture) * BYTES[self.preview_dtype] * (1 + workspace)
+        return parts.vae.decode(picture) * BYTES[self.preview_dtype] * (1 + workspace)
 
     @property
     def preview_dtype(self) -> str:
@@ -336,7 +333,7 @@ def with_strips(budget: Budget) -> Budget:
     """Decode previews in strips where `check_decoding` has doubts or they fit only so, unless the user chose how."""
     if budget.config.is_explicit(DECODING) or not budget.parts.spec.decodes_in_strips:
         return budget
-    strips = replace(budget, config=budget.config.with_values({DECODING: "strips"}, BY_SIZE))
+    strips = budget.under({DECODING: "strips"}, BY_SIZE)
     whole, lean = (any(phase.name == PREVIEWS for phase, _ in each.shortages()) for each in (budget, strips))
     only_so = whole and not lean and budget.config.offload.offload != "auto"  # which has more to choose from
     return strips if only_so or any(check_decoding(budget)) else budget
@@ -345,7 +342,7 @@ def with_strips(budget: Budget) -> Budget:
 def check_decoding(budget: Budget) -> Iterator[Problem]:
     """Whether previews are small enough for torch to decode them whole."""
     sizes = budget.workload.previews if budget.config.validation.validation_decoding == "whole" else ()
-    numbers = {each.label: budget.parts.cost.vae.upsampled(budget.parts.vae, each.clip) for each in sizes}
+    numbers = {each.label: budget.parts.vae.upsampled(each.clip) for each in sizes}
     if large := [label for label, count in numbers.items() if count >= MOST_UPSAMPLED]:
         message = f"'whole': {', '.join(large)} upsamples 2**31 numbers or more, which kernels of torch get wrong;"
         yield warning(DECODING, f"{message} strips and tiles do not.")
@@ -356,7 +353,7 @@ def with_faster_previews(budget: Budget) -> Budget:
     if not budget.workload.previews or budget.device.memory is None:
         return budget
     for key in _faster_previews(budget):
-        faster = replace(budget, config=budget.config.with_values({key: True}, BY_SIZE))
+        faster = budget.under({key: True}, BY_SIZE)
         lacking = any(each.trains or each.name == PREVIEWS for each, _ in faster.shortages(headroom=PREVIEW_ROOM))
         if not lacking and not budget.config.is_explicit(key):
             budget = faster
@@ -381,9 +378,21 @@ def _faster_previews(budget: Budget) -> Iterator[str]:
 def decoding_seconds(budget: Budget) -> float:
     """Seconds of decoding a preview of each size."""
     parts, device = budget.parts, budget.device
-    flops = sum(parts.cost.vae.decode_flops(parts.vae, each.clip) for each in budget.workload.previews)
+    flops = sum(parts.vae.decode_flops(each.clip) for each in budget.workload.previews)
     on_gpu = GPU_CONVOLUTIONS * (FLOAT32_SHARE if budget.preview_dtype == "fp32" else 1.0)
     return flops / ((on_gpu if device.is_gpu else CPU_CONVOLUTIONS) * device.rates.matmul)
+
+
+def saves_in_background(budget: Budget) -> bool:
+    """Whether the host has room for a copy of what is saved, beside any phase."""
+    device, model = budget.device, budget.model
+    room = device.host_memory if device.is_gpu else device.memory
+    # Weights as trained and as published, optimizer state, and both of the average.
+    copied = 2 * model.number_bytes + model.state_bytes + model.average_bytes
+    # torch rounds page-locked memory up to powers of two.
+    copies = model.trained_numbers * copied * (2 if device.is_gpu else 1)
+    taken = max(each.on_host(device) if device.is_gpu else each.needed(device) for each in budget.phases)
+    return room is not None and taken + copies <= room * (1 - SPARE)
 
 
 def make_budget(plan: Plan, device: Device) -> Budget:
@@ -392,24 +401,22 @@ def make_budget(plan: Plan, device: Device) -> Budget:
     listing = list_entries(plan, catalogue) if catalogue else None
     workload = workload_of(plan, listing)
     outcome = find_outcome(plan, workload, device)
-    budget = Budget(plan.config, parts_of(plan, is_gpu=device.is_gpu), workload, device, listing, outcome=outcome)
-    parts = budget.parts.with_densities(outcome.densities)
-    return replace(budget, config=with_milestones(plan, budget), parts=parts)
+    budget = Budget(plan, parts_of(plan, is_gpu=device.is_gpu), workload, device, listing, outcome=outcome)
+    # With assumed densities: a measured one is of this machine.
+    budget = with_milestones(budget)
+    return replace(budget, parts=budget.parts.with_densities(outcome.densities))
 
 
-def with_milestones(plan: Plan, budget: Budget) -> RunConfig:
-    """The settings of a plan with an interval of previews, unless the user set one.
+def with_milestones(budget: Budget) -> Budget:
+    """Set an interval of previews, unless the user has set one.
 
     The first and the last round are always rendered. Between them are as many as `PREVIEW_SHARE` pays for, counted in
     the model's FLOPs, which do not depend on the machine: all processes of a run, and its resumed sessions, agree.
-
-    Args:
-        budget: as configured, with assumed densities.
     """
-    config, total = plan.config, plan.length.total_steps
+    plan, config, total = budget.plan, budget.config, budget.plan.length.total_steps
     intervals = config.validation.validation_step_interval, config.validation.validation_epoch_interval
     if not plan.prompts or not budget.steps or intervals != (None, None):
-        return config
+        return budget
     buckets = zip(budget.workload.buckets, budget.steps, strict=True)
     step = config.schedule.gradient_accumulation_steps * sum(each.cost.model * bucket.share for bucket, each in buckets)
     affordable = PREVIEW_SHARE / (1 - PREVIEW_SHARE) * total * step / (_previews_alone(plan) * budget.preview_flops)
@@ -417,7 +424,7 @@ def with_milestones(plan: Plan, budget: Budget) -> RunConfig:
     between = min(MILESTONES, max(0, int(affordable) - ends))
     # In tens, so that file names sort and read well.
     interval = max(SHORTEST_INTERVAL, math.ceil(total / (between + 1) / 10) * 10)
-    return config.with_values({"validation_step_interval": interval}, BY_COST)
+    return budget.under({"validation_step_interval": interval}, BY_COST)
 
 
 def free_batch(budget: Budget, steps: float) -> int | None:
@@ -446,12 +453,12 @@ def steps_per_epoch(plan: Plan) -> float:
     return plan.length.batches_per_epoch / plan.config.schedule.gradient_accumulation_steps
 
 
-def find_rounds(plan: Plan, budget: Budget) -> dict[str, Rounds]:
+def find_rounds(budget: Budget) -> dict[str, Rounds]:
     """Previews, evaluations, saves and re-encoding of new crops, by kind, with their expected duration."""
-    evaluation, epoch = plan.config.evaluation, steps_per_epoch(plan)
+    plan, evaluation, epoch = budget.plan, budget.config.evaluation, steps_per_epoch(budget.plan)
     rounds = {SAVING: Rounds(plan.config.checkpoints.checkpoint_step_interval, at_end=True)}
     if plan.prompts:
-        rounds[PREVIEW_ROUNDS] = Rounds(preview_interval(plan), round_seconds(plan, budget), at_end=True)
+        rounds[PREVIEW_ROUNDS] = Rounds(preview_interval(plan), round_seconds(budget), at_end=True)
     if evaluated(plan):
         rounds[EVALUATION] = Rounds(evaluation.eval_steps_interval or epoch * (evaluation.eval_epoch_interval or 1.0))
     if any(dataset.changes_each_epoch for dataset in plan.trained):
@@ -482,9 +489,9 @@ def preview_rounds(plan: Plan) -> int:
     return rounds.after(total - remaining_steps(plan), total) + untrained
 
 
-def round_seconds(plan: Plan, budget: Budget) -> float:
+def round_seconds(budget: Budget) -> float:
     """Seconds of a round of previews."""
-    return _previews_alone(plan) * budget.preview_seconds
+    return _previews_alone(budget.plan) * budget.preview_seconds
 
 
 def _previews_alone(plan: Plan) -> float:
@@ -495,6 +502,6 @@ def _previews_alone(plan: Plan) -> float:
     return subjects * alone / max(previews, 1)
 
 
-def remaining_seconds(plan: Plan, budget: Budget) -> tuple[float, float]:
+def remaining_seconds(budget: Budget) -> tuple[float, float]:
     """Seconds of training and of previews left for a session that starts now."""
-    return remaining_steps(plan) * budget.step_seconds, preview_rounds(plan) * round_seconds(plan, budget)
+    return remaining_steps(budget.plan) * budget.step_seconds, preview_rounds(budget.plan) * round_seconds(budget)

@@ -10,7 +10,6 @@ from pathlib import Path
 
 from simpletuner.budget.budget import Budget
 from simpletuner.budget.device import gigabytes
-from simpletuner.budget.estimate import AVERAGE
 from simpletuner.caching.catalogue import FeatureCost
 from simpletuner.config.precision import text_encoder_dtype
 from simpletuner.errors import Problem, warning
@@ -34,25 +33,25 @@ class Writing:
     at_once: float
 
 
-def find_writings(plan: Plan, budget: Budget) -> Iterator[Writing]:
+def find_writings(budget: Budget) -> Iterator[Writing]:
     """Checkpoints, cache entries and weights offloaded to disk."""
-    model, limits = budget.model, plan.config.checkpoints
+    plan, model, limits = budget.plan, budget.model, budget.config.checkpoints
     # A LoRA is saved twice: exactly, to resume from, and as the file for pipelines.
     copies = 1 if model.is_full else 2
-    average = AVERAGE + model.number_bytes if model.averaged else 0.0  # saved as state, and as weights
-    one = model.trained_numbers * (copies * model.number_bytes + model.state_bytes + average)
+    one = model.trained_numbers * (copies * model.number_bytes + model.state_bytes + model.average_bytes)
     saves = -(-plan.length.total_steps // limits.checkpoint_step_interval)
     kept = min(saves, limits.checkpoints_total_limit or saves) + 1  # a new one is written before the oldest is removed
     kept += limits.checkpoints_rolling_total_limit if limits.checkpointing_rolling_steps else 0
     yield Writing("checkpoints", plan.output_dir, (kept + 1) * one, 2 * one)
     if budget.listing is not None:
-        yield from _cache_writings(plan, budget, budget.listing)
+        yield from _cache_writings(budget, budget.listing)
     folder = plan.config.offload.group_offload_to_disk_path
     if folder is not None and model.streamed_bytes:  # every run writes these again
         yield Writing("offloaded weights", Path(folder).expanduser(), model.streamed_bytes, model.streamed_bytes)
 
 
-def _cache_writings(plan: Plan, budget: Budget, listing: Listing) -> Iterator[Writing]:
+def _cache_writings(budget: Budget, listing: Listing) -> Iterator[Writing]:
+    plan = budget.plan
     written = [*listing.ahead.missing, *(each for each in listing.encoded_in_training if each.storage == "ondemand")]
     # 16 channels in float32.
     sizes = ((entry, plan.spec.latent_size(*entry.sample.geometry.size, entry.sample.frames)) for entry in written)

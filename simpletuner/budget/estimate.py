@@ -26,9 +26,16 @@ from typing import Literal
 
 from simpletuner.budget.device import Device
 from simpletuner.config.launch import LaunchConfig
-from simpletuner.config.optimizers import OPTIMIZERS, update_kernel
-from simpletuner.config.schema import SLOTS, OptimizerName
-from simpletuner.config.speed import checkpointed_blocks
+from simpletuner.config.optimizers import (
+    OPTIMIZERS,
+    optimizer_name,
+    trained_precision,
+    update_kernel,
+    widens_second_moment,
+)
+from simpletuner.config.precision import quantised_bytes, transformer_dtype
+from simpletuner.config.schema import SLOTS, OptimizerName, RunConfig
+from simpletuner.config.speed import checkpointed_blocks, keeps_attention, samples_compiled
 from simpletuner.config.techniques import Route
 from simpletuner.models.cost import (
     ATTENTION_BACKWARD,
@@ -104,70 +111,52 @@ class AverageMemory:
 
 
 @dataclass(frozen=True)
-class StepModel:
-    """A transformer and the settings that determine memory and time of its steps.
+class ModelStates:
+    """What the weights of a transformer take under some settings: the weights themselves and, of trained ones,
+    gradients, optimizer state and a moving average ("model states" in ZeRO, arXiv:1910.02054).
 
     Attributes:
         cost: of the transformer.
-        dtype: dtype of the transformer: bf16, fp16 or fp32.
-        number_bytes: bytes per trained number.
-        state_bytes: bytes of optimizer state per trained number.
         adapters: the LoRA; none for a full fine-tune.
-        optimizer: updates all weights at once on a GPU, if it can; None updates one at a time.
-        checkpoint_interval, kept_blocks: every n-th block is checkpointed but for some; None without checkpointing.
-        keep_attention: checkpointing keeps the self-attention's output.
-        streamed: frozen blocks stream through slots on the device.
-        residents: number of blocks that stay on the device.
-        group: blocks per slot.
-        overlapped: copies of streamed blocks run beside the compute.
-        inputs_on_host: block inputs are offloaded to host memory.
-        quantised: bytes per weight of the blocks' linear layers; 0 if not quantised.
-        released: gradients are freed as they arise, at most those of one block at a time.
-        state_on_host: optimizer state is on the device only while a weight is updated.
-        multiplies: they multiply in these bits (`quantized_matmul`).
-        averaged: where a moving average of the trained weights is kept, `device` or `host`; empty without one.
-        routes: windows of blocks that some tokens skip, in training only.
-        techniques: techniques in use, which may have their own weights and compute.
         trains: whether anything is trained; a model without adapters is trained as a whole.
-        processes: how many train together, each on its device.
-        sequence: how many of them share the tokens of the same samples.
-        sharers: how many of them share the weights (FSDP2), and of trained ones gradients, optimizer state and average;
-            adapters are whole in each. 1 without FSDP2; fewer than all where each machine has all shares.
-        reshards: a block's gathered weights are given up after its forward pass.
-        whole_gradients: gradients of sharded weights are whole until the last micro-step.
-        samples_compiled: previews run compiled blocks, where training does.
-        from_base: blocks wait on the host until the adapters have been computed from them.
     """
 
     cost: TransformerCost
-    dtype: str
-    number_bytes: float
-    state_bytes: float
+    config: RunConfig
     adapters: Adapters = NO_ADAPTERS
-    optimizer: OptimizerName | None = None
-    checkpoint_interval: int | None = 1
-    kept_blocks: int = 0
-    keep_attention: bool = False
-    streamed: bool = False
-    residents: int = 0
-    group: int = 1
-    overlapped: bool = True
-    inputs_on_host: bool = False
-    quantised: float = 0.0
-    released: bool = False
-    state_on_host: bool = False
-    multiplies: bool = False
-    averaged: Literal["", "device", "host"] = ""
-    routes: tuple[Route, ...] = ()
-    techniques: tuple[TechniqueSpec, ...] = ()
     trains: bool = True
-    processes: int = 1
-    sequence: int = 1
-    sharers: int = 1
-    reshards: bool = True
-    samples_compiled: bool = False
-    from_base: bool = False
-    whole_gradients: bool = False
+
+    @cached_property
+    def trained_dtype(self) -> str:
+        """Dtype of the trained weights: bf16 or fp32."""
+        return trained_precision(self.config.optimizer, self.config.precision)
+
+    @cached_property
+    def dtype(self) -> str:
+        """Dtype of the transformer: bf16, fp16 or fp32. A full fine-tune computes in that of the weights it trains."""
+        is_lora = self.config.model.model_type == "lora"
+        return transformer_dtype(self.config.precision) if is_lora else self.trained_dtype
+
+    @property
+    def number_bytes(self) -> int:
+        """Bytes per trained number."""
+        return BYTES[self.trained_dtype]
+
+    @cached_property
+    def optimizer(self) -> OptimizerName:
+        return optimizer_name(self.config.optimizer, self.config.precision.mixed_precision)
+
+    @cached_property
+    def state_bytes(self) -> float:
+        """Bytes of optimizer state per trained number."""
+        spec, number = OPTIMIZERS[self.optimizer], self.number_bytes
+        size = number if spec.moment_bytes is None else spec.moment_bytes
+        if self.trained_dtype != "bf16":
+            return spec.moments * size
+        # Compensated summation needs one more tensor; a second moment may be float32.
+        compensation = 0.0 if spec.rounds_randomly else number
+        widened = widens_second_moment(self.config.optimizer, self.config.precision.mixed_precision)
+        return spec.moments * size + compensation + (BYTES["fp32"] - size if widened else 0.0)
 
     @property
     def is_full(self) -> bool:
@@ -175,12 +164,12 @@ class StepModel:
 
     @property
     def sharded(self) -> bool:
-        return self.sharers > 1
+        return self.config.launch.sharers > 1
 
     @property
     def trained_shares(self) -> int:
         """Among how many processes trained weights are divided."""
-        return self.sharers if self.is_full else 1
+        return self.config.launch.sharers if self.is_full else 1
 
     @property
     def trained_numbers(self) -> int:
@@ -199,7 +188,8 @@ class StepModel:
     @cached_property
     def blocks(self) -> list[float]:
         """Bytes of each block's weights, as they wait and stream."""
-        return self.cost.block_bytes(self.dtype, quantised=self.quantised)
+        quantised = quantised_bytes(self.config.precision.base_model_precision)
+        return self.cost.block_bytes(self.dtype, quantised=quantised)
 
     @cached_property
     def whole_blocks(self) -> list[float]:
@@ -209,14 +199,13 @@ class StepModel:
     @property
     def moving(self) -> int:
         """How many blocks stream; 0 where all stay."""
-        return max(len(self.blocks) - self.residents, 0) if self.streamed else 0
+        residents = self.config.offload.group_offload_resident_blocks
+        return max(len(self.blocks) - residents, 0) if self.config.offload.enable_group_offload else 0
 
     @cached_property
     def update_bytes(self) -> float:
         """Bytes per trained number that the optimizer allocates on a GPU while it updates all weights at once; 0 if it
         allocates those of one weight at a time."""
-        if self.optimizer is None:
-            return 0.0
         weights = len(self.cost.shapes) if self.is_full else 2 * len(self.adapters.modules)
         numbers, sharded = self.trained_numbers, self.trained_shares > 1
         kernel = update_kernel(self.optimizer, "cuda", weights, numbers, sharded=sharded, triton=True)
@@ -225,28 +214,40 @@ class StepModel:
     @cached_property
     def trained_bytes(self) -> float:
         """Bytes of trained weights, gradients, optimizer state, and a moving average on the device."""
-        average = AVERAGE if self.averaged == "device" else 0.0
         # Left out: temporary tensors of the update of one weight. Those of all weights together count in `StepMemory`.
-        kept = self.trained_numbers * (self.number_bytes + self.state_bytes + average) / self.trained_shares
-        return kept - self.state_on_host_bytes + self.gradient_bytes
+        kept = self.trained_numbers * (self.number_bytes + self.state_bytes) / self.trained_shares
+        average = self.average_memory("device").kept
+        return kept + average - self.state_on_host_bytes + self.gradient_bytes
 
     @property
     def state_on_host_bytes(self) -> float:
         """Bytes of optimizer state in host memory: all but that of one weight that is updated, one whose state arrives,
         and those, one more than `SLOTS`, whose state leaves."""
         here = self.trained_numbers - (SLOTS + 3) * self.largest_weight
-        return max(here, 0) * self.state_bytes if self.state_on_host else 0.0
+        return max(here, 0) * self.state_bytes if self.config.offload.offload_optimizer_state else 0.0
 
     @property
     def gradient_bytes(self) -> float:
         """Bytes of the gradients of trained weights; of released ones, those that the largest block has at once."""
-        if self.released:
+        if self.config.optimizer.optimizer_release_gradients:
             return max(self.whole_blocks)
         return self.trained_numbers * self.number_bytes / (1 if self.whole_gradients else self.trained_shares)
 
+    @property
+    def whole_gradients(self) -> bool:
+        """Whether gradients of sharded weights are whole until the last of several micro-steps."""
+        return self.config.launch.fsdp_whole_gradients and self.config.schedule.gradient_accumulation_steps > 1
+
+    @property
+    def average_bytes(self) -> float:
+        """Bytes per trained number of a moving average in a checkpoint, as state and as weights; 0 without one."""
+        return AVERAGE + self.number_bytes if self.config.ema.use_ema else 0.0
+
     def average_memory(self, where: Literal["device", "host"]) -> AverageMemory:
         """Memory of the moving average on one side; 0 if it is kept on the other."""
-        count = self.trained_numbers / self.trained_shares if self.averaged == where else 0.0
+        ema = self.config.ema
+        is_there = ema.use_ema and ema.is_on_host == (where == "host")
+        count = self.trained_numbers / self.trained_shares if is_there else 0.0
         bundle = min(count, max(BUNDLE, self.largest_weight))
         return AverageMemory(AVERAGE * count, AVERAGE * bundle, self.number_bytes * count)
 
@@ -262,10 +263,13 @@ class StepModel:
         if self.is_full:
             return self.gathered_bytes
         if self.sharded:
-            return (self.rest + sum(self.blocks)) / self.sharers + self.gathered_bytes
-        slots = min(self.residents, len(self.blocks)) + SLOTS * self.group
+            return (self.rest + sum(self.blocks)) / self.config.launch.sharers + self.gathered_bytes
+        if not self.config.offload.enable_group_offload:
+            return self.rest + sum(self.blocks)
         # A slot is as large as the largest block.
-        return self.rest + (min(sum(self.blocks), max(self.blocks) * slots) if self.streamed else sum(self.blocks))
+        residents = min(self.config.offload.group_offload_resident_blocks, len(self.blocks))
+        slots = residents + SLOTS * self.config.offload.group_offload_blocks_per_group
+        return self.rest + min(sum(self.blocks), max(self.blocks) * slots)
 
     @property
     def gathered_bytes(self) -> float:
@@ -275,7 +279,8 @@ class StepModel:
             return 0.0
         buffer = max(self.whole_blocks)
         gradients = self.rest + buffer + SCATTERED * buffer if self.is_full else 0.0
-        return self.rest + (buffer if self.reshards else sum(self.whole_blocks)) + GATHERED * buffer + gradients
+        weights = buffer if self.config.launch.fsdp_reshard_after_forward else sum(self.whole_blocks)
+        return self.rest + weights + GATHERED * buffer + gradients
 
     @property
     def streamed_bytes(self) -> float:
@@ -286,23 +291,44 @@ class StepModel:
     def passing_bytes(self) -> float:
         """Host memory of a process while it loads the transformer, besides streamed and shared weights: what is outside
         the blocks, and the blocks in work, as they are read and as they are packed."""
-        waiting = sum(self.blocks) - self.streamed_bytes if self.from_base else 0.0
-        return self.rest + 2 * max(self.whole_blocks) * (self.group if self.streamed else 1) + waiting
+        # Blocks that stay wait on the host until adapters have been computed from them.
+        from_base = self.adapters.modules and self.config.lora.starts_from_base
+        waiting = sum(self.blocks) - self.streamed_bytes if from_base else 0.0
+        group = self.config.offload.group_offload_blocks_per_group if self.config.offload.enable_group_offload else 1
+        return self.rest + 2 * max(self.whole_blocks) * group + waiting
+
+
+@dataclass(frozen=True)
+class StepModel(ModelStates):
+    """A transformer with its activations in a step.
+
+    Attributes:
+        techniques: techniques in use, which may have their own weights and compute.
+    """
+
+    techniques: tuple[TechniqueSpec, ...] = ()
+
+    @property
+    def routes(self) -> list[Route]:
+        """Windows of blocks that some tokens skip, in training only."""
+        return [route for technique in self.techniques for route in technique.routes]
 
     def memory(self, load: BatchShape) -> StepMemory:
         """Peak memory of a step with one micro-batch."""
         blocks, chosen, added = self.activations(load), self.checkpointed, self.added(load)
         # Of offloaded inputs, a few are still leaving or back already; the largest ones are assumed.
-        inputs = self._held(load)[-SLOTS:] if self.inputs_on_host else self._held(load)
+        inputs = self._held(load)[-SLOTS:] if self.config.offload.offload_block_inputs else self._held(load)
         whole = [block.saved + block.held for block, is_one in zip(blocks, chosen, strict=True) if not is_one]
-        attention = [block.attention for block, is_one in zip(blocks, chosen, strict=True) if is_one]
-        product = PRODUCT * self.cost.widest(load) / self.sequence if self.multiplies else 0.0
-        around = GATHERED_TOKENS * load.samples * load.tokens * self.cost.hidden if self.sequence > 1 else 0.0
+        keeps = keeps_attention(self.config.speed)
+        attention = [block.attention for block, is_one in zip(blocks, chosen, strict=True) if is_one and keeps]
+        sequence, multiplies = self.config.launch.sequence_parallel_size, self.config.precision.quantized_matmul
+        product = PRODUCT * self.cost.widest(load) / sequence if multiplies else 0.0
+        around = GATHERED_TOKENS * load.samples * load.tokens * self.cost.hidden if sequence > 1 else 0.0
         backward = StepMemory(
             weights=self.frozen_bytes,
             # Modules of techniques are trained in float32: weight and gradient.
             trained=self.trained_bytes + added.parameters * (2 * BYTES["fp32"] + self.state_bytes),
-            inputs=added.held + sum(inputs) + sum(whole) + (sum(attention) if self.keep_attention else 0.0),
+            inputs=added.held + sum(inputs) + sum(whole) + sum(attention),
             # A checkpointed block saves its activations again when it is recomputed.
             block=product + max(*(block.transient + (block.saved if any(chosen) else 0.0) for block in blocks), around),
             outside=self.one_block(load).outside,
@@ -320,20 +346,22 @@ class StepModel:
         """Activations of each large block in a training step, after routes, which extra passes do not have."""
         routes = () if self.added(load).passes else self.routes
         blocks = self.cost.activations_by_block(self.cost.routed(load, routes), BYTES[self.dtype], self.adapters)
-        if self.sequence == 1:
+        sequence = self.config.launch.sequence_parallel_size
+        if sequence == 1:
             return blocks
-        shares = [_share(block, self.sequence) for block in blocks]
+        shares = [_share(block, sequence) for block in blocks]
         return [replace(shares[0], held=blocks[0].held), *shares[1:]]  # the first block's input has all tokens
 
     @property
     def checkpointed(self) -> list[bool]:
         """Whether each large block is checkpointed."""
-        count = len(self.cost.blocks)
-        return checkpointed_blocks(count, self.checkpoint_interval, self.kept_blocks)[count - self.cost.large :]
+        count, precision = len(self.cost.blocks), self.config.precision
+        kept = precision.gradient_checkpointing_kept_blocks
+        return checkpointed_blocks(count, precision.checkpoint_interval, kept)[count - self.cost.large :]
 
     def inputs_on_host_bytes(self, load: BatchShape) -> float:
         """Bytes of block inputs in host memory at the end of the forward pass."""
-        return sum(self._held(load)[:-SLOTS]) if self.inputs_on_host else 0.0
+        return sum(self._held(load)[:-SLOTS]) if self.config.offload.offload_block_inputs else 0.0
 
     def sampling_bytes(self, load: BatchShape) -> float:
         """Bytes of activations of a forward pass without gradients."""
@@ -408,7 +436,7 @@ class Step:
         busy = self._together(computing, launching)
         # A block is needed in the forward and again in the backward pass.
         copying = self._copying(2 * passes + added.forwards)
-        seconds = max(busy, copying) if model.overlapped else busy + copying
+        seconds = max(busy, copying) if model.config.offload.group_offload_use_stream else busy + copying
         seconds += self.exchanged / self.device.rates.link  # a block waits for its exchanges
         seconds += 2 * model.state_on_host_bytes / self.device.rates.transfer  # as if nothing of it were hidden
         return StepCost(flops, executed, traffic, seconds, computing, launching, copying)
@@ -427,10 +455,10 @@ class Step:
     @property
     def exchanged(self) -> float:
         """Bytes that a process sends to those that it shares tokens with."""
-        model, load = self.model, self.load
+        model, load, sequence = self.model, self.load, self.model.config.launch.sequence_parallel_size
         tensor = load.samples * load.tokens * model.cost.hidden * BYTES[model.dtype]
         # Of its share of a tensor, a process keeps that of its own heads.
-        sent = tensor / model.sequence * (model.sequence - 1) / model.sequence
+        sent = tensor / sequence * (sequence - 1) / sequence
         times = EXCHANGES * (2 + self._recomputed) * (1 + model.added(load).passes)
         return times * model.cost.large * sent
 
@@ -438,7 +466,7 @@ class Step:
     def forward_seconds(self) -> float:
         """Seconds of a forward pass without gradients, as of previews."""
         traffic, launches = self._forward_traffic, self._eager_launches
-        if self.model.samples_compiled:
+        if samples_compiled(self.model.config):
             traffic, launches = self.model.cost.large * self.model.one_block(self.load).forward, self._launches
         return self._together(self._seconds(self._forward(self.load), traffic), launches / 3)
 
@@ -451,12 +479,12 @@ class Step:
         backward = model.cost.backward(load, model.adapters, full=model.is_full)
         blocks = model.cost.forward(load, model.adapters, blocks_only=True)
         # Recomputed: all of a checkpointed block but the attention that was kept.
-        again = blocks.times(share, 0.0 if model.keep_attention else share)
+        again = blocks.times(share, 0.0 if keeps_attention(model.config.speed) else share)
         # Scores that a flash kernel recomputes are executed, but not part of the model's FLOPs.
         flash = forward.times(0.0, FLASH_BACKWARD - ATTENTION_BACKWARD)
         moved = model.cost.activations_by_block(load, BYTES[model.dtype], model.adapters)
         traffic = sum(block.forward * (1 + share) + block.backward for block in moved)
-        executed, own = forward + backward + again + flash, 1 / model.sequence
+        executed, own = forward + backward + again + flash, 1 / model.config.launch.sequence_parallel_size
         return own * (forward.total + backward.total), executed.times(own), own * traffic
 
     def _forward(self, load: BatchShape) -> Work:
@@ -474,7 +502,7 @@ class Step:
     def _copying(self, times: float) -> float:
         """Seconds of copying streamed blocks, which are gone through some times, except for those still in the slots
         at the turn."""
-        moving = max(self.model.moving - SLOTS * self.model.group, 0)
+        moving = max(self.model.moving - SLOTS * self.model.config.offload.group_offload_blocks_per_group, 0)
         return times * moving * sum(self.model.blocks) / len(self.model.blocks) / self.device.rates.transfer
 
     def _seconds(self, work: Work, traffic: float) -> float:
@@ -517,7 +545,7 @@ class Sent:
         return float(sum(astuple(self)))
 
 
-def sent_bytes(model: StepModel, added: TechniqueCost, micro_steps: int) -> Sent:
+def sent_bytes(model: StepModel, added: TechniqueCost) -> Sent:
     """Bytes that each process sends: with DDP once per optimizer step, with FSDP2 in each micro-step, except for
     gradients that are kept whole.
 
@@ -526,7 +554,8 @@ def sent_bytes(model: StepModel, added: TechniqueCost, micro_steps: int) -> Sent
     """
     if not model.trains:
         return Sent()
-    share, shared = ((count - 1) / count for count in (model.processes, model.sharers))
+    launch, micro_steps = model.config.launch, model.config.schedule.gradient_accumulation_steps
+    share, shared = ((count - 1) / count for count in (launch.num_processes, launch.sharers))
     weights = sum(model.whole_blocks) + model.rest
     gradients = weights if model.is_full else model.trained_numbers * model.number_bytes
     reduced = added.parameters * BYTES["fp32"] + (0.0 if model.sharded and model.is_full else gradients)
@@ -534,10 +563,10 @@ def sent_bytes(model: StepModel, added: TechniqueCost, micro_steps: int) -> Sent
         return Sent(reduced=2 * share * reduced)
     backward = 1 + added.passes
     # Weights that are given up after the forward pass are gathered again for the backward pass.
-    times = backward + added.forwards + (backward if model.reshards else 0.0)
+    times = backward + added.forwards + (backward if launch.fsdp_reshard_after_forward else 0.0)
     scattered = (1 if model.whole_gradients else backward * micro_steps) * weights * model.is_full
-    machines = model.processes / model.sharers
-    across = 2 * (machines - 1) / machines * scattered / model.sharers
+    machines = launch.num_processes / launch.sharers
+    across = 2 * (machines - 1) / machines * scattered / launch.sharers
     return Sent(2 * share * reduced, shared * weights * times * micro_steps, shared * scattered, across)
 
 

@@ -8,17 +8,24 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import compress
-from typing import Literal
 
 from simpletuner.budget import device
 from simpletuner.budget.estimate import StepModel
-from simpletuner.config.optimizers import OPTIMIZERS, optimizer_name, trained_precision, widens_second_moment
-from simpletuner.config.precision import quantisation, text_encoder_dtype, transformer_dtype, vae_dtype
-from simpletuner.config.schema import EmaConfig, OptimizerName, RunConfig
-from simpletuner.config.speed import compile_backend, keeps_attention, plain_math, samples_compiled
+from simpletuner.config.precision import quantised_bytes, text_encoder_dtype, vae_dtype
+from simpletuner.config.schema import RunConfig
+from simpletuner.config.speed import compile_backend, plain_math
 from simpletuner.data.sample import Sample
 from simpletuner.models.adapter_kinds import planned_adapters
-from simpletuner.models.cost import BYTES, NO_ADAPTERS, BatchShape, FamilyCost, Kernels, TransformerCost, VaeLoad
+from simpletuner.models.cost import (
+    BYTES,
+    NO_ADAPTERS,
+    BatchShape,
+    FamilyCost,
+    Kernels,
+    TransformerCost,
+    VaeCost,
+    VaeLoad,
+)
 from simpletuner.models.lora_keys import Targets, weights_of
 from simpletuner.models.source import Part
 from simpletuner.models.spec import FamilySpec
@@ -193,8 +200,8 @@ class Parts:
     Attributes:
         transformer: cost of the transformer.
         targets: selection of the modules that get a LoRA.
-        vae: the VAE's config; empty if it is not on this machine.
-        vae_parameters, text_parameters: parameters of the VAE and of all text encoders.
+        vae: cost of the VAE.
+        text_parameters: parameters of all text encoders.
         text_dropped: of the text encoders, what never gets to the device: the language head, and the vision tower
             where prompts hold no picture.
         assumed: parts that are not on this machine, so that the published checkpoint's dimensions are used.
@@ -207,8 +214,7 @@ class Parts:
     spec: FamilySpec
     transformer: TransformerCost
     targets: Targets
-    vae: Mapping[str, object]
-    vae_parameters: int
+    vae: VaeCost
     text_parameters: int
     assumed: tuple[str, ...]
     techniques: tuple[TechniqueSpec, ...] = ()
@@ -226,7 +232,7 @@ class Parts:
         """About how many bytes of weights are not on this machine, as published: mostly two bytes a parameter."""
         sizes = {
             "transformer": self.transformer.parameters,
-            "VAE": self.vae_parameters,
+            "VAE": self.vae.parameters,
             "text encoders": self.text_parameters,
         }
         return sum(2 * sizes[part] for part in self.assumed)
@@ -247,77 +253,15 @@ class Parts:
 
     def encoder_bytes(self, config: RunConfig) -> tuple[float, float]:
         """Bytes of the weights of the VAE, and of the text encoders together."""
-        vae = self.vae_parameters * BYTES[vae_dtype(config.precision, config.caching)]
+        vae = self.vae.parameters * BYTES[vae_dtype(config.precision, config.caching)]
         quantised = quantised_bytes(config.precision.text_encoder_1_precision)
         return float(vae), self.text_parameters * (quantised or BYTES[text_encoder_dtype(config.precision)])
 
     def model(self, config: RunConfig) -> StepModel:
-        """The transformer with the settings that determine memory and time."""
-        is_lora, offload = config.model.model_type == "lora", config.offload
-        precision, launch = config.precision, config.launch
-        optimizer = optimizer_name(config.optimizer, precision.mixed_precision)
-        trained = trained_precision(config.optimizer, precision)
-        widened = widens_second_moment(config.optimizer, precision.mixed_precision)
-        weights, adapted = weights_of(self.transformer.shapes), is_lora and self.trains
-        return StepModel(
-            cost=self.transformer,
-            # A full fine-tune computes in the dtype of the weights that it trains.
-            dtype=transformer_dtype(precision) if is_lora else trained,
-            number_bytes=BYTES[trained],
-            state_bytes=optimizer_state_bytes(optimizer, BYTES[trained], is_bf16=trained == "bf16", widened=widened),
-            adapters=planned_adapters(config.lora, self.spec, self.targets, weights) if adapted else NO_ADAPTERS,
-            optimizer=optimizer,
-            checkpoint_interval=precision.checkpoint_interval,
-            kept_blocks=precision.gradient_checkpointing_kept_blocks,
-            keep_attention=precision.gradient_checkpointing and keeps_attention(config.speed),
-            # Only frozen weights stream: evicted ones are never copied back.
-            streamed=offload.enable_group_offload and is_lora,
-            residents=offload.group_offload_resident_blocks,
-            group=offload.group_offload_blocks_per_group,
-            overlapped=offload.group_offload_use_stream,
-            inputs_on_host=offload.offload_block_inputs and precision.gradient_checkpointing,
-            quantised=quantised_bytes(precision.base_model_precision),
-            released=config.optimizer.optimizer_release_gradients and not is_lora,
-            state_on_host=offload.offload_optimizer_state,
-            multiplies=precision.quantized_matmul,
-            averaged=average_place(config.ema),
-            routes=tuple(route for technique in self.techniques for route in technique.routes),
-            techniques=self.techniques,
-            trains=self.trains,
-            processes=launch.num_processes,
-            sequence=launch.sequence_parallel_size,
-            sharers=launch.sharers,
-            reshards=launch.fsdp_reshard_after_forward,
-            whole_gradients=launch.fsdp_whole_gradients and config.schedule.gradient_accumulation_steps > 1,
-            samples_compiled=samples_compiled(config),
-            from_base=is_lora and config.lora.starts_from_base,
-        )
-
-
-def average_place(ema: EmaConfig) -> Literal["", "device", "host"]:
-    """Where the moving average is kept; empty without one."""
-    if not ema.use_ema:
-        return ""
-    return "host" if ema.ema_cpu_only or ema.ema_device == "cpu" else "device"
-
-
-def optimizer_state_bytes(name: OptimizerName, number_bytes: float, *, is_bf16: bool, widened: bool = False) -> float:
-    """Bytes of optimizer state per trained number.
-
-    Args:
-        is_bf16: bf16 weights are trained, whose compensated summation needs one more tensor.
-        widened: their second moment is float32.
-    """
-    spec = OPTIMIZERS[name]
-    size = number_bytes if spec.moment_bytes is None else spec.moment_bytes
-    compensation = number_bytes if is_bf16 and not spec.rounds_randomly else 0.0
-    return spec.moments * size + compensation + (BYTES["fp32"] - size if is_bf16 and widened else 0.0)
-
-
-def quantised_bytes(precision: str) -> float:
-    """Bytes per weight of a quantising precision; 0 for a plain one."""
-    stored = quantisation(precision)
-    return stored.bytes_per_weight if stored else 0.0
+        """The transformer under some settings."""
+        weights, adapted = weights_of(self.transformer.shapes), config.model.model_type == "lora" and self.trains
+        adapters = planned_adapters(config.lora, self.spec, self.targets, weights) if adapted else NO_ADAPTERS
+        return StepModel(self.transformer, config, adapters, self.trains, self.techniques)
 
 
 def kernels_on(config: RunConfig, spec: FamilySpec, *, is_gpu: bool) -> Kernels:
@@ -346,8 +290,7 @@ def parts_of(plan: Plan, *, is_gpu: bool) -> Parts:
         spec=plan.spec,
         transformer=transformer,
         targets=plan.lora_targets,
-        vae=vae or {},
-        vae_parameters=count_parameters(source["vae"]) or cost.vae.parameters,
+        vae=replace(cost.vae, settings=vae or {}, parameters=count_parameters(source["vae"]) or cost.vae.parameters),
         # The published number covers all encoders, so one that is absent replaces the whole sum.
         text_parameters=sum(counts) if all(counts) else cost.text_parameters,
         assumed=tuple(compress(absent, absent.values())),

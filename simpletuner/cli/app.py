@@ -6,6 +6,7 @@ import errno
 import functools
 import io
 import os
+import re
 import sys
 import traceback
 from collections.abc import Sequence
@@ -24,7 +25,7 @@ from simpletuner.redaction import redact
 
 USAGE = 2
 INTERRUPTED = 130
-# Errors of the system that say enough by themselves; the last two are of names that no file can have.
+# Errors of the operating system that need no traceback; the last two come from invalid file names.
 REPORTED = UNWRITABLE_CODES | DISK_FULL_CODES | {errno.ENAMETOOLONG, errno.ELOOP}
 
 app = typer.Typer(
@@ -44,7 +45,7 @@ app.command()(server.server)
 app.command("help")(help.show_help)
 app.add_typer(cache.app, name="cache")
 app.add_typer(help.examples, name="examples")
-# Reading the signatures of all commands takes longer than most plans, and an app would do so in each call.
+# Cached, since typer would inspect all signatures in each call, which takes longer than most plans.
 get_command = functools.cache(typer.main.get_command)
 
 
@@ -67,14 +68,15 @@ def options(version: Version = False) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a command line and return its exit code: 0 done, 2 the user can fix it, 130 Ctrl-C, 1 anything else."""
+    """Run a command line and return its exit code: 0 success, 2 user error, 130 Ctrl-C, 1 any other failure."""
     try:
-        # Typer turns Ctrl-C and `typer.Exit` into a result instead of letting them through.
+        # Typer returns the exit code of Ctrl-C and `typer.Exit` instead of raising them.
         code = get_command(app)(list(sys.argv[1:] if arguments is None else arguments), standalone_mode=False)
     except TyperException as error:
-        # Without a command the help has been printed already. pydantic's type of error says nothing to a user.
-        text = error.format_message().replace("Value error, ", "")
-        # Errors of usage know their command; typer does not publish their class.
+        # Without a command the help has been printed already. Pydantic's error type means nothing to a user.
+        text = error.format_message().replace("Value error, ", "").replace("Input should be", "it must be")
+        text = re.sub(r"(, unable to parse.*|(?<=[^.?]))$", ".", text, count=1)
+        # Usage errors hold the context of their command; typer does not export their class.
         if (context := vars(error).get("ctx")) is not None and "Did you mean" not in text:
             text += f" See `{context.command_path} -h`."
         return _complain(f"error: {text}", USAGE) if str(error) else USAGE
@@ -85,7 +87,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except SimpleTunerError as error:
         return _report(error)
     except BrokenPipeError:
-        # The reader of a pipe (head, less) is gone. The flush of stdout at exit would fail too.
+        # The reader of the pipe (head, less) has exited, so flushing stdout at exit would fail too.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except Exception as error:  # noqa: BLE001 - the outermost frame: everything ends in one line
@@ -96,7 +98,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _report(error: SimpleTunerError) -> int:
-    """An error on purpose; problems as a list, warnings first, so that what must be fixed comes last."""
+    """Print an expected error; problems are listed with warnings first, so that errors are last on the screen."""
     from simpletuner.annexes.display.progress import in_red
 
     if not isinstance(error, ConfigError):
@@ -110,7 +112,7 @@ def _report(error: SimpleTunerError) -> int:
 
 
 def _report_unforeseen(error: Exception) -> int:
-    """An error of the system or of the program; only the latter has a traceback."""
+    """Print an error of the operating system, or a bug with its traceback."""
     if isinstance(error, OSError) and error.errno in REPORTED:
         return _complain(f"error: {error.filename or 'the disk'}: {error.strerror}.", USAGE)
     if is_out_of_memory(error):
@@ -127,10 +129,10 @@ def _complain(text: str, code: int) -> int:
 
 
 def run() -> None:
-    """Entry point of the `simpletuner` command."""
+    """The entry point of the `simpletuner` command."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
-            # A file name that is not UTF-8, or a terminal without the characters of a caption, must not end a run.
+            # File names that are not UTF-8, or captions that the terminal cannot encode, must not end a run.
             stream.reconfigure(errors="backslashreplace")
     set_environment()
     sys.exit(main())

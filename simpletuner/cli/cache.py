@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from simpletuner.cli.settings import PASS_THROUGH, logged_events, planned
-from simpletuner.errors import UserError
+from simpletuner.errors import UserError, counted
 
 if TYPE_CHECKING:
     from simpletuner.plan.build import Plan
@@ -21,16 +21,16 @@ app = typer.Typer(help="Fill, verify, explain and clean up the caches of a confi
 
 @app.command(context_settings=PASS_THROUGH)
 def fill(context: typer.Context, shard: Shard = "1/1") -> None:
-    """Encode every caption and picture that is not cached yet, then stop. Settings follow as in train."""
-    found = re.fullmatch(r"(\d{1,6})/(\d{1,6})", shard)
-    number, count = map(int, found.groups()) if found else (0, 0)
+    """Encode every caption and picture that is not cached yet, then stop. Takes the settings of train."""
+    match = re.fullmatch(r"(\d{1,6})/(\d{1,6})", shard)
+    number, count = map(int, match.groups()) if match else (0, 0)
     if not 1 <= number <= count:
         raise UserError(f"--shard {shard!r} is not a shard; 1/3 is the first of three, 3/3 the last.")
     plan = planned(context.args)
     from simpletuner.caching.catalogue import Share
 
     with logged_events() as events:
-        # Brings torch, which takes seconds: after the errors of the plan.
+        # Imports torch, which takes seconds, so only after the plan's errors are reported.
         from simpletuner.run.caches import fill_caches
 
         fill_caches(plan, events, Share(number - 1, count))
@@ -40,7 +40,7 @@ def fill(context: typer.Context, shard: Shard = "1/1") -> None:
 def verify(context: typer.Context) -> None:
     """Read every entry of the configuration's caches and compare it with its checksum.
 
-    After Ctrl-C it goes on where it stopped; verified.json in each cache folder says what was read and when.
+    A verification stopped by Ctrl-C resumes where it stopped: verified.json in each cache folder records its progress.
     """
     plan = planned(context.args)
     from simpletuner.annexes.display.progress import shown_events
@@ -49,7 +49,7 @@ def verify(context: typer.Context) -> None:
 
     folders, damaged = cache_folders(plan), 0
     for folder, verification in begin_verifications(folders).items():
-        # On stderr: stdout lists the damaged entries, for pipes.
+        # Progress goes to stderr; stdout lists only the damaged entries, so that it can be piped.
         with shown_events(sys.stderr) as events:
             if verification.last:
                 since = f"{verification.entries:,} entries, read since {verification.started:%c} UTC"
@@ -69,14 +69,14 @@ def verify(context: typer.Context) -> None:
 def gc(context: typer.Context, remove: Annotated[bool, typer.Option("--remove", help="Delete them.")] = False) -> None:
     """List entries that this configuration does not refer to; delete them only with --remove.
 
-    Entries of other model families in a shared folder are left alone. Entries of another configuration of the same
-    family are listed, too: do not remove them while you need both.
+    Entries of other model families in a shared folder are kept. Entries of other configurations of the same family are
+    listed too: do not remove them while you need those configurations.
     """
     plan, listing = _listing(context.args)
     from simpletuner.annexes.inspection import find_garbage, remove_garbage
     from simpletuner.plan.entries import cache_folders
 
-    # Keys are of all configured entries, cached or not.
+    # The keys of all configured entries, cached or not.
     wanted, total = listing.keys(), 0
     for folder in cache_folders(plan):
         garbage = find_garbage(folder, wanted, plan.spec.name)
@@ -88,12 +88,13 @@ def gc(context: typer.Context, remove: Annotated[bool, typer.Option("--remove", 
     if not total:
         typer.echo("Nothing to remove: this configuration refers to every entry.")
     else:
-        typer.echo(f"{total} entries and leftovers {'removed' if remove else 'found; --remove deletes them'}.")
+        found = counted(total, "entry or leftover", "entries and leftovers")
+        typer.echo(f"{found} {'removed' if remove else 'found; --remove deletes them'}.")
 
 
 @app.command("explain", context_settings=PASS_THROUGH)
 def explain_file(context: typer.Context, file: str) -> None:
-    """Say which entries belong to a picture (a path, or dataset/name), and why they are or are not reused.
+    """List the entries of a picture (a path, or dataset/name), and why they are or are not reused.
 
     Settings follow the file.
     """
@@ -114,7 +115,7 @@ def _listing(tokens: list[str]) -> tuple[Plan, Listing]:
     from simpletuner.plan.entries import list_entries, make_catalogue
 
     catalogue = make_catalogue(plan)
-    # Keys hold the checkpoint's digests, which cannot be read before it is downloaded.
+    # Keys contain the checkpoint's digests, which are unknown until it is downloaded.
     if catalogue is None:
-        raise UserError("The checkpoint is not on this machine yet, so no entry can belong to it.")
+        raise UserError("The checkpoint is not on this machine yet, so it has no cache entries.")
     return plan, list_entries(plan, catalogue)

@@ -1,4 +1,4 @@
-"""`simpletuner caption` and `simpletuner dataset`: what one does with a dataset before training."""
+"""`simpletuner caption` and `simpletuner dataset`: caption and inspect a dataset before training."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ def caption(
     context: typer.Context,
     dataset: Annotated[str | None, typer.Option("--dataset", metavar="ID", help="Only this dataset.")] = None,
     style: Annotated[Literal["short", "long", "tags"], typer.Option("--style", help="How to describe.")] = "long",
-    trigger: Annotated[str, typer.Option("--trigger", metavar="WORD", help="What each caption begins with.")] = "",
+    trigger: Annotated[str, typer.Option("--trigger", metavar="WORD", help="First words of every caption.")] = "",
     preview: Annotated[bool, typer.Option("--preview", help="Show three captions, write nothing.")] = False,
     limit: Annotated[int | None, typer.Option("--limit", min=1, help="At most this many files.")] = None,
 ) -> None:
-    """Write a .txt caption beside each picture or clip that has none, with the checkpoint's own Qwen2.5-VL.
+    """Write a .txt caption for each picture or clip that has none, with the checkpoint's Qwen2.5-VL.
 
-    No caption is overwritten, and a call that was stopped continues when repeated. Settings follow as in train.
+    Existing captions are kept, so a repeated call continues an interrupted one. Takes the settings of train.
     """
     from simpletuner.annexes.captions.wording import Wording, check_captions, uncaptioned, unread
 
-    # A survey: files without captions are errors for training only.
+    # A survey accepts files without captions; a plan for training does not.
     plan, wording = planned(context.args, "survey"), Wording(style, trigger)
     check_captions(plan, wording, dataset)
     files = list(uncaptioned(plan.datasets, dataset))[:limit]
@@ -50,9 +50,9 @@ def caption(
 
 
 def dataset(context: typer.Context, out: Out = Path("dataset.html"), cached: Cached = False) -> None:
-    """Write a page that shows each file as it will be trained: crop, caption, near-duplicates, what is left out.
+    """Write a page that shows how every file will be trained: crop, caption, near-duplicates, and skipped files.
 
-    No file of a dataset is touched. Settings follow as in train.
+    Dataset files are not modified. Takes the settings of train.
     """
     from simpletuner.annexes.display.progress import shown_events
 

@@ -1,4 +1,4 @@
-"""`simpletuner help`: every setting explained, by its name, by section or by a search; and `simpletuner examples`."""
+"""`simpletuner help` explains settings by name, section or search; `simpletuner examples` lists and copies examples."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from simpletuner.config.option import Option
 
 WIDTH = 78
-MISSPELLED = 0.75  # difflib's ratio from which a word is taken for a misspelt option
+MISSPELLED = 0.75  # minimum difflib ratio at which a word counts as a misspelt option
 
 
 class SettingsCommand(TyperCommand):
@@ -33,10 +33,10 @@ class SettingsCommand(TyperCommand):
         typer.echo("\n".join(sections_help()))
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Unknown options pass as settings, but for those that look like a misspelt option of the command.
+        """Pass unknown options through as settings, except misspelt options of the command.
 
         Raises:
-            UserError: with the option that was meant.
+            UserError: an option is misspelt; names the nearest one.
         """
         rest = super().parse_args(ctx, args)
         if words := [token.partition("=")[0] for token in rest if token.startswith("--") or "=" in token]:
@@ -45,14 +45,14 @@ class SettingsCommand(TyperCommand):
             from simpletuner.config.sources import SELECTORS
             from simpletuner.config.values import plain_key
 
-            own = {plain_key(name): name for each in self.params for name in each.opts if name.startswith("--")}
-            own |= {name: f"--{name}" for name in SELECTORS}
+            flags = {plain_key(name): name for param in self.params for name in param.opts if name.startswith("--")}
+            flags |= {name: f"--{name}" for name in SELECTORS}
             settings = {*option_names(), *SHORT, *SELECTORS}
             for word in words:
-                key, known = plain_key(word), settings | (own.keys() if word.startswith("--") else set())
-                guess = None if key in known else nearest(key, {*settings, *own}, cutoff=MISSPELLED)
-                if guess in own:
-                    raise UserError(f"{word} is neither an option nor a setting. Did you mean '{own[guess]}'?")
+                key, known = plain_key(word), settings | (flags.keys() if word.startswith("--") else set())
+                guess = None if key in known else nearest(key, {*settings, *flags}, cutoff=MISSPELLED)
+                if guess in flags:
+                    raise UserError(f"{word} is neither an option nor a setting. Did you mean '{flags[guess]}'?")
         return rest
 
 
@@ -64,7 +64,7 @@ def show_help(context: typer.Context, words: Annotated[list[str] | None, typer.A
 
 
 def sections_help() -> Iterator[str]:
-    """The sections of the settings, and how to look one up."""
+    """The sections of the settings, and how to look up a setting."""
     from simpletuner.config.schema import sections
 
     yield "\nSettings: key=value, --key value or --flag; they override the file. Sections:\n"
@@ -77,7 +77,7 @@ def settings_help(wanted: str) -> list[str]:
     """The help of a key, of a section, or of every key that mentions the words.
 
     Raises:
-        UserError: nothing is found.
+        UserError: no key matches.
     """
     from simpletuner.config.datasets import dataset_options
     from simpletuner.config.schema import option_names, sections
@@ -88,7 +88,7 @@ def settings_help(wanted: str) -> list[str]:
     mentions = _search(wanted, [*chain(*by_section.values()), *of_datasets.values()])
     section = next((options for title, options in by_section.items() if title.lower() == wanted.lower()), [])
     of_dataset = [option for key, option in of_datasets.items() if name in (key, key.rpartition(".")[2])]
-    # A key may share its name with a key of datasets, and with a section; these are listed below it.
+    # A dataset key or a section of the same name is listed below the key.
     if same_name := [*filter(None, [names.get(name)]), *of_dataset]:
         section = [option for option in section if option not in same_name]
         related = dict.fromkeys(option.name for option in mentions if option not in (*section, *same_name))
@@ -132,18 +132,18 @@ def summary(option: Option) -> Iterator[str]:
 
 
 def allowed(option: Option) -> str:
-    """The values a key takes, in words."""
+    """The values a key accepts, as text."""
     kind = ", ".join(option.choices) or option.type_name
     return f"{kind} {option.limit_text}".strip()
 
 
 def default_of(option: Option) -> str:
-    """The default in words."""
+    """The default as text."""
     return option.default_text.replace("`", "") or "not set"
 
 
 def _search(wanted: str, options: Sequence[Option]) -> list[Option]:
-    """What an everyday word stands for, in the order in which it helps most; then what mentions all words."""
+    """Options listed for an everyday word, most useful first; then options that mention all words."""
     from simpletuner.config.sections import EVERYDAY_WORDS
 
     meant = [key for words, keys in EVERYDAY_WORDS.items() if f" {wanted.lower()} " in f" {words} " for key in keys]
@@ -162,7 +162,7 @@ examples = typer.Typer(help="List the packaged examples, or copy one to start fr
 
 @examples.command("list")
 def list_examples() -> None:
-    """The packaged examples, one line each."""
+    """List the packaged examples, one per line."""
     from simpletuner.annexes.guide import about_example
     from simpletuner.config.sources import example_names
 
@@ -178,27 +178,27 @@ def copy_example(
     name: Annotated[str, typer.Argument(help="Name of the example; `examples list` shows them.")],
     dest: Annotated[Path | None, typer.Option("--dest", help="Folder to create; config/NAME by default.")] = None,
 ) -> None:
-    """Copy an example's files, point the paths inside them at the copy, and give it an output folder of its own."""
+    """Copy an example's files, point their paths at the copy, and set a separate output folder."""
     from simpletuner.atomic import build_folder, write_atomically
     from simpletuner.config.sources import EXAMPLES_ALIAS, example_file
 
     source = example_file(name).parent
     folder = dest or Path("config") / name
-    # How a text begins that names a file of the example. Those of other examples stay in the package.
+    # Prefix of a path to a file of the example. Paths to files of other examples still point into the package.
     packaged, copied = f'"{EXAMPLES_ALIAS}{name}/', json.dumps(f"{folder.as_posix()}/", ensure_ascii=False)[:-1]
-    # The example's own folder may hold its run, which a copy could not continue.
+    # The example's output folder may hold a run of it, which a copy could not resume.
     output = f"output/{folder.name}" if folder.name != name else f"output/my-{name}"
-    shared, own = f'"output_dir": "output/{name}"', f'"output_dir": {json.dumps(output, ensure_ascii=False)}'
+    old, new = f'"output_dir": "output/{name}"', f'"output_dir": {json.dumps(output, ensure_ascii=False)}'
     if folder.exists() or folder.is_symlink():
         raise UserError(f"{folder} exists already; choose another folder with --dest.")
     try:
-        # Whole or not at all: half a copy would be refused as an existing folder at the next try.
+        # All or nothing: a partial copy would make the next attempt fail, since its folder would exist.
         with build_folder(folder) as unfinished:
             shutil.copytree(source, unfinished, dirs_exist_ok=True, ignore=shutil.ignore_patterns("__pycache__"))
             for path in unfinished.glob("*.json"):
-                text = path.read_text(encoding="utf-8").replace(packaged, copied).replace(shared, own)
+                text = path.read_text(encoding="utf-8").replace(packaged, copied).replace(old, new)
                 write_atomically(path, text)
     except OSError as error:
         raise UserError(f"{folder} cannot be written: {error.strerror}.") from None
     chosen = name if dest is None else folder
-    typer.echo(f"Copied to {folder}; it writes into {output}. Run it with: simpletuner train env={chosen}")
+    typer.echo(f"Copied to {folder}; its runs write to {output}. Run it with: simpletuner train env={chosen}")

@@ -1,4 +1,4 @@
-"""`simpletuner plan`, `configure` and `publish`: what precedes a run, and what follows it."""
+"""`simpletuner plan`, `configure` and `publish`: before and after a run."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ if TYPE_CHECKING:
 def plan(
     context: typer.Context,
     device: Annotated[str | None, typer.Option(metavar="CARD", help="Plan for a card: h100, 4090, ...")] = None,
-    device_memory: Annotated[str | None, typer.Option(metavar="GB", help="Plan for so much GPU memory.")] = None,
+    device_memory: Annotated[str | None, typer.Option(metavar="GB", help="Plan for this much GPU memory.")] = None,
     devices: Annotated[str | None, typer.Option(metavar="N", help="Plan for this many devices together.")] = None,
     machines: Annotated[str | None, typer.Option(metavar="N", help="Plan for devices in this many machines.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the plan as one JSON document, for programs.")] = False,
     cached: Cached = False,
 ) -> None:
-    """Check everything that needs no weights, and print what a run would do, how long it takes and what it needs."""
+    """Check everything that needs no weights, and print the steps, time, memory and disk space of a run."""
     arguments = command_settings(context.args, cached=cached)
     planned = {
         "plan_device": device,
@@ -40,7 +40,7 @@ def print_plan(arguments: Arguments, *, as_json: bool = False) -> None:
     """Print the plan of a run.
 
     Raises:
-        ConfigError: with every problem at once.
+        ConfigError: lists all problems.
     """
     from simpletuner.annexes.fitting.ready import weigh_plan
     from simpletuner.annexes.fitting.show import plan_json, show_plan
@@ -48,26 +48,27 @@ def print_plan(arguments: Arguments, *, as_json: bool = False) -> None:
 
     try:
         with uncollected():
-            plan, budget = weigh_plan(arguments)
+            budget = weigh_plan(arguments)
     except ConfigError as error:
         if as_json:
-            # Programs read stdout; the error that follows goes to stderr.
+            # Programs read stdout; the raised error is printed on stderr.
             print(plan_json(None, error.problems))
         raise
+    plan = budget.plan
     if as_json:
-        print(plan_json((plan, budget), [*plan.warnings, *arguments.problems]))
+        print(plan_json(budget, [*plan.warnings, *arguments.problems]))
     else:
-        show_plan(plan, budget, sys.stdout)
+        show_plan(budget, sys.stdout)
         if plan.is_finished and (ledger := read_ledger(plan.output_dir)):
             print(f"\nAn earlier session has not finished: {ledger}. `simpletuner train` does this first.")
-    arguments.problems.raise_if_fatal()  # a run that does not fit is refused below the numbers that show why
+    arguments.problems.raise_if_fatal()  # after the numbers that show why a run does not fit
 
 
 def configure(
     file: Annotated[Path, typer.Argument(help="The file to write or edit.")] = Path("config/config.json"),
     defaults: Annotated[bool, typer.Option("--defaults", help="Ask nothing: take every default.")] = False,
 ) -> None:
-    """Write config.json by answering questions; ? explains each. A dataset file that exists is not changed."""
+    """Write config.json by answering questions; ? explains a question. An existing dataset file is not changed."""
     from simpletuner.annexes.wizard.session import run_session
     from simpletuner.annexes.wizard.talk import Talk
 
@@ -75,10 +76,10 @@ def configure(
 
 
 def publish(context: typer.Context, output_dir: Annotated[Path, typer.Argument(help="A run's folder.")]) -> None:
-    """Upload the result of a run: the first time, again, or the rest of an upload that failed. Nothing is trained.
+    """Upload the result of a run for the first time or again, or finish a failed upload. Nothing is trained.
 
-    Where to is what the run's settings say; without any it is the hub. Settings of the section Publishing override
-    that: publish OUTPUT_DIR --hub_model_id=me/my-lora.
+    The run's settings name the destinations; the default is the hub. Settings of the section Publishing override them:
+    publish OUTPUT_DIR --hub_model_id=me/my-lora.
     """
     from simpletuner.annexes.publishing.again import publish_again
 

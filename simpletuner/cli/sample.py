@@ -1,4 +1,4 @@
-"""`simpletuner sample` and `simpletuner sweep`: look at what a run has learned."""
+"""`simpletuner sample` and `simpletuner sweep`: render from a run's result, or compare its checkpoints."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from simpletuner.plan.build import Plan
     from simpletuner.reporting.events import EventStream
 
-# Short names of the settings that are most often changed here.
+# Short names of the settings most often changed for samples.
 SHORT = {
     "resolution": "validation_resolution", "frames": "validation_num_video_frames", "seed": "validation_seed",
     "steps": "validation_num_inference_steps", "guidance": "validation_guidance",
@@ -28,22 +28,23 @@ SHORT = {
 Prompts = Annotated[list[str] | None, typer.Option("--prompt", help="What to render; may be given several times.")]
 Images = Annotated[list[str] | None, typer.Option("--image", help="A picture to start from (i2i, i2v).")]
 UseEma = Annotated[bool, typer.Option("--ema", help="Render with the moving average of the weights.")]
-Output = Annotated[Path | None, typer.Option("--output", help="Folder for what is rendered.")]
+Output = Annotated[Path | None, typer.Option("--output", help="Folder for the renders.")]
 
 
 def sample(
     context: typer.Context,
     prompt: Prompts = None,
     image: Images = None,
-    strength: Annotated[str, typer.Option("--strength", help="Of the LoRA; 0 renders the untrained model.")] = "1.0",
+    strength: Annotated[str, typer.Option("--strength", help="LoRA strength; 0 renders the base model.")] = "1.0",
     checkpoint: Annotated[str | None, typer.Option("--checkpoint", help="A step, or latest.")] = None,
     ema: UseEma = False,
     output: Output = None,
 ) -> None:
     """Render from a result: sample OUTPUT_DIR --prompt "...". Also takes a checkpoint or a LoRA file.
 
-    Everything is as in the run's previews. Settings override that: --resolution, --frames, --steps, --guidance, --seed,
-    --negative-prompt, and those of train. Without a source it is the base model of model_family=NAME or example=NAME.
+    Uses the settings of the run's previews. Settings override them: --resolution, --frames, --steps, --guidance,
+    --seed, --negative-prompt, and those of train. Without a source, renders the base model of model_family=NAME or
+    example=NAME.
     """
     chosen = None if checkpoint is None else [checkpoint]
     asked = {"prompts": prompt or (), "images": image or (), "checkpoints": chosen, "ema": ema}
@@ -66,8 +67,8 @@ def sweep(
 ) -> None:
     """Compare a run's checkpoints: sweep OUTPUT_DIR writes one contact sheet, as a page and as a picture.
 
-    By default with the run's own prompts, from the same seeds. A sweep that was stopped goes on where it was. Settings
-    override those of the run as in sample.
+    By default it renders the run's prompts from the same seeds. An interrupted sweep resumes where it stopped. Settings
+    override those of the run, as in sample.
     """
     chosen = None if checkpoints is None else [name.strip() for name in checkpoints.split(",")]
     asked = {"prompts": prompt or (), "images": image or (), "checkpoints": chosen, "ema": ema, "sweeps": True}
@@ -82,8 +83,8 @@ def sweep(
 
 
 def sweep_folder(run: Path) -> Path:
-    """Where the sweep of a run goes."""
-    # Unlike Path.resolve, realpath takes a loop of links as it is: the plan reports it with all else.
+    """The output folder of a sweep of a run."""
+    # Unlike Path.resolve, realpath accepts a loop of links, which the plan reports with all other problems.
     return Path("samples") / f"sweep-{Path(os.path.realpath(run)).name}"
 
 
@@ -110,7 +111,7 @@ def _planned(
         parse_path(folder)
     except ValueError as error:
         arguments.problems.append(Problem("--output", f"{folder!r} {error}."))
-        folder = ""  # the working folder, so that all else is judged, too
+        folder = ""  # the working folder, so that the remaining settings are checked too
     request = SampleRequest(source, folder, arguments, **asked)
     with prepared_samples(request, logged_events()) as (plan, weights, events):
         yield request, plan, weights, events
@@ -120,10 +121,10 @@ def _planned(
 def prepared_samples(
     request: SampleRequest, shown: AbstractContextManager[EventStream]
 ) -> Iterator[tuple[Plan, list[Sampled], EventStream]]:
-    """The checked plan of a request, whose memory fits; its output folder exists and torch is loaded.
+    """The checked plan of a request that fits into memory, with its output folder created and torch loaded.
 
     Raises:
-        ConfigError: with every problem at once.
+        ConfigError: lists all problems.
     """
     from simpletuner.annexes.fitting.ready import weigh
     from simpletuner.annexes.fitting.show import fit_line
@@ -132,7 +133,8 @@ def prepared_samples(
 
     arguments = request.arguments
     plan, weights = plan_samples(request)
-    plan, budget = arguments.problems.take(weigh(plan))
+    budget = arguments.problems.take(weigh(plan))
+    plan = budget.plan
     arguments.problems.raise_if_fatal()
     prepare_output(plan.output_dir)
     with shown as events:

@@ -27,13 +27,13 @@ if TYPE_CHECKING:
 
 MAKE_PAIR = "openssl req -x509 -newkey rsa:2048 -nodes -days 365 -subj /CN=localhost -keyout key.pem -out cert.pem"
 NO_ACCOUNTS = (
-    "warning: other machines can reach this page. There are no accounts: whoever has this address can read and change "
-    "the project's files and start runs.{} Safer: listen on 127.0.0.1 and use `ssh -L {}:localhost:{}`."
+    "warning: other machines can reach this page. There are no accounts: anyone who has this address can read and "
+    "change the project's files and start runs.{} Safer: listen on 127.0.0.1 and use `ssh -L {}:localhost:{}`."
 )
 PLAIN = " Without --ssl, traffic is readable on the network."
 OPEN_TO_ALL = (
-    "warning: --no-auth lets everybody who can reach {} use this page: read and change the project's files, and start "
-    "runs, which can execute programs as you."
+    "warning: --no-auth lets anyone who can reach {} use this page: they can read and change the project's files, and "
+    "start runs, which can execute programs as you."
 )
 PORT, CALLBACK_PORT = 8001, 8002
 LOOPBACK = "127.0.0.1"
@@ -41,19 +41,19 @@ LOOPBACK = "127.0.0.1"
 
 def server(
     host: Annotated[str, typer.Option("--host", "-H", help="Address to listen on.")] = LOOPBACK,
-    port: Annotated[int | None, typer.Option("--port", "-p", help="8001, or 8002 to take events.", max=65535)] = None,
+    port: Annotated[int | None, typer.Option("--port", "-p", help="8001, or 8002 for callback.", max=65535)] = None,
     mode: Annotated[
         Literal["unified", "trainer", "callback"],
-        typer.Option(help="trainer: the page; callback: only take events of runs elsewhere; unified: both."),
+        typer.Option(help="trainer: the page; callback: only receive events of remote runs; unified: both."),
     ] = "unified",
     env: Annotated[str | None, typer.Option(help="Start the run of config/NAME/config.json at once.")] = None,
-    root: Annotated[list[Path] | None, typer.Option(help="Another folder that the page may read and write.")] = None,
+    root: Annotated[list[Path] | None, typer.Option(help="Additional folder that the page may read and write.")] = None,
     token_file: Annotated[Path | None, typer.Option(help="File with the required token; created if missing.")] = None,
-    no_auth: Annotated[bool, typer.Option("--no-auth", help="Let everybody in who can reach the address.")] = False,
+    no_auth: Annotated[bool, typer.Option("--no-auth", help="Admit anyone who can reach the address.")] = False,
     ssl: Annotated[bool, typer.Option("--ssl", help="Serve https with --ssl-key and --ssl-cert.")] = False,
     ssl_key: Annotated[Path | None, typer.Option(help="Private key, a PEM file.")] = None,
     ssl_cert: Annotated[Path | None, typer.Option(help="Certificate, a PEM file.")] = None,
-    ssl_no_verify: Annotated[bool, typer.Option("--ssl-no-verify", help="Webhooks take any certificate.")] = False,
+    ssl_no_verify: Annotated[bool, typer.Option("--ssl-no-verify", help="Webhooks accept any certificate.")] = False,
     reload: Annotated[bool, typer.Option("--reload", help="Restart when the source changes.")] = False,
 ) -> None:
     """Serve the web page of the project in this folder, on http://localhost:8001."""
@@ -70,7 +70,7 @@ def server(
     if ssl_no_verify:
         os.environ["SIMPLETUNER_SSL_NO_VERIFY"] = "true"  # runs inherit it
     page = make_server(project, access, mode, **pair, reload_dirs=[str(Path(__file__).parents[1])])
-    # The port first: a run that was started would outlive a server that cannot listen.
+    # Binds the port first: a started run would outlive a server that fails to listen.
     with listen(host, port or (CALLBACK_PORT if mode == "callback" else PORT)) as listener:
         if env is not None:
             typer.echo(f"Started {env}; its output is in {Runs(project).start(env, {}).folder}")
@@ -87,28 +87,28 @@ def run_until_interrupted(page: Server, listener: socket.socket) -> None:
         page.run([listener])
     except KeyboardInterrupt:
         print("Interrupted.", file=sys.stderr, flush=True)
-        # A thread that still works on a request would be waited for. Files are written whole or not at all.
+        # A normal exit would wait for threads that still handle requests. File writes are atomic.
         os._exit(Interrupted.exit_code)
 
 
 def open_page(port: int, *, no_auth: bool) -> ServePage:
-    """Take a port for the page of a run; `page_of_run` of its output folder and events serves it.
+    """Bind a port for the page of a run; the returned function serves it, given the output folder and the events.
 
     Raises:
-        UserError: the port is taken.
+        UserError: the port is in use.
     """
     from simpletuner.annexes.page.serve import listen, page_of_run
 
     access = replace(find_access(LOOPBACK, None, no_auth=no_auth), in_run=True)
-    # Taken now: that the port is in use shows before torch and the model are loaded.
+    # Bound now, so that a port in use is reported before torch and the model are loaded.
     return partial(page_of_run, listen(LOOPBACK, port), access)
 
 
 def find_access(host: str, token_file: Path | None, *, no_auth: bool) -> Access:
-    """Who may use a page on this address: its user, where the system tells, and whoever has the token.
+    """Who may use a page on this address: token holders, and the server's user where the system can identify them.
 
     Raises:
-        UserError: there is no usable token.
+        UserError: the token cannot be read or created.
     """
     from simpletuner.annexes.page.guard import Access, page_token
 
@@ -121,7 +121,7 @@ def find_access(host: str, token_file: Path | None, *, no_auth: bool) -> Access:
 
 
 def certificate(wanted: bool, key: Path | None, chain: Path | None) -> dict[str, str]:
-    """The options of uvicorn for https; empty for http.
+    """uvicorn's options for https; empty for http.
 
     Raises:
         UserError: key or certificate is missing or unusable.
@@ -133,7 +133,7 @@ def certificate(wanted: bool, key: Path | None, chain: Path | None) -> dict[str,
     if key is None or chain is None:
         raise UserError(f"--ssl needs --ssl-key and --ssl-cert; to make a pair: {MAKE_PAIR}")
     try:
-        # Tried now, since uvicorn would fail with a traceback.
+        # Loaded here, since uvicorn would fail with a traceback.
         ssl.create_default_context(ssl.Purpose.CLIENT_AUTH).load_cert_chain(chain, key)
     except OSError as error:
         raise UserError(f"--ssl-key {key} and --ssl-cert {chain} cannot be used: {error}.") from None
@@ -141,11 +141,11 @@ def certificate(wanted: bool, key: Path | None, chain: Path | None) -> dict[str,
 
 
 def announce(access: Access, listener: socket.socket, *, secure: bool) -> None:
-    """Print the address of the page, with its token if it is needed; the token is shown nowhere else."""
+    """Print the address of the page, with the token if it is required; the token is printed nowhere else."""
     from simpletuner.annexes.page.guard import is_everywhere, is_own
 
     port = listener.getsockname()[1]
-    # An address such as 0.0.0.0 cannot be opened in a browser.
+    # A browser cannot open a wildcard address such as 0.0.0.0.
     name = "localhost" if is_own(access.host) else socket.gethostname() if is_everywhere(access.host) else access.host
     query = f"/?token={access.token}" if access.needs_token(listener) else ""
     if not is_own(access.host):

@@ -1,4 +1,4 @@
-"""What the commands that take settings share."""
+"""Shared by all commands that take settings: parsing, planning, and events."""
 
 from __future__ import annotations
 
@@ -21,21 +21,25 @@ if TYPE_CHECKING:
     from simpletuner.plan.build import Plan
     from simpletuner.reporting.events import EventStream
 
-# Unknown options are settings, which the option schema parses, not click.
+# click passes unknown options through; the option schema parses them as settings.
 PASS_THROUGH = {"allow_extra_args": True, "ignore_unknown_options": True}
-Cached = Annotated[bool, typer.Option("--cached", help="Use the downloaded files of remote datasets; fetch none.")]
+Cached = Annotated[bool, typer.Option("--cached", help="Use the files of remote datasets that are already downloaded.")]
 
 
 def set_environment() -> None:
-    """Set what native libraries read when they are loaded, unless the user has."""
-    # As nvidia-smi counts, which the plan asks; CUDA would call the fastest of different cards the first.
+    """Set environment variables that native libraries read when they are loaded, unless the user has set them."""
+    # The order of nvidia-smi, which the plan reads; by default CUDA puts the fastest card first.
     os.environ.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")
-    # OpenMP's threads spin while they wait for each other: on a busy CPU, a step took 30 times as long.
+    # OpenMP threads spin while they wait: on a busy CPU, a step took 30 times as long.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 
 def command_settings(tokens: list[str], *, cached: bool = False) -> Arguments:
-    """The settings on the command line; `cached` is the option of that name."""
+    """The settings on the command line.
+
+    Args:
+        cached: use only downloaded files of remote datasets.
+    """
     from simpletuner.config.sources import parse_arguments
 
     arguments = parse_arguments(tokens)
@@ -47,7 +51,7 @@ def planned(tokens: list[str], purpose: Literal["train", "survey"] = "train", *,
     """The plan of the settings on the command line.
 
     Raises:
-        ConfigError: with every problem at once.
+        ConfigError: lists all problems.
     """
     from simpletuner.plan.build import make_plan
 
@@ -55,16 +59,16 @@ def planned(tokens: list[str], purpose: Literal["train", "survey"] = "train", *,
         return make_plan(command_settings(tokens, cached=cached), purpose)
 
 
-def _collect_remote(*entries_and_more: Any, fetches: bool) -> Mapping[str, Scan]:
-    """The door to remote datasets; what is behind it is loaded when a dataset is remote."""
+def _collect_remote(*args: Any, fetches: bool) -> Mapping[str, Scan]:
+    """List the files of remote datasets; imported only if a dataset is remote."""
     from simpletuner.annexes.remote.collect import collect
 
-    return collect(*entries_and_more, fetches=fetches)
+    return collect(*args, fetches=fetches)
 
 
 @contextmanager
 def logged_events(debug_file: Path | None = Path("debug.log")) -> Iterator[EventStream]:
-    """A display of what happens, and a log of it."""
+    """An event stream that is displayed in the terminal, with logging set up."""
     from simpletuner.annexes.display.log import setup_logging
     from simpletuner.annexes.display.progress import shown_events
 
@@ -78,7 +82,7 @@ def uncollected() -> Iterator[None]:
     """Import or plan without garbage collection, and exempt the result from it.
 
     Importing torch and listing many files create long-lived objects, which later collections would scan for nothing.
-    Does nothing if torch is imported already: the process is then not ours, and neither are its objects.
+    Does nothing if torch is already imported: the process then belongs to a calling program, as do its objects.
     """
     if "torch" in sys.modules or not gc.isenabled():
         yield
@@ -92,7 +96,7 @@ def uncollected() -> Iterator[None]:
 
 
 def prepare_output(folder: Path) -> None:
-    """Create the output folder; on some file systems only this shows that it is not writable.
+    """Create the output folder; on some file systems this is the only reliable check that it is writable.
 
     Raises:
         UserError: it cannot be created.

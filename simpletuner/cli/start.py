@@ -7,23 +7,28 @@ import signal
 import subprocess
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from simpletuner.cli.sample import sweep_folder
+from simpletuner.errors import ConfigError, Problem, UserError
 
-STRENGTHS = "0.75,1.0"  # that the sweep compares; a LoRA of few files is often best below 1
+if TYPE_CHECKING:
+    from simpletuner.annexes.start.recipe import Start
+
+STRENGTHS = "0.75,1.0"  # compared by the sweep; a LoRA trained on few files is often best below 1
 
 
 def start(
     context: typer.Context,
     folder: Annotated[Path, typer.Argument(help="Pictures, clips, or two folders named before and after.")],
     purpose: Annotated[str | None, typer.Option(help="subject, style, motion or edit.")] = None,
-    trigger: Annotated[str | None, typer.Option(metavar="WORDS", help="What to call it: zkt, a grey cat.")] = None,
+    trigger: Annotated[str | None, typer.Option(metavar="WORDS", help="Trigger words: zkt, a grey cat.")] = None,
     model: Annotated[str | None, typer.Option(help="The model to train, such as kandinsky5-image.")] = None,
-    name: Annotated[str | None, typer.Option(help="Of the run; the folder's by default.")] = None,
+    name: Annotated[str | None, typer.Option(help="Name of the run; by default the folder's.")] = None,
     caption: Annotated[bool, typer.Option("--caption", help="Write captions for files without one.")] = False,
     yes: Annotated[bool, typer.Option("--yes", help="Ask nothing: take all defaults.")] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Write the config, show the plan, start nothing.")] = False,
@@ -37,25 +42,26 @@ def start(
     from simpletuner.config.load import canonical
     from simpletuner.config.schema import main_name
     from simpletuner.config.sources import parse_arguments
-    from simpletuner.errors import Problem
     from simpletuner.models.lora_keys import LORA_FILE
 
     arguments = parse_arguments(context.args)
     arguments.problems.take(canonical(arguments.layer()))
-    # As written: references to environment variables go into the config as such.
+    # Unexpanded: references to environment variables are written to the config as they are.
     settings = {main_name(key): value for key, value in arguments.settings}
     for chosen in arguments.selectors:
         arguments.problems.append(Problem(chosen, "has no effect: start writes a config of its own."))
     arguments.problems.raise_if_fatal()
     given = {"purpose": purpose, "trigger": trigger, "model": model, "name": name}
     made = ask(folder, Talk(defaults=yes), given, settings, captions=caption)
+    if not dry_run:
+        _check_training(made)
     made.save()
     print(f"Written: {made.folder}/config.json, multidatabackend.json and user_prompt_library.json", flush=True)
     if made.held_out:
         files = f"{made.held_out} of {made.material.usable} files"
         print(f"Held out: {files}, to compare checkpoints on them (hold_out in multidatabackend.json).", flush=True)
     run, output = f"env={made.name}", str(made.config()["output_dir"])
-    # Where the dataset puts the trigger words before captions, those that are written must not begin with them.
+    # If the dataset prepends the trigger words to captions, written captions must not begin with them.
     words = ["--trigger", made.phrase] if made.phrase and made.captioned_as else []
     commands = [["caption", run, *words]] if caption else []
     commands += [["plan", run]] if dry_run else [["train", run], ["sweep", output, "--strengths", STRENGTHS]]
@@ -66,11 +72,37 @@ def start(
     if made.held_out and (best := _best(Path(output))):
         files = f"the {made.held_out} files that were held out, and so could not be memorised"
         print(f"Lowest loss on {files}: {best}")
-    print("Columns of the sheet are checkpoints, rows are strengths; docs/CHOOSING.md says what to look for.")
+    print("Columns of the sheet are checkpoints, rows are strengths; docs/CHOOSING.md explains what to look for.")
+
+
+def _check_training(made: Start) -> None:
+    """Plan the run before anything is written.
+
+    Raises:
+        ConfigError: training would refuse it.
+    """
+    from simpletuner.cli.train import agreed
+
+    try:
+        agreed(made.ready(), yes=False)
+    except ConfigError as error:
+        raise ConfigError(_with_ways(each, made.material.tiny) for each in error.problems) from None
+
+
+def _with_ways(problem: Problem, tiny: str) -> Problem:
+    """A problem; if the run is too large for a machine without a GPU, with what to add to the command."""
+    from simpletuner.annexes.fitting.ready import CONSENT
+    from simpletuner.annexes.fitting.show import MISSING_GPU
+
+    if problem.where != MISSING_GPU and not (problem.where == "memory" and tiny):
+        return problem
+    small = f"--model {tiny} to train a tiny model that draws simple shapes, in minutes; " if tiny else ""
+    ways = f"{small}--dry-run to write the config for another machine; or i_know_what_i_am_doing=true to train here"
+    return replace(problem, message=f"{problem.message.removesuffix(CONSENT).strip()} Add {ways} all the same.")
 
 
 def _best(output: Path) -> str:
-    """The LoRA and the strength with the lowest evaluation loss, by the sweep; empty if none was measured."""
+    """The LoRA file and strength with the lowest evaluation loss in the sweep; empty if no loss was measured."""
     from simpletuner.annexes.figures import Columns
     from simpletuner.annexes.report.sheet import Sheet
     from simpletuner.models.lora_keys import LORA_FILE
@@ -84,20 +116,21 @@ def _best(output: Path) -> str:
 
 
 def _run(commands: Sequence[Sequence[str]]) -> None:
-    """Run commands of ours as the user would type them: the memory of each is free again when it ends.
+    """Run simpletuner commands in subprocesses, which free their memory on exit.
 
     Raises:
-        typer.Exit: one failed, and has said why; what is done stays.
+        typer.Exit: a command failed and printed its error; earlier results are kept.
     """
     shown = [f"simpletuner {shlex.join(command)}" for command in commands]
-    # Ctrl-C in a terminal reaches the command, too, which saves a checkpoint first: it is waited for, not killed.
+    # Ctrl-C also reaches the command, which saves a checkpoint before it exits: wait for it instead of killing it.
     # A function, since a child would inherit SIG_IGN.
     before = signal.signal(signal.SIGINT, lambda *_: None)
     try:
         for number, command in enumerate(commands):
             print(f"$ {shown[number]}", flush=True)
             if code := subprocess.call([sys.executable, "-m", "simpletuner", *command]):
-                print(f"Stopped. To go on: {' && '.join(shown[number:])}", file=sys.stderr)
-                raise typer.Exit(code if code > 0 else 128 - code)  # negative: of the signal that killed it
+                when = "Once that is fixed, go on with" if code == UserError.exit_code else "To go on"
+                print(f"Stopped. {when}: {' && '.join(shown[number:])}", file=sys.stderr)
+                raise typer.Exit(code if code > 0 else 128 - code)  # negative: killed by that signal
     finally:
         signal.signal(signal.SIGINT, before)

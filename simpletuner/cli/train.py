@@ -1,4 +1,4 @@
-"""`simpletuner train`: one run, in this process or in several."""
+"""`simpletuner train`: a run in one process or in several."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from simpletuner.cli.plan import print_plan
 from simpletuner.cli.server import PORT, open_page
 from simpletuner.cli.settings import command_settings, logged_events, prepare_output, uncollected
 from simpletuner.distributed.world import World, launched
-from simpletuner.errors import ConfigError, Interrupted, Problem, UserError, result_of
+from simpletuner.errors import ConfigError, Interrupted, Problem, UserError, counted, result_of
 
 if TYPE_CHECKING:
     from simpletuner.annexes.publishing.uploads import Destination
@@ -35,16 +35,16 @@ def train(
     dry_run: Annotated[bool, typer.Option("--dry-run", "--dry_run", help="Print the plan, start nothing.")] = False,
     page: Annotated[bool, typer.Option("--page", help="Serve the web page of this run.")] = False,
     page_port: Annotated[
-        int | None, typer.Option("--page-port", "--page_port", help="The same, on another port than 8001.", max=65535)
+        int | None, typer.Option("--page-port", "--page_port", help="--page on this port instead of 8001.", max=65535)
     ] = None,
     no_auth: Annotated[bool, typer.Option("--no-auth", "--no_auth", help="Let all local users use the page.")] = False,
-    yes: Annotated[bool, typer.Option("--yes", help="Train on a CPU even for days.")] = False,
+    yes: Annotated[bool, typer.Option("--yes", help="Allow a CPU run of days.")] = False,
     replay: Annotated[Path | None, typer.Option(metavar="FOLDER", help="Repeat the failed step of FOLDER.")] = None,
     bisect: Annotated[bool, typer.Option("--bisect", help="With --replay: find the sample at fault.")] = False,
 ) -> None:
     """Train with config/config.json, or another file.
 
-    --config FILE uses that file, env=NAME config/NAME/config.json, example=NAME a packaged example.
+    --config FILE uses that file, env=NAME uses config/NAME/config.json, example=NAME uses a packaged example.
     """
     port = page_port or (PORT if page else None)
     _check_flags(replay=replay is not None, bisect=bisect, dry_run=dry_run, page=port is not None, no_auth=no_auth)
@@ -62,11 +62,11 @@ def train(
 
 
 def configure_torch() -> None:
-    """Set what torch reads from the environment when it starts, unless the user has."""
-    # Otherwise buckets of many shapes split the GPU's memory into pieces that fit none of them.
+    """Set environment variables that torch reads on import, unless the user has set them."""
+    # Avoids fragmentation of GPU memory by buckets of many shapes.
     if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:  # the older name
         os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")  # it reports every attempt to connect
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")  # torch logs every connection attempt
 
 
 def _check_flags(*, replay: bool, bisect: bool, dry_run: bool, page: bool, no_auth: bool) -> None:
@@ -80,7 +80,7 @@ def _check_flags(*, replay: bool, bisect: bool, dry_run: bool, page: bool, no_au
 
 
 def _start(arguments: Arguments, command: list[str], take_page: TakePage | None, *, yes: bool) -> None:
-    """Train in this process, alone or as one of several, or start the processes of the run with the same command."""
+    """Train in this process, which may be one of several, or launch the run's processes with the same command."""
     from simpletuner.annexes.fitting.ready import ready_plan
 
     if (place := launched(os.environ)) is not None:
@@ -88,45 +88,46 @@ def _start(arguments: Arguments, command: list[str], take_page: TakePage | None,
         from simpletuner.annexes.processes.launching import joined
 
         with joined(place, start_limit(arguments)) as world:
-            plan, budget = plan_together(world, lambda seed: ready_plan(arguments.with_seed(seed)))
-            _train(world, agreed(plan, budget, yes=yes), budget, take_page, yes=yes)
+            budget = plan_together(world, lambda seed: ready_plan(arguments.with_seed(seed)))
+            _train(world, agreed(budget, yes=yes), take_page, yes=yes)
         return
     with uncollected():
-        plan, budget = ready_plan(arguments)
-    plan = agreed(plan, budget, yes=yes)
-    # Only the plan knows the number of processes; made here, its problems are printed once.
-    if plan.config.launch.num_processes > 1:
+        budget = ready_plan(arguments)
+    budget = agreed(budget, yes=yes)
+    # The number of processes is part of the plan. Planning before the launch prints its problems once.
+    if budget.config.launch.num_processes > 1:
         from simpletuner.annexes.processes.launching import start_processes
 
-        start_processes(plan.config.launch, command)
+        start_processes(budget.config.launch, command)
     else:
-        _train(World(), plan, budget, take_page, yes=yes)
+        _train(World(), budget, take_page, yes=yes)
 
 
-def agreed(plan: Plan, budget: Budget, *, yes: bool) -> Plan:
-    """The plan, if it needs no consent to train on a CPU or has it. Torch may know a GPU that the plan did not find.
+def agreed(budget: Budget, *, yes: bool) -> Budget:
+    """The estimated plan, unless it would train for days on a CPU without consent. torch may find a GPU that the plan
+    did not.
 
     Raises:
-        ConfigError: it needs consent.
+        ConfigError: consent is needed.
     """
-    from simpletuner.annexes.fitting.ready import check_gpu, needs_consent
+    from simpletuner.annexes.fitting.ready import check_gpu, needs_consent, with_warnings
 
-    if slow := list(check_gpu(plan, budget)):
-        others = [each for each in plan.warnings if each not in slow]
+    if slow := list(check_gpu(budget)):
+        others = [warning for warning in budget.plan.warnings if warning not in slow]
         with uncollected():
             import torch
 
-        # An Apple or AMD GPU, of which nvidia-smi knows nothing.
+        # An Apple or AMD GPU, which nvidia-smi does not list.
         if torch.accelerator.is_available():
-            return replace(plan, warnings=others)
-        if needs_consent(plan, budget) and not yes:
-            raise ConfigError(replace(each, fatal=True) for each in slow)
-        return replace(plan, warnings=[*others, *check_gpu(plan, budget, yes=yes)])
-    return plan
+            return with_warnings(budget, others)
+        if needs_consent(budget) and not yes:
+            raise ConfigError(replace(warning, fatal=True) for warning in slow)
+        return with_warnings(budget, [*others, *check_gpu(budget, yes=yes)])
+    return budget
 
 
 def start_limit(arguments: Arguments) -> float:
-    """`start_timeout` of the configuration; what is wrong with that is reported by all processes together."""
+    """`start_timeout` of the configuration, or its default; configuration errors are reported later."""
     from simpletuner.config.launch import LaunchConfig
     from simpletuner.plan.build import resolve_layers
 
@@ -138,7 +139,7 @@ def start_limit(arguments: Arguments) -> float:
 
 
 def _replay(folder: Path, arguments: Arguments, bisect: bool) -> None:
-    """Repeat a step that failed; exits with 1 if it fails again."""
+    """Repeat a failed step; exits with 1 if it fails again."""
     from simpletuner.annexes.replay.failure import prepare
 
     failure, plan = prepare(folder, arguments)
@@ -149,27 +150,27 @@ def _replay(folder: Path, arguments: Arguments, bisect: bool) -> None:
             raise typer.Exit(1)
 
 
-def _train(world: World, plan: Plan, budget: Budget, take_page: TakePage | None, *, yes: bool) -> None:
+def _train(world: World, budget: Budget, take_page: TakePage | None, *, yes: bool) -> None:
     """Train in this process, and serve the page of the run."""
     from simpletuner.annexes.display.log import setup_logging
     from simpletuner.annexes.display.progress import shown_events
     from simpletuner.annexes.fitting.show import log_plan
 
-    serve_page = world.main_only(take_page) if take_page else None
+    plan, serve_page = budget.plan, world.main_only(take_page) if take_page else None
     prepare_output(plan.output_dir)
     setup_logging(process=world.label)
-    world.main_only(lambda: log_plan(plan, budget))
+    world.main_only(lambda: log_plan(budget))
     with ExitStack() as stack:
         events = stack.enter_context(recorded_events(plan, world, shown_events()))
         stack.enter_context(serve_page(plan.output_dir, events) if serve_page else nullcontext())
-        run_checked(plan, budget, events, world, yes=yes)
+        run_checked(budget, events, world, yes=yes)
 
 
 @contextmanager
 def recorded_events(plan: Plan, world: World, shown: AbstractContextManager[EventStream]) -> Iterator[EventStream]:
-    """Hold the output folder's lock; what happens meanwhile is shown, logged there and sent to the webhooks.
+    """Lock the output folder and yield a stream whose events are displayed, logged there and sent to webhooks.
 
-    Only the main process does so; the events of the others are lost.
+    Only the main process does so; events of the other processes are dropped.
     """
     from simpletuner.annexes.payloads import EVENTS_FILE, EventLog, Payloads, last_id
     from simpletuner.distributed.requests import signals_as_interrupt
@@ -189,7 +190,7 @@ def recorded_events(plan: Plan, world: World, shown: AbstractContextManager[Even
         events.subscribe(world.follow(events.stop, ended))
         yield events
         return
-    # Signals before the lock, which a SIGTERM must release; the lock before anything is written to the folder.
+    # Handle signals before taking the lock, which SIGTERM must release; take the lock before writing to the folder.
     with signals_as_interrupt(), ExitStack() as stack:
         stack.enter_context(lock_output(plan.output_dir, partial(last_id, plan.output_dir / EVENTS_FILE)))
         events, payloads = stack.enter_context(shown), Payloads()
@@ -202,8 +203,8 @@ def recorded_events(plan: Plan, world: World, shown: AbstractContextManager[Even
         yield events
 
 
-def run_checked(plan: Plan, budget: Budget, events: EventStream, world: World, *, yes: bool) -> None:
-    """Announce the run, check what the plan could not, and train."""
+def run_checked(budget: Budget, events: EventStream, world: World, *, yes: bool) -> None:
+    """Announce the run, make the checks that the plan could not, and train."""
     from simpletuner.annexes.fitting.ready import check_gpu, on_cpu
     from simpletuner.annexes.fitting.show import start_lines
     from simpletuner.annexes.publishing.uploads import prepared_destinations
@@ -212,46 +213,48 @@ def run_checked(plan: Plan, budget: Budget, events: EventStream, world: World, *
     from simpletuner.reporting.events import StateChanged
     from simpletuner.run.companions import read_ledger
 
+    plan = budget.plan
     _warn(events, plan.warnings)
     for decision in budget.decisions:
         events.say(f"offload auto: {decision}")
     ledger = world.main_only(lambda: read_ledger(plan.output_dir)) if plan.is_finished else None
     if plan.is_finished and ledger is None:
-        events.say(f"This run is finished: {plan.length.total_steps} steps are done. Results: {plan.output_dir}")
+        done = counted(plan.length.total_steps, "step is done", "steps are done")
+        events.say(f"This run is finished: {done}. Results: {plan.output_dir}")
         return
-    # A login that cannot upload fails now, not after hours of training.
+    # Credentials without write access fail now instead of after hours of training.
     project, begun = plan.config.tracking.tracker_project_name, plan.resume.step if plan.resume else 0
     prepare = partial(prepared_destinations, plan.config.publish, project, plan.output_dir, events)
     places = (world.main_only(prepare) if ledger is None or "uploads" in ledger.tasks else None) or ()
     if ledger:
         from simpletuner.run.train import finish_run
 
-        events.say(f"All {ledger.step} steps are done. An earlier session has not finished: {ledger}.")
+        events.say(f"Training is done, to step {ledger.step}. An earlier session has not finished: {ledger}.")
         finish_run(plan, ledger, events, open_companions(plan, places, events, world))
         return
-    events.publish(StateChanged("starting", begun, plan.length.total_steps, "\n".join(start_lines(plan, budget))))
+    events.publish(StateChanged("starting", begun, plan.length.total_steps, "\n".join(start_lines(budget))))
     keep_compiled(machine_folder(plan))
-    # torch is imported here, after every check that is quick without it.
+    # torch is imported after all checks that do not need it.
     with events.phase("Loading torch", stage="init_torch"), uncollected():
         import torch
 
         from simpletuner.run.train import announced_end, run_plan
 
         load_adapter(plan.spec)
-    # nvidia-smi reports a GPU that this torch cannot use: a CPU wheel, or one for a newer driver.
+    # nvidia-smi lists a GPU that this torch cannot use: a CPU wheel, or one for a newer driver.
     if budget.device.is_gpu and not torch.accelerator.is_available():
-        budget = on_cpu(plan, budget)
-        _warn(events, check_gpu(plan, budget))
+        budget = on_cpu(budget)
+        _warn(events, check_gpu(budget))
         with announced_end(plan, events, world):
-            agreed(plan, budget, yes=yes)
-    run_plan(plan, budget, events, open_companions(plan, places, events, world), world)
+            agreed(budget, yes=yes)
+    run_plan(budget, events, open_companions(plan, places, events, world), world)
 
 
 def keep_compiled(folder: Path) -> None:
-    """Let inductor and triton keep what they compile where runs find it again, unless the user says where.
+    """Set the caches of inductor and triton to subfolders of `folder`, unless the user has set them.
 
-    By default inductor keeps it below /tmp, which rented machines lose; that is left for a folder without permission.
-    Read when torch compiles.
+    By default inductor caches below /tmp, which rented machines lose; this default stays if `folder` is not writable.
+    torch reads the variables when it compiles.
     """
     from simpletuner.plan.environment import why_not_writable
 
@@ -275,8 +278,8 @@ def open_companions(
     from simpletuner.annexes.replay.autopsy import Autopsy
 
     autopsy = Autopsy()
-    events.subscribe(autopsy)  # now, because it notes the memory that each phase needed
-    # Reports, trackers and uploads are of the run, not of a process; a failure may be of this one alone.
+    events.subscribe(autopsy)  # early, because it records the memory use of every phase
+    # Reports, trackers and uploads belong to the main process; any process may fail and write an autopsy.
     return [autopsy, *(world.main_only(lambda: _companions_of_run(plan, destinations, events)) or ())]
 
 

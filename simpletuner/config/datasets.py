@@ -16,9 +16,9 @@ from pydantic import BeforeValidator
 
 from simpletuner.config import values
 from simpletuner.config.load import Layer, build_group, canonical
-from simpletuner.config.option import Group, Option, accepted, common, describe, option
+from simpletuner.config.option import Group, Option, accepted, common, describe, option, options_of
 from simpletuner.config.remote import BucketKeys, CompositeImage, HubKeys, RowFilter, TableKeys, check_written
-from simpletuner.config.schema import LARGEST_SIZE, Alignment, CaptionStrategy, SharedKeys, options_of
+from simpletuner.config.schema import LARGEST_SIZE, Alignment, CaptionStrategy, SharedKeys
 from simpletuner.config.sources import resolve_alias
 from simpletuner.config.upstream import instead_of
 from simpletuner.config.values import Flag, Integer, Json, Number, PathText, Text, TextList
@@ -306,7 +306,7 @@ def read_datasets(path: Path, *, placeholders: dict[str, str]) -> Reading[list[D
     """
     if not path.is_file():
         ways = "`simpletuner start FOLDER` writes one, and docs/DATALOADER.md begins with one."
-        yield Problem("data_backend_config", f"the dataset file {str(path)!r} does not exist. {ways}")
+        yield Problem("data_backend_config", f"the dataset file {str(path)!r} {values.no_file(path)}. {ways}")
         return []
     content = yield from values.read_json(path, list, "a JSON list of datasets")
     if content is None:
@@ -333,24 +333,22 @@ def parse_datasets(content: list[Any], path: Path, placeholders: dict[str, str])
 
 
 def check_references(datasets: Sequence[DatasetConfig]) -> Iterator[Problem]:
-    """Ids are unique, and every reference names an existing entry."""
+    """Ids are unique, one text cache at most is the default, and every reference names an existing entry."""
     for name, count in Counter(dataset.id for dataset in datasets).items():
         if count > 1:
             yield Problem(name, f"is the id of {count} datasets; ids must be unique.")
-    defaults = [dataset.id for dataset in datasets if dataset.is_text_embeds and dataset.default]
+    texts = [each for each in datasets if each.is_text_embeds]
+    defaults = [each.id for each in texts if each.default]
     if len(defaults) > 1:
         yield Problem("default", f"two text_embeds entries are the default: {', '.join(defaults)}.")
-    known = {
-        "text_embeds": [dataset.id for dataset in datasets if dataset.is_text_embeds],
-        "image_embeds": [dataset.id for dataset in datasets if dataset.dataset_type == "image_embeds"],
-        "conditioning_data": [dataset.id for dataset in datasets if dataset.is_conditioning],
-        "source_dataset_id": [dataset.id for dataset in datasets],
-    }
-    for dataset in datasets:
-        for key, ids in known.items():
-            yield from _check_names(dataset, key, ids)
-        if dataset.is_conditioning:
-            yield from _check_condition(dataset)
+    yield from _check_names(datasets, "text_embeds", texts)
+    pictures = [each for each in datasets if each.dataset_type == "image_embeds"]
+    yield from _check_names(datasets, "image_embeds", pictures)
+    conditions = [each for each in datasets if each.is_conditioning]
+    yield from _check_names(datasets, "conditioning_data", conditions)
+    yield from _check_names(datasets, "source_dataset_id", datasets)
+    for dataset in conditions:
+        yield from _check_condition(dataset)
 
 
 def _check_condition(dataset: DatasetConfig) -> Iterator[Problem]:
@@ -361,14 +359,16 @@ def _check_condition(dataset: DatasetConfig) -> Iterator[Problem]:
         yield warning(f"{dataset.id}.conditioning_data", message)
 
 
-def _check_names(dataset: DatasetConfig, key: str, known: Sequence[str]) -> Iterator[Problem]:
-    """Report unknown ids in a key that holds one id or a list."""
-    value = getattr(dataset, key) or []
-    for name in [value] if isinstance(value, str) else value:
-        if name not in known:
-            choices = ", ".join(known) or "there are none"
-            message = f"{name!r} is not the id of such an entry ({choices}).{did_you_mean(name, known)}"
-            yield Problem(f"{dataset.id}.{key}", message)
+def _check_names(datasets: Sequence[DatasetConfig], key: str, targets: Sequence[DatasetConfig]) -> Iterator[Problem]:
+    """Whether a key of the datasets, a text or a list of texts, holds ids of these targets."""
+    known = [target.id for target in targets]
+    for dataset in datasets:
+        value = getattr(dataset, key) or []
+        for name in [value] if isinstance(value, str) else value:
+            if name not in known:
+                choices = ", ".join(known) or "there are none"
+                message = f"{name!r} is not the id of such an entry ({choices}).{did_you_mean(name, known)}"
+                yield Problem(f"{dataset.id}.{key}", message)
 
 
 def _check_accepted(entry: DatasetConfig) -> Reading[None]:

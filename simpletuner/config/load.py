@@ -16,7 +16,7 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from simpletuner.config import schema
-from simpletuner.config.option import LIMITS, Group, Option, describe
+from simpletuner.config.option import LIMITS, Group, Option, describe, options_of
 from simpletuner.config.upstream import File, foreign_key_problem
 from simpletuner.config.values import expand_environment, plain_key, same_value
 from simpletuner.errors import Problem, Problems, Reading, did_you_mean, nearest, warning
@@ -220,7 +220,7 @@ def _sentence(details: ErrorDetails, path: str, model: type[Group]) -> str:
 def _why_not(details: ErrorDetails, path: str, model: type[Group]) -> str:
     """Why a key does not accept a word."""
     value, allowed = details["input"], _allowed(details)
-    options = schema.options_of(model)
+    options = options_of(model)
     if path in options and (why := options[path].refused.get(str(value))):
         return f"{why}."
     return f"is not one of: {', '.join(allowed)}.{did_you_mean(str(value), allowed)}"

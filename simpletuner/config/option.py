@@ -298,6 +298,10 @@ class Option:
             "Excludes": [each.stated for each in self.excludes],
         }
 
+    def has_effect(self, settings: Mapping[str, Any]) -> bool:
+        """Whether settings fulfil everything that it requires."""
+        return all(condition.holds(settings) for condition in self.requires)
+
     def conflicts(self, settings: Mapping[str, Any]) -> Iterator[Problem]:
         """Report settings that exclude the key, if it is on, and the refusal or remark for its value."""
         value = settings[self.name]
@@ -307,7 +311,7 @@ class Option:
                 shown = f"{value!r} " if isinstance(value, str) else ""
                 yield Problem(self.name, f"{shown}cannot be combined with {other.shown(settings)}{other.reason}.")
         for texts, fatal in ((self.refused, True), (self.remarks, False)):
-            if texts and value in texts and all(rule.holds(settings) for rule in self.requires):
+            if texts and value in texts and self.has_effect(settings):
                 yield Problem(self.name, f"{value!r} {texts[value]}.", fatal)
 
     @functools.cached_property
@@ -350,6 +354,13 @@ def describe(name: str, group: type[Group], field: FieldInfo) -> Option:
         parsers=tuple(rule.func for rule in _constraints(field) if isinstance(rule, BeforeValidator)),
         **words,
     )
+
+
+@functools.cache
+def options_of(*groups: type[Group]) -> dict[str, Option]:
+    """Every key of some groups by name and by alias."""
+    declared = (describe(name, group, field) for group in groups for name, field in group.model_fields.items())
+    return {name: option for option in declared for name in (option.name, *option.aliases)}
 
 
 def _constraints(field: FieldInfo) -> list[Any]:

@@ -173,6 +173,12 @@ def quantisation(name: str) -> Quantisation | None:
     return QUANTISATIONS.get(name if "-" in name else f"{name}-quanto")
 
 
+def quantised_bytes(name: str) -> float:
+    """Bytes per weight of a precision that quantises; 0 for a plain one."""
+    stored = quantisation(name)
+    return stored.bytes_per_weight if stored else 0.0
+
+
 def check_products(config: PrecisionConfig) -> Iterator[Problem]:
     """Report weights that `quantized_matmul` cannot multiply as stored."""
     stored = quantisation(config.base_model_precision)

@@ -24,7 +24,7 @@ from simpletuner.config.alignment import CrepaConfig, LayerSyncConfig
 from simpletuner.config.launch import LaunchConfig
 from simpletuner.config.lora import LoraConfig
 from simpletuner.config.lora import ValidationAdapterConfig as ValidationAdapterConfig
-from simpletuner.config.option import Group, Option, TechniqueGroup, accepted, common, describe, option, unless, when
+from simpletuner.config.option import Group, Option, TechniqueGroup, accepted, common, option, options_of, unless, when
 from simpletuner.config.precision import PLAIN_PRECISIONS as PLAIN_PRECISIONS
 from simpletuner.config.precision import PrecisionConfig as PrecisionConfig
 from simpletuner.config.precision import recomputed
@@ -279,6 +279,11 @@ class EmaConfig(Group):
     """Keep and update the average on the CPU only."""
     ema_foreach_disable: Flag = option(False)
     """Use plain loops instead of foreach updates; same results."""
+
+    @property
+    def is_on_host(self) -> bool:
+        """Whether the average is kept in host memory."""
+        return self.ema_cpu_only or self.ema_device == "cpu"
 
 
 SLOTS = 2  # ring buffer of streamed blocks, in groups: one computes while the next is copied
@@ -718,11 +723,11 @@ class RunConfig:
         """Whether the user set the key, in a file or on the command line."""
         return self.origins.get(key, "default") not in NOT_SET_BY_USER
 
-    def is_set(self, key: str) -> bool:
-        """Whether the user or the family set the key; a family's default counts only if the key has an effect."""
-        if self.origins.get(key, "default") == "default":
-            return False
-        return self.is_explicit(key) or all(condition.holds(self.flat) for condition in all_options()[key].requires)
+    def keys_set(self) -> list[str]:
+        """The keys that somebody set, in the order of this module. What the family chose counts only where it has an
+        effect, so not a block for a technique that is off."""
+        chosen = [key for key in all_options() if self.origins.get(key, "default") != "default"]
+        return [key for key in chosen if self.is_explicit(key) or all_options()[key].has_effect(self.flat)]
 
     def with_values(self, values: Mapping[str, Any], origin: str) -> RunConfig:
         """The config with some keys replaced, and `origin` recorded as their source."""
@@ -758,13 +763,6 @@ def family_groups() -> list[type[Group]]:
     declared = [(value, module) for module in modules for value in vars(module).values() if isinstance(value, type)]
     # Exclude names that a module imports, such as Group.
     return [value for value, module in declared if issubclass(value, Group) and value.__module__ == module.__name__]
-
-
-@functools.cache
-def options_of(*groups: type[Group]) -> dict[str, Option]:
-    """Every key of the groups, by name and alias."""
-    declared = (describe(name, group, field) for group in groups for name, field in group.model_fields.items())
-    return {name: option for option in declared for name in (option.name, *option.aliases)}
 
 
 def option_names() -> dict[str, Option]:

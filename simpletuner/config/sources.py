@@ -177,9 +177,10 @@ def locate(selectors: Mapping[str, str]) -> Reading[Located]:
     Raises:
         ConfigError: the file does not exist (the message lists every path tried) or cannot be read.
     """
-    if "example" in selectors and "env" in selectors:
-        yield Problem("example", "and env both choose a configuration; give one of them.")
-    # The command line takes precedence over the environment.
+    choosing = [key for key in ("example", "env", "config_path") if key in selectors]
+    if len(choosing) > 1:
+        yield Problem(choosing[0], f"and {choosing[1]} both choose a configuration; give one of them.")
+    # What is given on the command line counts for more than the environment.
     variables = () if "config_path" in selectors else ENV_VARIABLES
     name = next(filter(None, [selectors.get("env"), *map(os.environ.get, variables)]), None)
     name = None if name == "default" else name
@@ -369,12 +370,17 @@ def _backends(selectors: Mapping[str, str]) -> Sequence[str]:
 def _not_found(candidates: list[Path], name: str | None) -> str:
     # List one file per folder, whatever its type.
     in_folders = {path.parent: path for path in reversed(candidates)}
-    tried = ", ".join(str(path) for path in reversed(in_folders.values()))
+    tried = ", ".join(f"{path}{' (a folder)' * path.is_dir()}" for path in reversed(in_folders.values()))
     what = f"the environment {name!r} was not found" if name else "no configuration was found"
     names = sorted(folder.name for folder in Path("config").glob("*/"))
-    suffix = candidates[0].suffix
+    given, suffix = candidates[0], candidates[0].suffix
+    # Of a path, the files beside it; of a folder, those in it.
+    files = (given if given.is_dir() else given.parent).glob("*config*.*") if len(in_folders) == 1 else ()
+    hint = did_you_mean(name or "", names) or did_you_mean(str(given), map(str, files))
+    if hint:
+        return f"{what}; tried {tried}.{hint}"
     if names:
-        hint = did_you_mean(name or "", names) or f" Choose one with env=NAME: {', '.join(names)}."
+        hint = f" Choose one with env=NAME: {', '.join(names)}."
     else:
         hint = " Write one with `simpletuner configure`."
         if suffix in (".toml", ".env"):

@@ -102,6 +102,11 @@ def read_text(path: Path) -> Reading[str | None]:
     return None
 
 
+def no_file(path: Path) -> str:
+    """Why there is no file at a path, as the end of a sentence."""
+    return "is a folder, not a file" if os.path.isdir(path) else "does not exist"  # noqa: PTH112 - never raises
+
+
 def unfit_to_read(status: os.stat_result, most: int) -> str:
     """Why a file must not be read whole, or an empty text: a pipe would block, a device may never end."""
     if not stat.S_ISREG(status.st_mode):
@@ -344,9 +349,9 @@ def parse_objects(key: str, value: object) -> object:
     value = parse_json_text(value)
     if isinstance(value, str):
         path, problems = home_path(value), Problems()
-        if not os.path.isfile(path):  # noqa: PTH113 - unlike Path.is_file, never raises
-            raise ValueError("does not exist; it is a file, an object or a list of objects")
-        # `canonical` has expanded config.json; this file is read only now.
+        if not os.path.isfile(path):  # noqa: PTH113 - unlike Path's, never raises
+            raise ValueError(f"{no_file(path)}; give a file, an object or a list of objects")
+        # `canonical` expanded what config.json holds; this file is read later.
         value = problems.take(expand_environment(problems.take(read_json(path)), key, secret=True, keep_unset=True))
         if fatal := [problem.message.removesuffix(".") for problem in problems if problem.fatal]:
             raise ValueError("; ".join(fatal))

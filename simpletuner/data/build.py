@@ -21,7 +21,7 @@ from simpletuner.data.entries import DataContext, check_dataset_file, latent_dir
 from simpletuner.data.files import LeftOutError
 from simpletuner.data.masks import check_mask_sizes, check_masks, measure_masks
 from simpletuner.data.sample import Rejected, Sample
-from simpletuner.errors import Problem, Problems, Reading, did_you_mean, shorten, warning, within
+from simpletuner.errors import Problem, Problems, Reading, counted, did_you_mean, shorten, warning, within
 
 T = TypeVar("T")
 MOST_COMPARED = 1000  # file names compared for a "did you mean"
@@ -245,7 +245,7 @@ def _hold_out(dataset: Dataset) -> Reading[tuple[Dataset, list[Dataset]]]:
 def _check_excluded(entry: DatasetConfig, excluded: frozenset[str], folder: Folder) -> Iterator[Problem]:
     """Report excluded names without a file, which are probably misspelt."""
     if missing := sorted(excluded.difference(folder.listing.files)):
-        message = f"{entry.exclude_files} names {len(missing)} files that are not in the folder: {shorten(missing)}."
+        message = f"{entry.exclude_files} names {counted(len(missing), 'file')} not in the folder: {shorten(missing)}."
         hint = did_you_mean(missing[0], folder.listing.files[:MOST_COMPARED])
         yield warning(f"{entry.id}.exclude_files", message + hint)
 
@@ -255,7 +255,7 @@ def _hint_at_caption_files(written: DatasetConfig, entry: DatasetConfig, folder:
     count = len(folder.listing.captions)
     # An explicit `filename` is intended; only the default may surprise.
     if written.caption_strategy is None and entry.caption_strategy == "filename" and count:
-        message = f"captions come from the file names, and {count} caption files beside them are not used."
+        message = f"captions come from the file names, not from {counted(count, 'caption file')} beside them."
         yield warning(f"{entry.id}.caption_strategy", f"{message} To use them, set caption_strategy to textfile.")
 
 
@@ -271,8 +271,8 @@ def _check_partners(dataset: Dataset, partners: Dataset, names: Sequence[str]) -
     """Report pictures without a partner, and pictures whose partner cannot take over their size and crop."""
     missing = [name for name in names if partners.name_for(name) is None]
     if missing:
-        message = f"{len(missing)} of {len(names)} pictures have no partner of the same path and name in {partners.id}"
-        yield Problem(dataset.id, f"{message} ({str(partners.root)!r}): {shorten(missing)}.")
+        message = f"no partner of the same path and name in {partners.id} ({str(partners.root)!r}) for"
+        yield Problem(dataset.id, f"{message} {len(missing)} of {counted(len(names), 'picture')}: {shorten(missing)}.")
     if partners.config.conditioning_type in MASKS:
         yield from check_mask_sizes(dataset, partners)
     # A loose reference is cropped separately, and masks of another ratio are an error already.
@@ -281,7 +281,7 @@ def _check_partners(dataset: Dataset, partners: Dataset, names: Sequence[str]) -
     pairs = [(dataset.facts[name].picture_size, partners.facts_for(name)) for name in names]
     count = sum(is_stretched(size, partner.picture_size) for size, partner in pairs if partner and partner.width)
     if count:
-        message = f"{count} pictures of {partners.id} have another ratio than their partners and are stretched;"
+        message = f"another ratio than their partners', so stretched: {counted(count, 'picture')} of {partners.id};"
         yield warning(dataset.id, f"{message} crop them alike, or use conditioning_type reference_loose.")
 
 
@@ -305,8 +305,9 @@ def _check_speed(dataset: Dataset, model_rate: float | None) -> Iterator[Problem
     if slow:
         slowest = min(slow, key=lambda name: slow[name])
         reasons.append(
-            f"{len(slow)} of {len(rates)} clips have fewer than the {rules.rate:g} frames a second that are taken "
-            f"({slowest} has {slow[slowest]:.4g}): frames are seen up to {rules.rate / slow[slowest]:.2f} times"
+            f"fewer than the {rules.rate:g} frames a second that are taken, in {len(slow)} of "
+            f"{counted(len(rates), 'clip')} ({slowest} has {slow[slowest]:.4g}): frames are seen up to "
+            f"{rules.rate / slow[slowest]:.2f} times"
         )
     if reasons:
         yield warning(f"{dataset.id}.video.frame_rate", f"{'; '.join(reasons)}.")

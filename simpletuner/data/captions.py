@@ -21,10 +21,11 @@ import regex
 
 from simpletuner.config.datasets import CaptionShuffle, DatasetConfig, ParquetConfig
 from simpletuner.config.option import Package, check_installed
+from simpletuner.config.values import no_file
 from simpletuner.data.chance import generator
 from simpletuner.data.discovery import FileFacts, Folder, pair_key
 from simpletuner.data.files import LARGEST_CAPTION, LeftOutError, UnreadableError, read_file
-from simpletuner.errors import Problem, Reading, UserError, did_you_mean, shorten, warning
+from simpletuner.errors import Problem, Reading, UserError, counted, did_you_mean, shorten, warning
 
 COARSEST_CLOCK = 3.0  # seconds; file systems round times, FAT to two seconds
 FILTER_SECONDS = 5.0  # for one expression on one caption: some expressions take exponential time
@@ -81,7 +82,8 @@ def caption_source(
     if entry.metadata_backend == "parquet" and entry.parquet is not None:
         table, unused = match_rows((yield from read_caption_table(entry.parquet)), folder.usable)
         if unused:
-            yield warning("parquet.path", f"{len(unused)} names in the table have no picture: {shorten(unused)}.")
+            message = f"no picture for {counted(len(unused), 'name')} in the table: {shorten(unused)}."
+            yield warning("parquet.path", message)
     edits = tuple(edit for edit in (text_filter(entry), shuffle_edit(entry.caption_shuffle)) if edit is not None)
     return CaptionSource(entry, folder, table, edits, {**folder.facts})
 
@@ -312,8 +314,8 @@ def _filter(filters: Sequence[tuple[str | None, regex.Pattern[str] | None, str]]
 def read_caption_table(config: ParquetConfig) -> Reading[dict[str, tuple[str, ...]]]:
     """Captions by file name (NFC, path with `/`); an empty tuple if the table has none."""
     path, problems = Path(config.path), [*check_installed(PYARROW, "metadata_backend", "parquet")]
-    if not path.is_file():  # checked even without pyarrow, so that one start reports both problems
-        problems.append(Problem("parquet.path", f"the file {config.path!r} does not exist."))
+    if not path.is_file():  # checked without the package, too, so that one start reports both
+        problems.append(Problem("parquet.path", f"{config.path!r} {no_file(path)}."))
     problems = problems or [*_check_table(path, config)]
     yield from problems
     if problems:

@@ -22,7 +22,7 @@ from simpletuner.data.clips import ClipFacts, ClipRules, frames_of, retry_once
 from simpletuner.data.discovery import FileFacts, Folder, pair_key, save_index
 from simpletuner.data.entries import DataContext
 from simpletuner.data.sample import EXPECTED, LedgerEntry, Rejected, Sample, shape_text
-from simpletuner.errors import Problem, Problems, shorten, warning
+from simpletuner.errors import Problem, Problems, counted, shorten, warning
 
 # Relative. A partner that takes over a picture's crop is visibly stretched if their ratios differ by more than this.
 STRETCH_TOLERANCE = 0.02
@@ -343,7 +343,7 @@ def warn_of_enlarged(dataset: Dataset) -> Iterator[Problem]:
         return
     most = dataset.samples[factors.index(max(factors))]
     before, after = ("x".join(map(str, size)) for size in (most.original_size, most.geometry.resized))
-    message = f"{enlarged} of {len(factors)} files are enlarged, {most.name} the most, from {before} to {after}"
+    message = f"{enlarged} of {counted(len(factors), 'file')} enlarged, {most.name} the most, from {before} to {after}"
     advice = "the model learns their blur. minimum_image_size leaves them out; a smaller resolution enlarges less."
     yield warning(f"{dataset.id}.resolution", f"{message}: {advice}")
 
@@ -365,7 +365,7 @@ def check_amount(dataset: Dataset, context: DataContext, problems: Problems) -> 
     if dataset.repeats < enough:
         # `fill` leaves None only if the user set no repeats; an explicit number is never raised.
         if context.defaults.allow_dataset_oversubscription and dataset.config.repeats is None:
-            message = f"repeats is raised to {enough}: {count} samples must fill a step of {needed}."
+            message = f"repeats is raised to {enough}: {counted(count, 'sample')} must fill a step of {needed}."
             problems.append(warning(dataset.id, message))
             dataset = replace(dataset, repeats=enough)
         elif not context.defaults.disable_bucket_pruning:

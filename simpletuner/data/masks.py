@@ -22,7 +22,7 @@ from simpletuner.data.entries import DataContext
 from simpletuner.data.files import MediaError
 from simpletuner.data.media import fit
 from simpletuner.data.sample import Sample
-from simpletuner.errors import Problem, shorten, warning
+from simpletuner.errors import Problem, counted, shorten, warning
 
 # A mask with a smaller white share teaches almost nothing.
 TINY_MASK = 0.01
@@ -117,7 +117,7 @@ def check_masks(dataset: Dataset) -> Iterator[Problem]:
     black = [name for name, share in white.items() if not share]
     if black:
         besides = ", frame 0 aside," if dataset.clips and dataset.clips.is_i2v else ""
-        message = f"{len(black)} masks are black{besides} where they are trained, so nothing is learned: "
+        message = f"black{besides} wherever it is trained, so nothing is learned: {counted(len(black), 'mask')}, "
         yield Problem(masks.id, f"{message}{shorten(black)}.")
     mean = sum(white.values()) / len(white)
     if mean < TINY_MASK:

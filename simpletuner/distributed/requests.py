@@ -85,8 +85,9 @@ def stop_on_interrupt(stop: Stop, announce: Callable[[], object]) -> Iterator[No
     def ask(number: int, frame: FrameType | None) -> None:
         stop.request()
         for each, handler in previous.items():
-            signal.signal(each, handler)
-        # In a thread, since the signal may have interrupted a write in this one.
+            # Ignored by the parent, as in a script's background job: the second must work as the first did.
+            signal.signal(each, signal.default_int_handler if handler is signal.SIG_IGN else handler)
+        # In another thread: the signal may have interrupted this one in the middle of a write.
         threading.Thread(target=announce, daemon=True).start()
 
     with handling(dict.fromkeys(previous, ask)):

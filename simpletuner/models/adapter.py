@@ -381,8 +381,5 @@ class FamilyAdapter(ABC):
     def load_bare_pipeline(self) -> Any:
         """A new stock pipeline whose transformer has the right layers but no weights, to load LoRA files into."""
         settings = self.transformer_class.load_config(self.source["transformer"].fetch())
-        with torch.device("meta"):
-            transformer = self.transformer_class.from_config(settings)
-        return loading.stock_pipeline(
-            self.pipeline_class, self.source, transformer=loading.share_zero_weights(transformer)
-        )
+        transformer = loading.share_zero_weights(loading.build_bare(self.transformer_class, settings))
+        return loading.stock_pipeline(self.pipeline_class, self.source, transformer=transformer)

@@ -551,12 +551,13 @@ class VaeCost:
     those of all frames.
 
     Attributes:
-        parameters: of the published one, for checkpoints that are not downloaded yet.
+        parameters: how many it has; in a family's table, those of the published one.
         encoding, decoding: numbers alive in each phase, by way of working: `usual`, `sliced`, in `strips`, in `tiles`.
         flops: of decoding.
         upsampling: numbers that decoding upsamples at once.
         width_key: of the first width in its config; `width` is the default.
         frames: the most that it processes at a time; 0 for all.
+        settings: its config.json; empty for the published one.
     """
 
     parameters: int
@@ -567,34 +568,35 @@ class VaeCost:
     width_key: str = ""
     width: int = 1
     frames: int = 0
+    settings: Mapping[str, object] = field(default_factory=dict)
 
-    def encode(self, settings: Mapping[str, object], load: VaeLoad) -> float:
-        """Numbers alive at the peak of encoding, by the VAE's config."""
-        return self._peak(self.encoding, settings, load)
+    def encode(self, load: VaeLoad) -> float:
+        """Numbers alive at the peak of encoding."""
+        return self._peak(self.encoding, load)
 
-    def decode(self, settings: Mapping[str, object], load: VaeLoad) -> float:
+    def decode(self, load: VaeLoad) -> float:
         """Numbers alive at the peak of decoding."""
-        return self._peak(self.decoding, settings, load)
+        return self._peak(self.decoding, load)
 
-    def upsampled(self, settings: Mapping[str, object], load: VaeLoad) -> float:
+    def upsampled(self, load: VaeLoad) -> float:
         """Numbers that decoding a sample upsamples at once."""
-        return sum_of(self.upsampling, self._numbers(settings, load))
+        return sum_of(self.upsampling, self._numbers(load))
 
-    def decode_flops(self, settings: Mapping[str, object], load: VaeLoad) -> float:
+    def decode_flops(self, load: VaeLoad) -> float:
         """FLOPs of decoding."""
-        return load.samples * sum_of(self.flops, self._numbers(settings, load))
+        return load.samples * sum_of(self.flops, self._numbers(load))
 
-    def _peak(self, ways: Ways, settings: Mapping[str, object], load: VaeLoad) -> float:
+    def _peak(self, ways: Ways, load: VaeLoad) -> float:
         asked = {"tiles": load.strips and load.tiled, "strips": load.strips, "sliced": load.sliced and load.frames > 1}
         way = next((way for way, is_asked in asked.items() if is_asked and way in ways), "usual")
-        numbers = self._numbers(settings, load)
+        numbers = self._numbers(load)
         return load.samples * max(sum_of(phase, numbers) for phase in ways[way])
 
-    def _numbers(self, settings: Mapping[str, object], load: VaeLoad) -> dict[str, float]:
-        first, frames = settings.get(self.width_key), min(load.frames, self.frames or load.frames)
+    def _numbers(self, load: VaeLoad) -> dict[str, float]:
+        first, frames = self.settings.get(self.width_key), min(load.frames, self.frames or load.frames)
         return {
-            "width": first[0] if isinstance(first, list | tuple) else number(settings, self.width_key, self.width),
-            "layers": (number(settings, "layers_per_block", 2) + 3) / 5,
+            "width": first[0] if isinstance(first, list | tuple) else number(self.settings, self.width_key, self.width),
+            "layers": (number(self.settings, "layers_per_block", 2) + 3) / 5,
             "frame": frames,
             "later": max(frames - 1, 1),
             "pixel": load.pixels,

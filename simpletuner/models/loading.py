@@ -22,6 +22,7 @@ import diffusers
 import torch
 from accelerate import init_empty_weights
 from diffusers.models.autoencoders.autoencoder_kl_hunyuan_video import HunyuanVideoCausalConv3d, HunyuanVideoMidBlock3D
+from diffusers.models.modeling_utils import no_init_weights
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
@@ -145,6 +146,12 @@ def load_denoiser(model_class: Any, part: Part, dtype: torch.dtype, *, empty: bo
     return model.eval()
 
 
+def build_bare(model_class: Any, settings: Any) -> Any:
+    """A diffusers model on the meta device: names and shapes without values, so nothing is initialised either."""
+    with torch.device("meta"), no_init_weights():
+        return model_class.from_config(settings)
+
+
 def check_shapes(part: Part) -> None:
     """Compare a diffusers model's files with the names and shapes of its class, without loading a weight.
 
@@ -154,8 +161,8 @@ def check_shapes(part: Part) -> None:
     stored, settings = part.weight_shapes(), part.read_config()
     if not stored or settings is None:
         return  # unknown formats are checked when they are loaded
-    with user_errors(part), torch.device("meta"):
-        model = getattr(diffusers, settings["_class_name"]).from_config(settings)
+    with user_errors(part):
+        model = build_bare(getattr(diffusers, settings["_class_name"]), settings)
     expected = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
     wrong = [f"{name} {list(shape)}" for name, shape in expected.items() if stored.get(name) != shape]
     if wrong:

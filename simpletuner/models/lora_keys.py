@@ -17,7 +17,7 @@ from typing import Any, Literal
 
 from simpletuner.config.lora import LoraConfig
 from simpletuner.config.values import home_path, read_json
-from simpletuner.errors import Problem, Reading, UserError, did_you_mean, shorten
+from simpletuner.errors import Problem, Reading, UserError, counted, did_you_mean, shorten
 from simpletuner.headers import EXPONENTS, METADATA, not_finite, read_head, read_header
 from simpletuner.models.cost import Shape, Shapes
 from simpletuner.models.source import HUB_ID, WeightsError, tensor_shapes, weights_header
@@ -211,7 +211,7 @@ def _check_coverage(path: Path, wanted: Set[str], held: Set[str]) -> Iterator[Pr
         message = f"{str(path)!r} {covered}; the others start untrained ({shorten(absent)})."
         yield Problem("init_lora", message, fatal=False)
     if surplus := sorted(held - wanted):
-        message = f"{len(surplus)} layers of {str(path)!r} are not trained and are dropped ({shorten(surplus)})."
+        message = f"not trained, so dropped: {counted(len(surplus), 'layer')} of {str(path)!r} ({shorten(surplus)})."
         yield Problem("init_lora", f"{message} Name them in peft_lora_target_modules to keep them.", fatal=False)
 
 

@@ -354,11 +354,18 @@ def encoder_fault(config: Mapping[str, Any], shapes: Shapes, tokens: int | None)
     """
     inner = config.get("text_config")
     settings = {**config, **(inner if isinstance(inner, dict) else {})}
+    return _fault_of_layers(settings, shapes) or _fault_of_embeddings(settings, shapes, tokens)
+
+
+def _fault_of_layers(settings: Mapping[str, Any], shapes: Shapes) -> str | None:
     wanted = settings.get("num_hidden_layers")
     layers = {int(match[1]) for match in map(LAYER.search, shapes) if match}
     absent = sorted(set(range(wanted)) - layers) if isinstance(wanted, int) and layers else []
-    if absent:
-        return f"is incomplete: its files lack layers {shorten([str(number) for number in absent])} of {wanted}"
+    numbers = shorten([str(number) for number in absent])
+    return f"is incomplete: its files lack layers {numbers} of {wanted}" if absent else None
+
+
+def _fault_of_embeddings(settings: Mapping[str, Any], shapes: Shapes, tokens: int | None) -> str | None:
     size = [settings.get(key) for key in ("vocab_size", "hidden_size")]  # None is the class's default
     for name, shape in shapes.items():
         if not name.endswith(("embed_tokens.weight", "token_embedding.weight")):
@@ -371,22 +378,22 @@ def encoder_fault(config: Mapping[str, Any], shapes: Shapes, tokens: int | None)
     return None
 
 
-# Numbers or lists of numbers that latents are normalised with.
-SCALES, SHIFTS = ("scaling_factor", "latents_std"), ("shift_factor", "latents_mean")
-SMALLEST_SCALE, LARGEST_SCALE = 1e-3, 1e3  # far beyond published VAEs, 0.13 to 8
+# The least of the numbers, or lists of numbers, that latents are normalised with, and the largest: far beyond published
+# VAEs, whose scales are 0.13 to 8.
+LOWEST = {"scaling_factor": 1e-3, "latents_std": 1e-3, "shift_factor": -1e3, "latents_mean": -1e3}
+LARGEST_SCALE = 1e3
 
 
 def vae_fault(config: Mapping[str, Any]) -> str | None:
     """A value in a VAE's config that would spoil all latents, or None. Absent values are the class's defaults."""
-    for key in (key for key in (*SCALES, *SHIFTS) if key in config):
-        value, lowest = config[key], SMALLEST_SCALE if key in SCALES else -LARGEST_SCALE
-        is_list = key.startswith("latents_")
-        if value is None and key != "scaling_factor":
+    for key, lowest in LOWEST.items():
+        value: Any = config.get(key)
+        if key not in config or (value is None and key != "scaling_factor"):
             continue
-        numbers: list[Any] = value if is_list and isinstance(value, list) else [None if is_list else value]
+        form, numbers = ("a list of numbers", value) if key.startswith("latents_") else ("a number", [value])
         # `type`, because True is an int; NaN fails the comparison.
-        if not all(type(each) in (int, float) and lowest <= each <= LARGEST_SCALE for each in numbers):
-            form = "a list of numbers" if is_list else "a number"
+        are_numbers = isinstance(numbers, list) and all(type(each) in (int, float) for each in numbers)
+        if not are_numbers or not all(lowest <= each <= LARGEST_SCALE for each in numbers):
             return f"has {key} {repr(value)[:60]}, not {form} between {lowest:g} and {LARGEST_SCALE:g}"
     return None
 

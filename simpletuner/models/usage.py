@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from simpletuner.config.schema import FamilyOptions
 from simpletuner.config.values import Size
@@ -74,18 +76,27 @@ def snippet(
         scheduler: an expression, which begins with the class, to replace the checkpoint's.
         more: arguments of the pipeline's call that other families lack.
     """
-    from jinja2 import Environment, StrictUndefined  # for the pages about a result alone
+    return (
+        _template()
+        .render(
+            usage=usage,
+            is_clip=usage.task in ("t2v", "i2v"),
+            takes_picture=usage.task in ("i2i", "i2v"),
+            classes=sorted({pipeline, *re.findall(r"^\w+", scheduler or "")}),
+            load=load,
+            imports=imports,
+            scheduler=scheduler,
+            more=more,
+            text=text,
+        )
+        .rstrip()
+    )
+
+
+@functools.cache
+def _template() -> Any:
+    """The jinja template of all snippets, compiled once."""
+    from jinja2 import Environment, StrictUndefined  # only pages about a result need it
 
     environment = Environment(trim_blocks=True, lstrip_blocks=True, undefined=StrictUndefined, autoescape=False)
-    template = environment.from_string(Path(__file__).with_name("usage.py.jinja").read_text(encoding="utf-8"))
-    return template.render(
-        usage=usage,
-        is_clip=usage.task in ("t2v", "i2v"),
-        takes_picture=usage.task in ("i2i", "i2v"),
-        classes=sorted({pipeline, *re.findall(r"^\w+", scheduler or "")}),
-        load=load,
-        imports=imports,
-        scheduler=scheduler,
-        more=more,
-        text=text,
-    ).rstrip()
+    return environment.from_string(Path(__file__).with_name("usage.py.jinja").read_text(encoding="utf-8"))

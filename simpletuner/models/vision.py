@@ -18,7 +18,10 @@ from simpletuner.models.source import HUB_ID, Part
 KINDS = ("dinov2", "dinov2_with_registers")
 # Name, width and layers of DINOv2's sizes (Oquab et al., arXiv 2304.07193, table 17); each head is 64 wide.
 SIZES = {"s": ("small", 384, 12), "b": ("base", 768, 12), "l": ("large", 1024, 24), "g": ("giant", 1536, 40)}
-ENCODERS = tuple(f"dinov2_vit{size}14{suffix}" for suffix in ("", "_reg") for size in SIZES)
+ENCODERS = (
+    "dinov2_vits14", "dinov2_vitb14", "dinov2_vitl14", "dinov2_vitg14",
+    "dinov2_vits14_reg", "dinov2_vitb14_reg", "dinov2_vitl14_reg", "dinov2_vitg14_reg",
+)  # fmt: skip
 SPELLINGS = re.compile(r"dino_?v2[_-](?:vit)?([sblg])(?:14)?(_reg)?")
 
 

@@ -342,7 +342,8 @@ def check_total(config: RunConfig, total_steps: int) -> Iterator[Problem]:
     steps = config.flat
     for key, (is_on, consequence) in consequences.items():
         if is_on and steps[key] >= total_steps > 0:  # 0 in a draft whose epochs decide
-            yield warning(key, f"{steps[key]} is not below the {total_steps} steps of the run: {consequence}.")
+            length = counted(total_steps, "step")
+            yield warning(key, f"{steps[key]} is not below the length of the run ({length}): {consequence}.")
 
 
 # `unmet` first: of several reasons why a key has no effect, `worth_reporting` keeps the first.

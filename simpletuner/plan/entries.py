@@ -26,6 +26,7 @@ from simpletuner.config.precision import text_encoder_dtype, text_encoder_storag
 from simpletuner.data.dataset import Dataset
 from simpletuner.data.entries import DataContext, text_entry_of
 from simpletuner.data.sample import Sample
+from simpletuner.models.source import ModelSource
 from simpletuner.plan.build import Plan
 from simpletuner.plan.environment import driver
 from simpletuner.validation.prompts import adapter_runs
@@ -39,11 +40,10 @@ def make_catalogue(plan: Plan) -> Catalogue | None:
     Keys hold the content of the encoders, so there are none before a download.
     """
     # Only what encodes: the transformer is in no key, so every one of them can use the caches.
-    folders = {role: plan.source[role].local_folder() for role in ("vae", *TEXT_ROLES) if role in plan.source.parts}
-    present = {role: folder for role, folder in folders.items() if folder is not None}
+    vae, text_encoder = _identity(plan.source, ["vae"]), _identity(plan.source, TEXT_ROLES)
     # Vision encoders of techniques, such as DINOv2 of CREPA; a block as teacher has none.
     visions = [kind.encoder for kind in feature_kinds(plan) if kind.encoder]
-    if len(present) < len(folders) or not all(vision.local() for vision in visions):
+    if vae is None or text_encoder is None or not all(vision.local() for vision in visions):
         return None
     config, family = plan.config, plan.spec.name
     dtype = vae_dtype(config.precision, config.caching)
@@ -54,7 +54,7 @@ def make_catalogue(plan: Plan) -> Catalogue | None:
         compress=config.caching.compress_disk_cache,
         vae=EncoderIdentity(
             family,
-            checkpoint_identity(present["vae"]),
+            vae,
             dtype,
             tiling=config.caching.vae_enable_tiling,
             # On a GPU only: a float32 VAE runs without TF32, and entries from before that do not match.
@@ -62,7 +62,7 @@ def make_catalogue(plan: Plan) -> Catalogue | None:
         ),
         text_encoder=EncoderIdentity(
             family,
-            checkpoint_identity(*(present[role] for role in TEXT_ROLES if role in present)),
+            text_encoder,
             text_encoder_dtype(config.precision),
             text_encoder_storage(config.precision, plan.spec.text_encoders),
         ),
@@ -72,6 +72,12 @@ def make_catalogue(plan: Plan) -> Catalogue | None:
         clean=plan.spec.words.clean,
         prompt_holds_picture=plan.flavour.task in plan.spec.words.hold_picture,
     )
+
+
+def _identity(source: ModelSource, roles: Iterable[str]) -> str | None:
+    """Identity of the parts of a checkpoint that it has; None while one of them is not on this machine."""
+    folders = [source[role].local_folder() for role in roles if role in source.parts]
+    return checkpoint_identity(*filter(None, folders)) if all(folders) else None
 
 
 def _caches(plan: Plan, dataset: Dataset) -> DatasetCaches:

@@ -149,7 +149,7 @@ def check_offload(config: RunConfig) -> Iterator[Problem]:
         message = f"{settings[graphs]!r} cannot be combined with {moving[0]}: CUDA graphs work at fixed addresses, and"
         yield Problem(graphs, f"{message} offloaded tensors move; use dynamo_mode max-autotune-no-cudagraphs or none.")
     folder = settings[disk]
-    if folder is None or not all(rule.holds(settings) for rule in all_options()[disk].requires):
+    if folder is None or not all_options()[disk].has_effect(settings):
         return
     if problem := why_not_writable(disk, Path(folder).expanduser()):
         yield problem

@@ -90,7 +90,7 @@ def _measure(assembly: Assembly, budget: Budget, title: str, phase: str, act: Ca
 
 def coming_state(assembly: Assembly, budget: Budget) -> float:
     """Bytes that the optimizer will allocate in its first step; 0 for a resumed run and for state in host memory."""
-    if assembly.optimizer.state or budget.model.state_on_host:
+    if assembly.optimizer.state or budget.config.offload.offload_optimizer_state:
         return 0.0
     return budget.model.state_bytes * _numbers(assembly)
 

@@ -11,6 +11,7 @@ import shlex
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing, contextmanager
+from dataclasses import replace
 
 import torch
 
@@ -43,13 +44,13 @@ ABANDONED = 3600.0
 
 
 def run_plan(
-    plan: Plan, budget: Budget, events: EventStream, companions: Sequence[Companion] = (), world: World = World(),
+    budget: Budget, events: EventStream, companions: Sequence[Companion] = (), world: World = World(),
     *, rehearsed: bool | None = None,
 ) -> None:  # fmt: skip
     """Run a plan, or resume it where an earlier session stopped, and publish the verified result.
 
     Args:
-        budget: the plan's estimate of memory and time.
+        budget: the plan, with the estimate of its memory and time.
         companions: the run's companions in this process.
         world: the processes that train together.
         rehearsed: whether to rehearse the memory peaks first; None rehearses on a GPU.
@@ -58,6 +59,7 @@ def run_plan(
         UserError: an error that the user can fix; checkpoints are kept.
         Interrupted: Ctrl-C; a checkpoint of the last step is on disk.
     """
+    plan = budget.plan
     with announced_end(plan, events, world), ExitStack() as held:
         prepare_machine(plan)
         accelerator = make_accelerator()
@@ -79,6 +81,7 @@ def run_plan(
         # files that could not be decoded, so it replaces the plan from here on.
         session = Session.open(caches, accelerator, world)
         plan, state, loader = session.plan, session.state, session.loader
+        budget = replace(budget, plan=plan)
         if plan.resume:
             events.say(f"Continuing from {plan.resume.path.name}")
         held.enter_context(closing(loader))

@@ -43,8 +43,7 @@ class Ema:
 
     def __init__(self, parameters: Mapping[str, nn.Parameter], config: EmaConfig, device: torch.device) -> None:
         self.config = config
-        on_cpu = config.ema_cpu_only or config.ema_device == "cpu"
-        self.device = torch.device("cpu") if on_cpu else device
+        self.device = torch.device("cpu") if config.is_on_host else device
         self.decay_value = 0.0
         self._parameters = dict(parameters)
         self._bundles = in_bundles(parameters.values())
@@ -54,7 +53,7 @@ class Ema:
             for name, each in parameters.items()
         }
         self._following = None
-        if on_cpu and device.type == "cuda":
+        if config.is_on_host and device.type == "cuda":
             sizes = (sum(local(each).numel() for each in bundle) for bundle in self._bundles)
             self._following = Following(device, max(sizes, default=0))
 

@@ -201,7 +201,7 @@ def inject(transformer: nn.Module, settings: PeftConfig, seed: int, dtype: torch
     """Freeze a diffusers model and add an adapter of peft to it."""
     model: Any = transformer.requires_grad_(False)
     # peft draws the initial weights from the global generator
-    with seeded(seed, (each.device for each in transformer.parameters())):
+    with seeded(seed, {each.device for each in transformer.parameters()}):
         model.add_adapter(settings, adapter_name=ADAPTER)
     for parameter in transformer.parameters():
         if parameter.requires_grad:  # peft chooses the dtype by the base weights

@@ -12,7 +12,7 @@ from typing import Any
 
 from simpletuner.config.lora import check_listed
 from simpletuner.config.schema import RunConfig, ValidationConfig
-from simpletuner.config.values import Size, json_kind, read_json
+from simpletuner.config.values import Size, json_kind, no_file, read_json
 from simpletuner.errors import Problem, Problems, Reading, result_of
 from simpletuner.models import lora_keys
 from simpletuner.models.source import ModelSource
@@ -73,7 +73,7 @@ def read_library(path: Path) -> Reading[list[tuple[str, str, float | None]]]:
     """
     key = "user_prompt_library"
     if not path.is_file():
-        yield Problem(key, f"the file {str(path)!r} does not exist.")
+        yield Problem(key, f"{str(path)!r} {no_file(path)}.")
         return []
     problems = Problems()
     content = problems.take(read_json(path))

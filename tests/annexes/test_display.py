@@ -231,7 +231,7 @@ def test_an_epoch_that_encodes_new_crops_does_not_count_as_a_slow_step() -> None
 
 def test_a_run_stopped_before_its_first_step_does_not_say_that_none_was_needed() -> None:
     assert Pace(300, 300).summary().startswith("No step was needed")
-    assert Pace(300, 100).summary() == "No step was completed; the run stands at step 100 of 300."
+    assert Pace(300, 100).summary() == "No step was completed; the run is at step 100 of 300."
 
 
 def test_the_line_that_explains_the_speed() -> None:

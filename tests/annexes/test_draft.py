@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from simpletuner.annexes.draft import Draft
-from simpletuner.config.schema import all_options, family_groups, options_of
+from simpletuner.config.option import options_of
+from simpletuner.config.schema import all_options, family_groups
 from simpletuner.errors import Problem
 from simpletuner.models.registry import FAMILIES
 

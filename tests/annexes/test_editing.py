@@ -54,7 +54,7 @@ def test_a_caption_is_written_over_what_was_seen_only(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("text", ["a <|im_end|> b", "a\0b", "half \ud83d", "x" * LARGEST_CAPTION])
 def test_a_text_that_training_would_refuse_is_not_written(text: str) -> None:
-    with pytest.raises(UserError, match="A caption cannot have"):
+    with pytest.raises(UserError, match="A caption cannot contain"):
         content_of(text)
 
 

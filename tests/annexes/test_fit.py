@@ -29,6 +29,8 @@ from simpletuner.errors import Problems
 from simpletuner.models.cost import Kernels, VaeLoad
 from simpletuner.models.kandinsky5.cost import VIDEO_COST
 from simpletuner.models.registry import FAMILIES
+from simpletuner.models.source import ModelSource
+from simpletuner.plan.build import Plan
 
 STREAMING = "enable_group_offload true, group_offload_use_stream true"
 LITE = Bucket(768, 512, 61, 1, 1.0, 256)
@@ -59,7 +61,9 @@ def budget(
     """Training alone, every cache filled, unless captions are missing."""
     family = {"t2i": "kandinsky5-image", "t2v": "kandinsky5-video", "2b-": "sanavideo"}[flavour[:3]]
     workload = Workload([bucket], [], encodes_text, [], 0.0)
-    return Budget(config(family, **settings), parts(family, flavour), workload, device)
+    spec, settled = FAMILIES[family], config(family, **settings)
+    source = ModelSource.from_config(spec, spec.flavour(flavour), settled)
+    return Budget(Plan(settled, spec, spec.flavour(flavour), source), parts(family, flavour), workload, device)
 
 
 @cache
@@ -68,7 +72,7 @@ def parts(family: str, flavour: str) -> Parts:
     spec = FAMILIES[family]
     cost, targets = spec.cost, list(spec.lora_targets)
     transformer = cost.of_flavour(flavour, Kernels(tile_lists=True))
-    return Parts(spec, transformer, targets, {}, cost.vae.parameters, cost.text_parameters, ())
+    return Parts(spec, transformer, targets, cost.vae, cost.text_parameters, ())
 
 
 def complaint(*arguments: Any, **settings: Any) -> str:
@@ -119,7 +123,7 @@ def test_when_nothing_helps_it_says_what_is_short() -> None:
     streamed = {"group_offload_text_encoder": True, "text_encoder_1_precision": "int8-quanto"}
     told = complaint(gpu(1), encodes_text=True, **streamed)
     assert told.startswith("memory: encoding captions needs 2.8 GB on the device")
-    assert "(2 more phases lack room)" in told
+    assert "(2 more phases do not fit)" in told
     assert "No setting makes it fit." in told
 
 
@@ -166,8 +170,7 @@ def test_the_disk_is_the_way_out_of_too_little_host_memory(host: float, settings
     assert "loading the transformer needs" in str(problem)
     assert f"of host memory, this machine has {host / 1e9:.1f} GB" in str(problem)
     assert "This would fit: group_offload_to_disk_path with a folder on a fast disk." in str(problem)
-    config = before.config.with_values({"group_offload_to_disk_path": "waiting"}, "test")
-    assert Budget(config, before.parts, before.workload, before.device, None).fits
+    assert before.under({"group_offload_to_disk_path": "waiting"}, "test").fits
 
 
 def test_without_a_gpu_everything_lies_in_one_memory() -> None:
@@ -200,9 +203,7 @@ def test_auto_checkpoints_all_but_the_blocks_that_fit(gigabytes: float) -> None:
     kept = chosen.config.precision.gradient_checkpointing_kept_blocks
     assert 0 < kept < 34
     assert f"activations of {kept} of 34 blocks" in chosen.decisions[0]
-    more = chosen.config.with_values({key: kept + 1}, "test")
-    again = Budget(more, chosen.parts, chosen.workload, chosen.device, None)
-    assert again.shortages(headroom=HEADROOM)
+    assert chosen.under({key: kept + 1}, "test").shortages(headroom=HEADROOM)
     mine = {"gradient_checkpointing": True, key: 34}
     changes = [str(each) for each in smallest_change(budget(gpu(gigabytes), **mine))]
     assert changes == [f"gradient_checkpointing true, gradient_checkpointing_interval 1, {key} 0"]
@@ -253,11 +254,8 @@ def test_auto_keeps_as_many_blocks_as_fit() -> None:
     assert offload.enable_group_offload
     assert not offload.offload_block_inputs
     assert 0 < offload.group_offload_resident_blocks < 32
-    more = chosen.config.with_values(
-        {"group_offload_resident_blocks": offload.group_offload_resident_blocks + 1}, "test"
-    )
-    again = Budget(more, chosen.parts, chosen.workload, chosen.device, None)
-    assert again.shortages(headroom=HEADROOM)
+    more = {"group_offload_resident_blocks": offload.group_offload_resident_blocks + 1}
+    assert chosen.under(more, "test").shortages(headroom=HEADROOM)
     assert [each.partition(":")[2] for each in chosen.decisions] == [
         f" blocks are streamed, to fit {(gpu(9).usable or 0) / 1e9:.1f} GB",
         f" {offload.group_offload_resident_blocks} of 34 blocks stay resident",
@@ -320,8 +318,7 @@ def test_auto_changes_the_optimizer_of_a_full_fine_tune_last_and_never_one_that_
 def test_auto_slows_no_step_down_for_previews_that_fit_in_no_way() -> None:
     training = budget(gpu(12))
     clip = Bucket(1024, 1024, 241, 1, 1.0, 256)
-    workload = replace(training.workload, previews=[clip])
-    rendering = Budget(training.config, training.parts, workload, training.device, None)
+    rendering = with_previews(training, clip)
     alone, both = choose(training), choose(rendering)
     assert list(check_fit(both)), "the previews are too large for every choice"
     assert (both.config, both.decisions) == (alone.config, alone.decisions)
@@ -370,12 +367,9 @@ def test_without_a_gpu_nothing_is_streamed() -> None:
 
 
 def test_previews_take_weights_and_vae_unless_they_take_turns() -> None:
-    before = budget(gpu(80))
-    workload = Workload([LITE], [], False, [LITE], 0.0)
     peaks = []
     for turns in (False, True):
-        settings = config("kandinsky5-video", enable_model_cpu_offload=turns)
-        phases = Budget(settings, before.parts, workload, gpu(80), None).phases
+        phases = with_previews(budget(gpu(80), enable_model_cpu_offload=turns)).phases
         peaks.append(next(each.device for each in phases if each.name == "rendering previews"))
     weights = 4.573e9
     assert peaks[0] - peaks[1] == pytest.approx(weights, rel=0.01)
@@ -436,8 +430,7 @@ def test_auto_streams_a_text_encoder_that_does_not_fit() -> None:
 def encoding(device: Device, load: VaeLoad, flavour: str, **settings: Any) -> Budget:
     """Training on small pictures that the VAE has to encode first at full size."""
     before = budget(device, Bucket(256, 256, 1, 1, 1.0, 256), flavour, **settings)
-    workload = replace(before.workload, encoded=[load])
-    return Budget(before.config, before.parts, workload, device, None)
+    return replace(before, workload=replace(before.workload, encoded=[load]))
 
 
 def test_the_vae_is_given_less_at_a_time() -> None:
@@ -450,13 +443,11 @@ def test_the_vae_is_given_less_at_a_time() -> None:
 def test_latents_are_encoded_before_training_where_both_do_not_fit() -> None:
     before = budget(gpu(80))
     later = replace(before.workload, encoded_in_training=[VaeLoad(1, 61, 768, 512)])
-    peak, apart = (
-        max(each.device for each in before.phases),
-        Budget(before.config, before.parts, later, gpu(80), None),
-    )
+    apart = replace(before, workload=later)
+    peak = max(each.device for each in before.phases)
     beside = max(each.device for each in apart.phases) - peak
     assert beside > 5e9
-    tight = Budget(before.config, before.parts, later, gpu((peak + beside / 2) / 0.9e9), None)
+    tight = replace(apart, device=gpu((peak + beside / 2) / 0.9e9))
     (change,) = smallest_change(tight)
     assert str(change).startswith("latents encoded before training, without vae_cache_ondemand")
 
@@ -472,15 +463,13 @@ def test_auto_takes_tiles_rather_than_refusing_a_small_card() -> None:
     chosen = choose(before)
     assert chosen.fits
     assert any("vae_enable_tiling true" in each and "seams" in each for each in chosen.decisions)
-    before = replace(before, config=before.config.with_values({"vae_enable_tiling": False}, "config.json"))
-    refused = choose(before)
+    refused = choose(before.under({"vae_enable_tiling": False}, "config.json"))
     assert not refused.config.caching.vae_enable_tiling, "what the user set is left alone"
     assert not refused.fits
 
 
 def with_previews(before: Budget, preview: Bucket = LITE) -> Budget:
-    workload = replace(before.workload, previews=[preview])
-    return Budget(before.config, before.parts, workload, before.device, None)
+    return replace(before, workload=replace(before.workload, previews=[preview]))
 
 
 @pytest.mark.parametrize(("gigabytes", "how"), [(6, "tiles"), (9, "strips"), (16, "strips"), (40, "whole")])
@@ -498,7 +487,7 @@ def test_auto_decodes_previews_in_the_first_way_that_fits_beside_training(gigaby
 
 def test_where_nothing_is_trained_blocks_stream_before_pixels_change() -> None:
     before = budget(gpu(8))
-    chosen = choose(Budget(before.config, before.parts, Workload([], [], False, [LITE], 0.0), before.device, None))
+    chosen = choose(replace(before, workload=Workload([], [], False, [LITE], 0.0)))
     assert chosen.fits
     assert chosen.config.offload.enable_group_offload
     assert chosen.config.validation.validation_decoding == "strips"
@@ -523,11 +512,10 @@ def test_cudnn_needs_room_beside_whole_clips_on_a_gpu() -> None:
     on_gpu = replace(before.parts, on_gpu=True)
 
     def rendering(parts: Parts, how: str, preview: Bucket = LITE) -> float:
-        settings = before.config.with_values({"validation_decoding": how}, "test")
-        found = Budget(settings, parts, replace(before.workload, previews=[preview]), gpu(80), None)
+        found = replace(with_previews(before, preview).under({"validation_decoding": how}, "test"), parts=parts)
         return next(each.device for each in found.phases if each.name == PREVIEWS)
 
-    decoding = 2 * VIDEO_COST.vae.decode({}, VaeLoad(1, 61, 768, 512))
+    decoding = 2 * VIDEO_COST.vae.decode(VaeLoad(1, 61, 768, 512))
     more = rendering(on_gpu, "whole") - rendering(before.parts, "whole")
     assert more == pytest.approx(0.3 * decoding)
     assert 0.2 * 15e9 < more < 0.4 * 16e9
@@ -585,10 +573,9 @@ def test_guidance_is_one_batch_where_previews_have_room_to_spare() -> None:
 def test_previews_take_as_long_as_sampling_and_decoding(flavour: str, share: float) -> None:
     """The VAE of Sana Video decodes in float32."""
     found = with_previews(budget(gpu(80), flavour=flavour, num_validation_images=2))
-    spec = found.parts.spec
-    free = replace(spec, cost=replace(spec.cost, vae=replace(spec.cost.vae, flops={})))
-    sampling = replace(found, parts=replace(found.parts, spec=free)).preview_seconds
-    flops = spec.cost.vae.decode_flops({}, VaeLoad(1, LITE.frames, LITE.width, LITE.height))
+    vae = found.parts.vae
+    sampling = replace(found, parts=replace(found.parts, vae=replace(vae, flops={}))).preview_seconds
+    flops = vae.decode_flops(VaeLoad(1, LITE.frames, LITE.width, LITE.height))
     assert found.preview_seconds - sampling == pytest.approx(2 * flops / (share * found.device.rates.matmul))
     assert 0 < flops / found.device.rates.matmul < sampling
 
@@ -606,8 +593,8 @@ def test_the_vae_stays_and_decodes_beside_training_where_both_fit() -> None:
     assert chosen(80, keep_vae_loaded=False, validation_decode_in_background=False) == (False, False)
     alone = with_previews(budget(gpu(80), validation_decoding="tiles"))
     training = max(each.device for each in alone.phases if each.trains)
-    kept = replace(alone, config=alone.config.with_values({"keep_vae_loaded": True}, "test"))
-    both = replace(kept, config=kept.config.with_values({"validation_decode_in_background": True}, "test"))
+    kept = alone.under({"keep_vae_loaded": True}, "test")
+    both = kept.under({"validation_decode_in_background": True}, "test")
     vae, decoding = (max(each.device for each in found.phases if each.trains) - training for found in (kept, both))
     assert 0 < vae < decoding
     assert {chosen(gigabytes) for gigabytes in range(8, 48, 1)} == {(None, None), (True, None), (True, True)}

@@ -87,7 +87,7 @@ def test_the_innermost_class_decides(tmp_path: Path) -> None:
     ("change", "told"),
     [
         ({"algo": "lokrr"}, "'lokrr' is not one of lora, locon, loha, lokr. Did you mean 'lokr'?"),
-        ({"algo": "tlora"}, "need pipelines of their own"),
+        ({"algo": "tlora"}, "need special pipelines"),
         ({"algo": "boft"}, "multiplies the weight"),
         ({"algo": None}, "algo is missing"),
         ({"multiplier": None}, "multiplier is missing"),
@@ -113,7 +113,7 @@ def test_the_innermost_class_decides(tmp_path: Path) -> None:
             "The classes are: Attention, FeedForward, Kandinsky5",
         ),
         ({"apply_preset": {"target_module": [], "target_name": ["nothing"]}}, "matches no linear layer"),
-        ({"apply_preset": {"target_name": ["*.to_query"]}}, "is no regular expression"),
+        ({"apply_preset": {"target_name": ["*.to_query"]}}, "is not a regular expression"),
         ({"apply_preset": {"target_module": "Attention"}}, "must be lists of names"),
         ({"apply_preset": {"module_algo_map": {"Attention": 4}}}, "must map names to settings"),
         ({"apply_preset": {"module_algo_map": {"Attention": {"algo": "full"}}}}, "use model_type full"),
@@ -125,7 +125,7 @@ def test_what_is_refused(tmp_path: Path, change: dict[str, Any], told: str) -> N
 
 
 def test_files_that_cannot_be_read(tmp_path: Path) -> None:
-    assert "no JSON object" in complaints(tmp_path, [1])
+    assert "not a JSON object" in complaints(tmp_path, [1])
     assert "not valid JSON" in complaints(tmp_path, "{")
     found = Problems()
     assert found.take(read_lycoris(None, KANDINSKY5_IMAGE)) is None

@@ -31,7 +31,7 @@ def published(tmp_path: Path) -> Workspace:
 def begun(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """What each run that is allowed to begin says it trains on."""
     devices: list[str] = []
-    run = lambda plan, budget, *rest: devices.append(budget.device.name)  # noqa: E731
+    run = lambda budget, *rest: devices.append(budget.device.name)  # noqa: E731
     monkeypatch.setattr("simpletuner.run.train.run_plan", run)
     return devices
 

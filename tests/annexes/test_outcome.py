@@ -104,7 +104,7 @@ def test_a_run_beside_other_programs_is_not_stored(
 ) -> None:
     monkeypatch.setattr(outcome, "_seconds_without_core", lambda: share * time.perf_counter())
     assert workspace.train("max_train_steps=10", "validation_disable=true") == 0
-    told = f"not stored for the next estimate: for {share:.0%} of the time, other programs had the core it needed."
+    told = f"not stored for the next estimate: other programs used its CPU core for {share:.0%} of the time."
     assert (told not in capsys.readouterr().out, workspace.path(KEPT).exists()) == (is_stored, is_stored)
 
 
@@ -112,7 +112,8 @@ def test_a_run_beside_other_programs_is_not_stored(
 def test_time_without_a_core_is_counted() -> None:
     """A program that shares a core with another one has to wait for it."""
     cores, ends, before = os.sched_getaffinity(0), time.monotonic() + PATIENCE, WITHOUT_CORE()
-    with subprocess.Popen([sys.executable, "-c", "while True: pass"]) as other:
+    busy = "import time\nwhile time.process_time() < 10: pass"
+    with subprocess.Popen([sys.executable, "-c", busy]) as other:
         try:
             for process in (0, other.pid):
                 os.sched_setaffinity(process, {min(cores)})
@@ -139,7 +140,7 @@ def test_the_next_estimate_knows_how_many_tiles_are_visited(monkeypatch: pytest.
     monkeypatch.setattr(outcome, "round_seconds", lambda *given: 0.0)
     monkeypatch.setattr(outcome, "remember", lambda *given: kept.append(given[-1]))
     comparison, unused = Comparison(EventStream()), cast(Any, None)
-    comparison.planned = unused, before
+    comparison.planned = before
     for step, density in enumerate((0.4, 0.6) * FEWEST):
         comparison._note(StepReport(step, 1, {}, 2 * informed.step_seconds, densities={tokens: density}))
     comparison.finish(unused)

@@ -196,7 +196,7 @@ def test_a_full_disk_starts_nothing_and_loses_nothing(
 
 def test_a_damaged_file_is_kept_and_named(queue: Queue) -> None:
     queue.file.write_text('[{"id": 1}]')
-    with pytest.raises(UserError, match=f"{QUEUE_FILE} is no queue"):
+    with pytest.raises(UserError, match=f"{QUEUE_FILE} is not a valid queue"):
         queue.add("train", "a")
     assert queue.file.read_text() == '[{"id": 1}]'
 
@@ -225,7 +225,7 @@ def test_of_two_servers_one_serves_and_the_other_takes_over(
     assert first.other_server == ""
     first.file.write_text("damaged")
     wait(lambda: first.problem != "")
-    assert "is no queue" in first.problem
+    assert "is not a valid queue" in first.problem
     time.sleep(10 * module.PAUSE)
     assert second.problem == ""
     first.file.unlink()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import struct
 import subprocess
 import sys
@@ -21,6 +22,8 @@ from simpletuner.annexes.page.project import CONFIG_NAME
 from simpletuner.annexes.start import receive as receiving
 from simpletuner.annexes.start.receive import MOST_FILES, receive, unpack
 from simpletuner.annexes.start.recipe import Material, Recipe, Start, checkpoint_interval
+from simpletuner.budget import device
+from simpletuner.budget.device import Gpu
 from simpletuner.cli.app import main
 from simpletuner.data.clips import ClipFacts
 from simpletuner.data.discovery import Scan
@@ -28,6 +31,7 @@ from simpletuner.errors import UserError
 from tests.clips import write_clip
 
 Capture = pytest.CaptureFixture[str]
+CALL = subprocess.call
 
 
 def put_pictures(
@@ -43,8 +47,9 @@ def put_pictures(
 
 @pytest.fixture
 def commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
-    """What is run, instead of running it."""
+    """What is run on a machine with a GPU, instead of running it."""
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(device, "query_gpu", lambda: Gpu("NVIDIA H100 PCIe", 80e9))
     called: list[list[str]] = []
 
     def call(command: Sequence[str]) -> int:
@@ -71,7 +76,7 @@ def test_a_folder_of_pictures_is_trained_and_compared(commands: list[list[str]],
     assert config["offload"] == "auto"
     assert config["preservation_trigger"] == "zkt, a grey cat"
     assert config["preservation_prompt"] == "a grey cat"
-    assert "zkt, a grey cat" in config["validation_prompt"]
+    assert config["validation_prompt"] == "a photo of zkt, a grey cat, on a beach at sunset"
     assert trained["instance_data_dir"] == "my cat"
     assert (trained["instance_prompt"], trained["prepend_instance_prompt"]) == ("zkt, a grey cat,", True)
     assert texts["dataset_type"] == "text_embeds"
@@ -95,12 +100,13 @@ def test_of_many_files_some_are_held_out_to_compare_checkpoints(commands: list[l
     config, (trained, _) = written("cat"), written("cat", "multidatabackend.json")
     # 75 steps for each of the 15 others.
     assert (config["max_train_steps"], trained["hold_out"]) == (1100, 2)
-    intervals = {config[f"{what}_interval"] for what in ("eval_steps", "checkpoint_step", "validation_step")}
-    assert intervals == {138}
+    # Every second checkpoint has a preview.
+    intervals = [config[f"{what}_interval"] for what in ("eval_steps", "checkpoint_step", "validation_step")]
+    assert intervals == [138, 138, 276]
     assert main(["plan", "env=cat", "plan_device_memory_gb=80"]) == 0
     told = capsys.readouterr().out
-    assert "15 of 17 files are used" in told
-    assert "2 of 2 files are used" in told
+    assert "15 of 17 files used" in told
+    assert "2 of 2 files used" in told
 
 
 def test_what_is_written_can_be_planned(commands: list[list[str]], capsys: Capture) -> None:
@@ -109,7 +115,7 @@ def test_what_is_written_can_be_planned(commands: list[list[str]], capsys: Captu
     assert commands == [["plan", "env=cat"]]
     capsys.readouterr()
     assert main(["plan", "env=cat", "plan_device_memory_gb=80"]) == 0
-    assert "3 of 3 files are used" in capsys.readouterr().out
+    assert "3 of 3 files used" in capsys.readouterr().out
     (trained, _) = written("cat", "multidatabackend.json")
     assert trained["instance_prompt"] == "in the style of zkt"
 
@@ -210,7 +216,7 @@ def test_settings_reach_the_datasets_too_however_they_are_spelled(commands: list
 def test_an_empty_trigger_is_the_default(commands: list[list[str]]) -> None:
     put_pictures(Path("cat"), 1)
     assert main(["start", "cat", "--yes", "--trigger", " "]) == 0
-    assert written("cat")["validation_prompt"] == "a photo of zkt, on a beach at sunset"
+    assert written("cat")["validation_prompt"] == "a photo of zkt on a beach at sunset"
 
 
 def test_a_name_keeps_the_letters_of_every_script(commands: list[list[str]]) -> None:
@@ -258,10 +264,10 @@ def test_captions_that_name_the_subject_stay_as_they_are(commands: list[list[str
         (["empty"], "empty holds no pictures and no clips."),
         (["run"], "It has a config: simpletuner train --config run/config.json."),
         (["mixed", "--purpose", "motion"], "--purpose 'motion' is not one of: subject, style."),
-        (["half"], "1 of 2 files have no caption (1.png is the first). --caption writes them"),
+        (["half"], "no caption for 1 of 2 files (1.png is the first). --caption writes them"),
         (["cat", "--purpose", "styel"], "--purpose 'styel' is not one of: subject, style. Did you mean 'style'?"),
-        (["cat", "--model", "flux"], "--model 'flux' is not one of: kandinsky5-image, demo."),
-        (["half", "--model", "flux"], "--model 'flux' is not one of: kandinsky5-image, demo."),  # captions or not
+        (["cat", "--model", "flux"], "--model 'flux' is not one of: kandinsky5-image."),
+        (["half", "--model", "flux"], "--model 'flux' is not one of: kandinsky5-image."),  # captions or not
         (["pairs"], "pairs/after holds no pictures."),
         (["cat", "max_train_step=9"], "max_train_step: is not a known key. Did you mean 'max_train_steps'?"),
         (["cat", "learning_rate=fast", "lora_rank=0"], "learning_rate: 'fast'"),
@@ -303,8 +309,11 @@ def test_captions_come_from_a_model_that_can_write_them(
     assert written("clips")["model_family"] == "kandinsky5-video"
 
 
-def test_settings_are_written_by_their_names_and_the_rest_follows(commands: list[list[str]]) -> None:
+def test_settings_are_written_by_their_names_and_the_rest_follows(
+    commands: list[list[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
     put_pictures(Path("cat"), 3)
+    monkeypatch.setenv("HUB", "me/cat")
     settings = ["--max-train-steps=40", "--output-dir", "mine", "lr_warmup_steps=null", "hub_model_id={env:HUB}"]
     assert main(["start", "cat", "--yes", *settings]) == 0
     config = written("cat")
@@ -372,15 +381,45 @@ def test_a_failed_command_ends_it_and_says_how_to_go_on(
     commands: list[list[str]], monkeypatch: pytest.MonkeyPatch, capsys: Capture
 ) -> None:
     put_pictures(Path("cat"), 1)
-    monkeypatch.setattr(subprocess, "call", lambda command: 130)
-    assert main(["start", "cat", "--yes"]) == 130
-    rest = "simpletuner train env=cat && simpletuner sweep output/cat --strengths 0.75,1.0"
-    assert f"Stopped. To go on: {rest}\n" in capsys.readouterr().err
+    rest = "simpletuner train env={0} && simpletuner sweep output/{0} --strengths 0.75,1.0\n"
+    for name, code, when in (("a", 130, "To go on"), ("b", 2, "Once that is fixed, go on with")):
+        monkeypatch.setattr(subprocess, "call", lambda command, code=code: code)
+        assert main(["start", "cat", "--yes", "--name", name]) == code
+        assert f"Stopped. {when}: {rest.format(name)}" in capsys.readouterr().err
 
 
-def test_ctrl_c_waits_for_the_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture) -> None:
+@pytest.mark.parametrize(
+    ("material", "settings", "size", "interval"),
+    [
+        ("pictures", [], "256x256", 300),
+        ("pictures", ["max_train_steps=3000"], "256x256", 375),
+        ("pictures", ["resolution=512"], "512x512", 300),
+        ("pictures", ["--trigger", "zkt, a cat", "max_train_steps=100"], "256x256", 100),
+        ("clips", [], "768x512", 800),  # of its frames it renders four times as many pixels as it trains
+    ],
+)
+def test_previews_are_as_large_as_what_is_trained_and_a_fifth_of_the_run(
+    material: str, settings: list[str], size: str, interval: int, commands: list[list[str]], capsys: Capture
+) -> None:
+    put_pictures(Path("pictures"), 3, captions=0, size=(64, 64))
+    Path("clips").mkdir()
+    write_clip(Path("clips/a.mp4"), seconds=2.0, size=(320, 240))
+    model = {"pictures": "kandinsky5-image", "clips": "kandinsky5-video-lite"}[material]
+    assert main(["start", material, "--yes", "--dry-run", "--model", model, *settings]) == 0
+    config = written(material)
+    assert (config["validation_resolution"], config["validation_step_interval"]) == (size, interval)
+    assert interval % config["checkpoint_step_interval"] == 0 or interval == config["max_train_steps"]
+    if not settings and material == "pictures":
+        assert main(["plan", "env=pictures", "plan_device=rtx-4090"]) == 0
+        (share,) = re.findall(r"rounds? of previews, (\d+)% of that time", capsys.readouterr().out)
+        assert int(share) <= 20
+
+
+def test_ctrl_c_waits_for_the_checkpoint(
+    commands: list[list[str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
+) -> None:
     """A terminal sends it to both; killed too early, training would lose what it saves."""
-    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(subprocess, "call", CALL)
     put_pictures(Path("cat"), 1)
     stub = tmp_path / "python"
     # Longer than the quarter of a second that subprocess waits after a KeyboardInterrupt.
@@ -419,12 +458,26 @@ def test_what_fits_comes_first(monkeypatch: pytest.MonkeyPatch, commands: list[l
 def test_without_a_gpu_all_can_be_tried_with_a_tiny_model(
     kind: str, commands: list[list[str]], capsys: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    put_pictures(Path("pictures"), 6, captions=0, size=(90, 90))
+    monkeypatch.setattr(device, "query_gpu", lambda: None)
+    put_pictures(Path("pictures"), 6, captions=0)
     Path("clips").mkdir()
     write_clip(Path("clips/a.mp4"), seconds=2.0, size=(96, 80))
     model = {"pictures": "demo", "clips": "demo-video"}[kind]
     assert [*Material.of(Path(kind)).models][-1] == model
-    assert main(["start", kind, "--yes", "--model", model, "--purpose", "subject", "--trigger", "zkt, a cat"]) == 0
+    started = ["start", kind, "--purpose", "subject", "--trigger", "zkt, a cat"]
+    # It is never chosen unasked, and what would take days is refused before anything is written.
+    assert main([*started, "--yes"]) == 2
+    told = capsys.readouterr().err
+    assert "device: no GPU can be used here: about " in told
+    assert f" Add --model {model} to train a tiny model" in told
+    assert not commands
+    assert not Path("config").exists()
+    # Asked, it comes first, so that Enter takes what works here.
+    monkeypatch.setattr("builtins.input", lambda prompt: "")
+    assert main(started) == 0
+    assert commands[0] == ["train", f"env={kind}"]
+    assert "kandinsky5-" in (told := capsys.readouterr().out)
+    assert "no GPU here: about " in told
     config, entries = written(kind), written(kind, "multidatabackend.json")
     assert (config["max_train_steps"], config["preservation_prompt"]) == (300, "a cat")
     assert "tracker_run_name" not in config
@@ -432,7 +485,7 @@ def test_without_a_gpu_all_can_be_tried_with_a_tiny_model(
     capsys.readouterr()
     assert main(["plan", f"env={kind}"]) == 0
     files = {"pictures": 6, "clips": 1}[kind]
-    assert f"{files} of {files} files are used" in capsys.readouterr().out
+    assert f"{files} of {files} file" in capsys.readouterr().out
     assert main(["start", kind, "--yes", "--name", "b", "--caption", "--model", model]) == 2
     assert f"--caption: the text encoder of {model} writes none" in capsys.readouterr().err
     monkeypatch.setattr("simpletuner.annexes.start.recipe.find_device", lambda: SimpleNamespace(is_gpu=True))

@@ -133,7 +133,7 @@ def test_silence_is_counted_in_looks(joined: Joined, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(watch, "SILENT_SECONDS", 0.5)
     monkeypatch.setattr(pair[silent], "_look", lambda: time.sleep(0.05))  # as if it were frozen: connected, and mute
     assert pair[1 - silent].known(60.0) == (
-        f"Process {silent} on {HOST} has been silent for 0.5 s: it or its machine is frozen.", 1
+        f"Process {silent} on {HOST} has not responded for 0.5 s: it or its machine is frozen.", 1
     )  # fmt: skip
 
 
@@ -218,7 +218,7 @@ def test_processes_that_are_too_many_or_missing(joined: Joined, monkeypatch: pyt
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     first, *others = joined(World(0, 3), World(1, 3), World(0, 3), World(1, 3), seconds=2.0)
     told = [str(each) for each in (first, *others)]
-    assert sum("process 0 runs already on" in each for each in told) == 1, told
+    assert sum("process 0 already runs on" in each for each in told) == 1, told
     assert sum("so 1 on" in each and "is one too many" in each for each in told) == 1, told
     missing = [each for each in told if "process 2 of 3 did not come" in each]
     assert len(missing) == 2, "those that have come end together"

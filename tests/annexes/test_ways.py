@@ -71,7 +71,7 @@ def test_weights_are_in_the_host_s_memory_once() -> None:
 def test_a_slow_link_is_waited_for() -> None:
     far = budget(gpu(80), **FULL, fsdp_enable=True, num_processes=8, num_machines=8)
     assert far.step_seconds == max(far.steps[0].cost.seconds, far.sent.total / 12.5e9)
-    assert far.sent == sent_bytes(far.model, TechniqueCost(), 1)
+    assert far.sent == sent_bytes(far.model, TechniqueCost())
 
 
 def test_processes_that_share_tokens_hold_and_compute_a_share() -> None:
@@ -120,7 +120,7 @@ def test_a_lora_goes_by_ddp_as_long_as_it_fits() -> None:
     """Rank 16 on q, k and v of 34 self- and 32 cross-attentions, 1792 wide: 22.7 MB of bf16, 1.5 times of which go."""
     chosen = choose(budget(gpu(80), num_processes=4))
     assert not chosen.config.launch.fsdp_enable
-    assert chosen.decisions[0].startswith("DDP: each process has room for it and sends 34.1 MB a step, while FSDP2")
+    assert chosen.decisions[0].startswith("DDP: it fits every process, which sends 34.1 MB a step, while FSDP2")
     streamed = choose(budget(gpu(8), num_processes=4))
     assert streamed.config.offload.enable_group_offload
     assert "DDP: " in streamed.decisions[0]
@@ -142,7 +142,7 @@ def test_what_does_not_fit_otherwise_is_sharded(size: float, settings: dict[str,
 def test_a_full_fine_tune_that_fits_is_not_sharded() -> None:
     chosen = choose(budget(gpu(80), num_processes=8, **FULL))
     assert not chosen.config.launch.fsdp_enable
-    assert chosen.decisions[0] == f"DDP: each process has room for it and sends {chosen.sent.total / 1e9:.1f} GB a step"
+    assert chosen.decisions[0] == f"DDP: it fits every process, which sends {chosen.sent.total / 1e9:.1f} GB a step"
 
 
 def test_sharding_is_what_would_help_a_full_fine_tune() -> None:
@@ -168,7 +168,7 @@ def test_each_process_needs_a_device(tmp_path: Any, monkeypatch: pytest.MonkeyPa
     there = "1 GPU" if visible == "GPU-bb" else "2 GPUs"
     assert list(check_devices(int(there[0]))) == []
     (problem,) = check_devices(3)
-    assert str(problem).startswith(f"num_processes: 3 processes on this machine, which has {there};")
+    assert str(problem).startswith(f"num_processes: 3 processes need as many GPUs, but this machine has {there}.")
     for name, value in {"RANK": "0", "WORLD_SIZE": "3", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "3"}.items():
         monkeypatch.setenv(name, value)
     assert list(check_devices(3)) == [], "a launcher may have shown each process its own"

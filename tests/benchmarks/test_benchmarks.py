@@ -82,7 +82,7 @@ def test_generated_files_are_all_cached(
         many_files.copy_entries()
     capsys.readouterr()
     assert workspace.run("plan") == 0
-    assert f"{many_files.FEW + 4} of {many_files.FEW + 4} are there, 0 to encode" in capsys.readouterr().out
+    assert f"{many_files.FEW + 4} of {many_files.FEW + 4} exist, 0 to encode" in capsys.readouterr().out
 
 
 @pytest.mark.skipif(not real_size.STATUS.is_file(), reason="needs /proc")

@@ -22,15 +22,18 @@ from simpletuner.budget.estimate import Sent, StepModel, exchange_seconds, sent_
 from simpletuner.config.launch import LaunchConfig
 from simpletuner.models.cost import Adapters, CostTable, TransformerCost
 from simpletuner.techniques.spec import TechniqueCost
+from tests.budget.test_estimate import make_config, under
 
 WIDTH, PROCESSES = 8, 4
 # Two blocks of 64 weights and a last layer of 32.
 SHAPES = {"blocks.0.weight": (WIDTH, WIDTH), "blocks.1.weight": (WIDTH, WIDTH), "last.weight": (4, WIDTH)}
 TABLE = CostTable(("blocks",), (), {}, {}, keeps_attention=False, flops={}, bytes={}, published=())
 COST = TransformerCost(TABLE, SHAPES, WIDTH)
-FULL = StepModel(COST, "bf16", 2, 4, processes=PROCESSES)
+FULL = StepModel(COST, make_config(model_type="full", num_processes=PROCESSES))
 # 2 x (8 + 8) numbers of 4 bytes.
-LORA = replace(FULL, adapters=Adapters(2, frozenset({"blocks.0"})), number_bytes=4, state_bytes=8)
+ADAPTERS = Adapters(2, frozenset({"blocks.0"}))
+LORA = StepModel(COST, make_config(optimizer="adamw", num_processes=PROCESSES), ADAPTERS)
+SHARDED = {"fsdp_enable": True}
 
 
 @pytest.mark.parametrize(
@@ -38,25 +41,26 @@ LORA = replace(FULL, adapters=Adapters(2, frozenset({"blocks.0"})), number_bytes
     [
         (FULL, Sent(reduced=2 * 3 / 4 * 320)),
         (LORA, Sent(reduced=2 * 3 / 4 * 128)),
-        (replace(FULL, sharers=PROCESSES), Sent(gathered=3 / 4 * 2 * 320, scattered=3 / 4 * 320)),
-        (replace(FULL, sharers=PROCESSES, reshards=False), Sent(gathered=3 / 4 * 320, scattered=3 / 4 * 320)),
-        (replace(LORA, sharers=PROCESSES), Sent(reduced=2 * 3 / 4 * 128, gathered=3 / 4 * 2 * 320)),
-        (replace(FULL, processes=1), Sent()),
+        (under(FULL, **SHARDED), Sent(gathered=3 / 4 * 2 * 320, scattered=3 / 4 * 320)),
+        (under(FULL, **SHARDED, fsdp_reshard_after_forward=False), Sent(gathered=3 / 4 * 320, scattered=3 / 4 * 320)),
+        (under(LORA, **SHARDED), Sent(reduced=2 * 3 / 4 * 128, gathered=3 / 4 * 2 * 320)),
+        (under(FULL, num_processes=1), Sent()),
         (replace(FULL, trains=False), Sent()),
     ],
 )
 def test_bytes_computed_by_hand(model: StepModel, expected: Sent) -> None:
-    assert sent_bytes(model, TechniqueCost(), 1) == expected
+    assert sent_bytes(model, TechniqueCost()) == expected
     twice = replace(expected, gathered=2 * expected.gathered, scattered=2 * expected.scattered)
-    assert sent_bytes(model, TechniqueCost(), 2) == twice, "DDP sends once in an optimizer step"
-    whole = replace(model, whole_gradients=True)
-    assert sent_bytes(whole, TechniqueCost(), 2) == replace(twice, scattered=expected.scattered)
+    accumulated = under(model, gradient_accumulation_steps=2)
+    assert sent_bytes(accumulated, TechniqueCost()) == twice, "DDP sends once in an optimizer step"
+    whole = under(accumulated, fsdp_whole_gradients=True)
+    assert sent_bytes(whole, TechniqueCost()) == replace(twice, scattered=expected.scattered)
 
 
 def test_techniques_add_gradients_and_passes() -> None:
     added = TechniqueCost(parameters=10, forwards=1, passes=2)
-    assert sent_bytes(FULL, added, 1).reduced == 2 * 3 / 4 * (320 + 40)
-    sharded = sent_bytes(replace(FULL, sharers=PROCESSES), added, 1)
+    assert sent_bytes(FULL, added).reduced == 2 * 3 / 4 * (320 + 40)
+    sharded = sent_bytes(under(FULL, **SHARDED), added)
     assert sharded == Sent(reduced=2 * 3 / 4 * 40, gathered=3 / 4 * 320 * 7, scattered=3 / 4 * 320 * 3)
 
 
@@ -105,7 +109,7 @@ def test_fsdp_sends_what_is_counted(mesh: Any, reshards: bool) -> None:
     fully_shard(model, mesh=mesh, reshard_after_forward=reshards)
     with Counted() as counted:
         model(torch.zeros(1, WIDTH, dtype=torch.bfloat16)).sum().backward()
-    planned = sent_bytes(replace(FULL, sharers=PROCESSES, reshards=reshards), TechniqueCost(), 1)
+    planned = sent_bytes(under(FULL, **SHARDED, fsdp_reshard_after_forward=reshards), TechniqueCost())
     expected = {"_allgather_base_": planned.gathered, "_reduce_scatter_base_": planned.scattered}
     assert {name: nbytes * (PROCESSES - 1) / PROCESSES for name, nbytes in counted.bytes.items()} == expected
 
@@ -122,7 +126,7 @@ def test_hybrid_shards_send_what_is_counted() -> None:
             model(torch.zeros(1, WIDTH, dtype=torch.bfloat16)).sum().backward()
     finally:
         distributed.destroy_process_group()
-    planned = sent_bytes(replace(FULL, sharers=2), TechniqueCost(), 1)
+    planned = sent_bytes(under(FULL, **SHARDED, fsdp_hybrid=True, num_machines=2), TechniqueCost())
     found = {name: nbytes / 2 for name, nbytes in counted.bytes.items()}
     assert found["_allgather_base_"] == planned.gathered == 1 / 2 * 2 * 320
     assert found["_reduce_scatter_base_"] == planned.scattered == 1 / 2 * 320
@@ -131,19 +135,21 @@ def test_hybrid_shards_send_what_is_counted() -> None:
 
 
 def test_memory_of_a_share() -> None:
-    sharded = replace(FULL, sharers=PROCESSES)
+    sharded = under(FULL, **SHARDED)
     assert sharded.trained_bytes == FULL.trained_bytes / PROCESSES
-    assert replace(sharded, whole_gradients=True).trained_bytes == sharded.trained_bytes + 320 * 3 / 4
+    whole = under(sharded, fsdp_whole_gradients=True, gradient_accumulation_steps=2)
+    assert whole.trained_bytes == sharded.trained_bytes + 320 * 3 / 4
     assert FULL.frozen_bytes == 0
     buffers = 2 * 128  # what was gathered for the block that computes, and the next one's
     assert sharded.frozen_bytes == 64 + 128 + buffers + 64 + 2 * 128, "gradients have one buffer"
-    of_lora = replace(LORA, sharers=PROCESSES)
+    of_lora = under(LORA, **SHARDED)
     assert of_lora.trained_bytes == LORA.trained_bytes, "a LoRA is whole in every process"
     assert of_lora.frozen_bytes == 320 / PROCESSES + 64 + 128 + buffers
     many = replace(COST, shapes={**SHAPES, **{f"blocks.{n}.weight": (WIDTH, WIDTH) for n in range(2, 8)}})
-    whole = 64 + 8 * 128
-    assert replace(of_lora, cost=many).frozen_bytes == whole / PROCESSES + 64 + 128 + buffers
-    assert replace(of_lora, cost=many, reshards=False).frozen_bytes == whole / PROCESSES + whole + buffers
+    weights, of_many = 64 + 8 * 128, replace(of_lora, cost=many)
+    assert of_many.frozen_bytes == weights / PROCESSES + 64 + 128 + buffers
+    kept = under(of_many, fsdp_reshard_after_forward=False)
+    assert kept.frozen_bytes == weights / PROCESSES + weights + buffers
 
 
 def test_the_network_between_machines_is_slower() -> None:

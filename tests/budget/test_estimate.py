@@ -11,10 +11,11 @@ from torch import nn
 
 from simpletuner.budget.device import Device, rates_of
 from simpletuner.budget.estimate import Step, StepModel
-from simpletuner.budget.workload import optimizer_state_bytes
-from simpletuner.config.optimizers import OPTIMIZERS, widens_second_moment
-from simpletuner.config.schema import OptimizerConfig, OptimizerName
+from simpletuner.config.load import Layer, resolve
+from simpletuner.config.optimizers import OPTIMIZERS
+from simpletuner.config.schema import OptimizerName, RunConfig
 from simpletuner.config.speed import checkpointed_blocks
+from simpletuner.errors import Problems
 from simpletuner.models.cost import NO_ADAPTERS, Adapters, BatchShape, FamilyCost, Kernels, TransformerCost
 from simpletuner.models.kandinsky5.cost import IMAGE_COST, VIDEO_COST
 from simpletuner.models.lora_keys import linear_modules, matching_modules
@@ -27,7 +28,27 @@ KANDINSKY, SANA = ["to_query", "to_key", "to_value"], ["to_q", "to_k", "to_v", "
 def lora(cost: TransformerCost, targets: list[str]) -> StepModel:
     """A bf16 model with float32 adapters of rank 16 under AdamW, as the peaks below were metered."""
     adapters = Adapters(16, frozenset(matching_modules(linear_modules(cost.shapes), targets)))
-    return StepModel(cost, "bf16", 4, optimizer_state_bytes("adamw", 4, is_bf16=False), adapters)
+    config = make_config(optimizer="adamw", validation_torch_compile=False, group_offload_use_stream=True)
+    return StepModel(cost, config, adapters)
+
+
+def full(cost: TransformerCost, **settings: object) -> StepModel:
+    """A full fine-tune."""
+    return StepModel(cost, make_config(model_type="full", **settings))
+
+
+def make_config(**settings: object) -> RunConfig:
+    """Settings of a run with diffusers' own code."""
+    values = {"model_type": "lora", "model_family": "kandinsky5-video", "speed": "reference", **settings}
+    problems = Problems()
+    config = problems.take(resolve([Layer("config.json", list(values.items()))]))
+    assert not problems, problems
+    return config
+
+
+def under(model: StepModel, **settings: object) -> StepModel:
+    """A model under changed settings."""
+    return replace(model, config=model.config.with_values(settings, "test"))
 
 
 # Metered peaks in GB: weights resident, blocks streamed through two slots (there the few text blocks stayed on the
@@ -57,14 +78,14 @@ def test_peaks_of_the_published_models(
 ) -> None:
     cost = family.of_flavour(flavour, attention_type="regular")
     setup = lora(cost, targets)
-    through_slots = replace(setup, streamed=True)
+    through_slots = under(setup, enable_group_offload=True)
     for way, metered in (
         (setup, resident),
         (through_slots, streamed),
-        (replace(through_slots, inputs_on_host=True), on_host),
+        (under(through_slots, offload_block_inputs=True), on_host),
     ):
         planned = way.memory(load).total / 1e9
-        stayed = sum(cost.block_bytes("bf16", quantised=0.0)[: -cost.large]) / 1e9 if way.streamed else 0.0
+        stayed = sum(cost.block_bytes("bf16", quantised=0.0)[: -cost.large]) / 1e9 if way.moving else 0.0
         assert planned <= metered * 1.05
         assert metered <= (planned + stayed) * 1.05
 
@@ -81,7 +102,7 @@ def test_what_a_block_keeps_with_checkpointing_is_its_input(lite: TransformerCos
     setup = lora(lite, KANDINSKY)
     unit = LOAD.tokens * lite.hidden * 2
     assert setup.memory(LOAD).inputs == 32 * unit
-    kept = replace(setup, keep_attention=True).memory(LOAD).inputs
+    kept = under(setup, speed_plain_math=True, speed_keep_attention=True).memory(LOAD).inputs
     assert kept / 32 / unit == pytest.approx(2.0, rel=0.05)
 
 
@@ -89,8 +110,8 @@ def test_every_nth_block_is_checkpointed_as_the_step_does_it(lite: TransformerCo
     setup = lora(lite, KANDINSKY)
     assert sum(setup.checkpointed) == 32
     # Two text blocks come first; of the 34 those with an even number are checkpointed.
-    assert sum(replace(setup, checkpoint_interval=2).checkpointed) == 16
-    assert sum(replace(setup, checkpoint_interval=None).checkpointed) == 0
+    assert sum(under(setup, gradient_checkpointing_interval=2).checkpointed) == 16
+    assert sum(under(setup, gradient_checkpointing=False).checkpointed) == 0
 
 
 def test_all_but_so_many_blocks_are_checkpointed(lite: TransformerCost) -> None:
@@ -99,7 +120,9 @@ def test_all_but_so_many_blocks_are_checkpointed(lite: TransformerCost) -> None:
     for kept in range(all_blocks + 1):
         chosen = checkpointed_blocks(all_blocks, 1, kept)
         assert chosen.count(False) == kept
-        assert replace(setup, kept_blocks=kept).checkpointed == chosen[2:], "two text blocks come first"
+        assert under(setup, gradient_checkpointing_kept_blocks=kept).checkpointed == chosen[2:], (
+            "two text blocks come first"
+        )
     assert checkpointed_blocks(6, 1, 2) == [True, True, False, True, True, False]
 
 
@@ -145,13 +168,13 @@ def test_a_step_is_as_fast_as_its_kernels() -> None:
     """Calculated once by hand: Lite on an H100 without recomputation, in 16 bits (1.66 s)."""
     load = BatchShape(1, 16, 32, 48, 256)
     stock, compiled = (
-        replace(lora(VIDEO_COST.of_flavour("t2v-lite-sft-5s", kernels), KANDINSKY), checkpoint_interval=None)
+        under(lora(VIDEO_COST.of_flavour("t2v-lite-sft-5s", kernels), KANDINSKY), gradient_checkpointing=False)
         for kernels in (Kernels(), Kernels(compiled=True))
     )
     assert Step(compiled, load, H100).cost.seconds == pytest.approx(1.66, rel=0.15)
     assert Step(stock, load, H100).cost.seconds > 1.2 * Step(compiled, load, H100).cost.seconds
     previews = Step(compiled, load, H100).forward_seconds
-    assert Step(replace(compiled, samples_compiled=True), load, H100).forward_seconds < previews
+    assert Step(under(compiled, validation_torch_compile=True), load, H100).forward_seconds < previews
 
 
 def test_a_processor_launches_and_computes_in_turn() -> None:
@@ -177,19 +200,23 @@ def test_tiles_take_less_than_masks() -> None:
 
 
 def test_residents_take_their_bytes_and_no_more_than_all(lite: TransformerCost) -> None:
-    streamed = replace(lora(lite, KANDINSKY), streamed=True)
+    streamed = under(lora(lite, KANDINSKY), enable_group_offload=True)
     block = max(lite.block_bytes("bf16", quantised=0.0))
-    assert replace(streamed, residents=5).frozen_bytes - streamed.frozen_bytes == pytest.approx(5 * block)
-    all_of_them = replace(streamed, streamed=False).frozen_bytes
-    assert replace(streamed, residents=99).frozen_bytes == pytest.approx(all_of_them)
+    assert under(streamed, group_offload_resident_blocks=5).frozen_bytes - streamed.frozen_bytes == pytest.approx(
+        5 * block
+    )
+    all_of_them = under(streamed, enable_group_offload=False).frozen_bytes
+    assert under(streamed, group_offload_resident_blocks=99).frozen_bytes == pytest.approx(all_of_them)
     assert streamed.streamed_bytes == sum(lite.block_bytes("bf16", quantised=0.0))
-    assert replace(streamed, residents=17).streamed_bytes == pytest.approx(streamed.streamed_bytes / 2)
-    assert replace(streamed, residents=99).streamed_bytes == 0
+    assert under(streamed, group_offload_resident_blocks=17).streamed_bytes == pytest.approx(
+        streamed.streamed_bytes / 2
+    )
+    assert under(streamed, group_offload_resident_blocks=99).streamed_bytes == 0
 
 
 def test_inputs_are_on_one_side_or_the_other(lite: TransformerCost) -> None:
     setup = lora(lite, KANDINSKY)
-    moved = replace(setup, inputs_on_host=True)
+    moved = under(setup, offload_block_inputs=True)
     gone = setup.memory(LOAD).inputs - moved.memory(LOAD).inputs
     assert moved.inputs_on_host_bytes(LOAD) == pytest.approx(gone)
     assert setup.inputs_on_host_bytes(LOAD) == 0
@@ -197,7 +224,7 @@ def test_inputs_are_on_one_side_or_the_other(lite: TransformerCost) -> None:
 
 def test_int8_halves_what_is_linear(lite: TransformerCost) -> None:
     setup = lora(lite, KANDINSKY)
-    whole, halved = (each.frozen_bytes for each in (setup, replace(setup, quantised=1.0)))
+    whole, halved = (each.frozen_bytes for each in (setup, under(setup, base_model_precision="int8-quanto")))
     linear = sum(out * wide for name, (out, wide) in linear_modules(lite.shapes).items() if "blocks." in name)
     kept = sum(
         out * wide for name, (out, wide) in linear_modules(lite.shapes).items() if "blocks." in name and "mod" in name
@@ -206,16 +233,15 @@ def test_int8_halves_what_is_linear(lite: TransformerCost) -> None:
 
 
 def test_a_full_fine_tune_trains_every_weight(lite: TransformerCost) -> None:
-    state = optimizer_state_bytes("adamw_bf16", 2, is_bf16=True, widened=True)
-    full = StepModel(lite, "bf16", 2, state)
-    assert full.frozen_bytes == 0
-    assert full.trained_bytes == lite.parameters * (2 + 2 + 8)
+    model = full(lite, optimizer="adamw_bf16")
+    assert model.frozen_bytes == 0
+    assert model.trained_bytes == lite.parameters * (2 + 2 + 8)
 
 
 @pytest.mark.parametrize("place", ["device", "host"])
 def test_an_average_is_counted_where_it_lives(lite: TransformerCost, place: Literal["device", "host"]) -> None:
-    plain = StepModel(lite, "bf16", 2, 6)
-    averaged = replace(plain, averaged=place)
+    plain = full(lite)
+    averaged = under(plain, use_ema=True, ema_device="cpu" if place == "host" else "accelerator")
     more = averaged.trained_bytes - plain.trained_bytes
     assert more == (4 * lite.parameters if place == "device" else 0)
     elsewhere: Literal["device", "host"] = "host" if place == "device" else "device"
@@ -226,33 +252,32 @@ def test_an_average_is_counted_where_it_lives(lite: TransformerCost, place: Lite
 
 def test_a_full_model_is_saved_shard_by_shard(lite: TransformerCost) -> None:
     pro = VIDEO_COST.of_flavour("t2v-pro-sft-5s-hd")
-    full = StepModel(lite, "bf16", 2, 6)
-    assert full.saving_bytes == 2 * lite.parameters
-    assert replace(full, cost=pro).saving_bytes == 5e9 < 2 * pro.parameters
+    model = full(lite)
+    assert model.saving_bytes == 2 * lite.parameters
+    assert replace(model, cost=pro).saving_bytes == 5e9 < 2 * pro.parameters
 
 
 @pytest.mark.parametrize(
-    ("name", "full", "bytes_per_number"),
+    ("name", "is_full", "bytes_per_number"),
     [
         ("adamw", True, 0), ("torch-rmsprop", True, 0), ("optimi-lion", True, 0), ("adamw_schedulefree", True, 4),
-        ("adamw", False, 0), ("torch-rmsprop", False, 8), ("optimi-lion", False, 4), ("adamw_bf16", False, 0),
+        ("adamw", False, 0), ("torch-rmsprop", False, 8), ("optimi-lion", False, 2), ("adamw_bf16", False, 0),
     ],
 )  # fmt: skip
 def test_what_an_update_allocates(
-    lite: TransformerCost, name: OptimizerName, full: bool, bytes_per_number: int
+    lite: TransformerCost, name: OptimizerName, is_full: bool, bytes_per_number: int
 ) -> None:
     """That is needed after the backward pass, whose activations are gone by then. What a weight needs is metered in
     `tests/training/test_optimizers.py`."""
     setup = lora(lite, KANDINSKY)
-    if full:
+    if is_full:
         setup = replace(setup, adapters=NO_ADAPTERS)
-    updated = replace(setup, optimizer=name)
+    updated = under(setup, optimizer=name)
     assert updated.update_bytes == bytes_per_number
-    plain, memory = setup.memory(LOAD), updated.memory(LOAD)
-    activations = plain.inputs + plain.block + plain.outside
-    temporary = bytes_per_number * (lite.parameters if full else lite.adapter_parameters(setup.adapters))
-    assert memory.total - plain.total == pytest.approx(max(0, temporary - activations))
-    assert (memory.total > plain.total) == (name == "adamw_schedulefree")
+    memory = updated.memory(LOAD)
+    temporary = bytes_per_number * (lite.parameters if is_full else lite.adapter_parameters(setup.adapters))
+    assert memory.update == pytest.approx(max(0, temporary - memory.inputs - memory.block - memory.outside))
+    assert (memory.update > 0) == (name == "adamw_schedulefree")
 
 
 TRIED: list[OptimizerName] = [
@@ -265,14 +290,12 @@ TRIED: list[OptimizerName] = [
     ("name", "settings"),
     [*((name, "") for name in TRIED), ("adamw_bf16", "beta2=.99"), ("optimi-adan", "beta3=.999")],
 )
-def test_state_of_a_real_optimizer(name: OptimizerName, settings: str) -> None:
-    config = OptimizerConfig(optimizer=name, optimizer_config=settings)
-    compensated, widened = OPTIMIZERS[name].keeps_bf16, widens_second_moment(config, "bf16")
-    dtype = torch.bfloat16 if compensated else torch.float32
+def test_state_of_a_real_optimizer(lite: TransformerCost, name: OptimizerName, settings: str) -> None:
+    config = make_config(optimizer=name, optimizer_config=settings)
+    dtype = torch.bfloat16 if OPTIMIZERS[name].keeps_bf16 else torch.float32
     weight = nn.Parameter(torch.randn(256, 64, dtype=dtype))
-    optimizer = build_optimizer([weight], config, mixed_precision="bf16", learning_rate=1e-3)
+    optimizer = build_optimizer([weight], config.optimizer, mixed_precision="bf16", learning_rate=1e-3)
     weight.grad = torch.randn_like(weight)
     optimizer.step()
     tensors = [each for each in optimizer.state[weight].values() if isinstance(each, torch.Tensor) and each.ndim > 1]
-    found = sum(each.nbytes for each in tensors) / weight.numel()
-    assert optimizer_state_bytes(name, dtype.itemsize, is_bf16=compensated, widened=widened) == found
+    assert StepModel(lite, config).state_bytes == sum(each.nbytes for each in tensors) / weight.numel()

@@ -130,7 +130,7 @@ def test_missing_partner_pictures(i2i_checkpoint: Path, tmp_path: Path, capsys: 
     workspace.write_datasets([{**DATASETS[0], "conditioning_data": "sources"}, sources, DATASETS[1]])
     workspace.add_pictures("datasets/sources", 6)
     problem = complaint(workspace, capsys, command)
-    assert problem.startswith("pictures: 2 of 8 pictures have no partner of the same path and name in sources")
+    assert problem.startswith("pictures: no partner of the same path and name in sources (")
     assert "p6.png" in problem
     assert "p7.png" in problem
 
@@ -270,8 +270,13 @@ def test_lora_targets_that_match_nothing(workspace: Workspace, capsys: Capture) 
             "validation_adapter_path: '~nouser/x' starts with the home folder of an unknown user.",
         ),
         ("webhook_config=~nouser/x", "webhook_config: '~nouser/x' does not exist"),
-        (f"webhook_config={'x' * 300}", "does not exist; it is a file, an object or a list of objects"),
-        ("user_prompt_library=nothing.json", "user_prompt_library: the file 'nothing.json' does not exist."),
+        (f"webhook_config={'x' * 300}", "does not exist; give a file, an object or a list of objects"),
+        ("webhook_config=datasets", "'datasets' is a folder, not a file; give a file, an object or a list of objects"),
+        ("user_prompt_library=datasets", "user_prompt_library: 'datasets' is a folder, not a file."),
+        ("data_backend_config=datasets", "the dataset file 'datasets' is a folder, not a file."),
+        ("config=config", "tried config (a folder). Did you mean 'config/config.json'?"),
+        ("config=config/confg.json", "tried config/confg.json. Did you mean 'config/config.json'?"),
+        ("user_prompt_library=nothing.json", "user_prompt_library: 'nothing.json' does not exist."),
         ("resume_from_checkpoint=checkpoint-9", "is not a complete checkpoint. In output there are: none."),
         ("lr_end=1", "lr_end: 1 is not below learning_rate 0.001"),
         ("adam_beta1=1", "adam_beta1: '1'"),

@@ -68,7 +68,7 @@ def test_the_datasets_of_the_image_guide(workspace: Workspace, capsys: pytest.Ca
     workspace.add_pictures("datasets/my_images", 2, scale=16)
     assert warnings(workspace, capsys) == ""
     assert workspace.run("plan") == 0
-    assert "Dataset my-image-dataset: 2 of 2 files are used" in capsys.readouterr().out
+    assert "Dataset my-image-dataset: 2 of 2 files used" in capsys.readouterr().out
 
 
 def other_family(workspace: Workspace, family: str) -> None:

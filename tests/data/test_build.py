@@ -515,7 +515,7 @@ def test_enlarged_pictures_are_counted_with_the_key_that_changes_it(context: Dat
     _, problems = build(context, folder(tmp_path / "p", caption_strategy="filename"), resolution=1024)
     (told,) = [problem for problem in problems if problem.where == "set0.resolution"]
     assert not told.fatal
-    assert "2 of 3 files are enlarged" in told.message
+    assert "2 of 3 files enlarged" in told.message
     assert "0.png the most, from 300x200 to 12" in told.message
     assert "minimum_image_size" in told.message
 

@@ -242,7 +242,7 @@ def test_one_warning_for_speed_with_the_factors(context: DataContext, tmp_path: 
     assert problem.where == "films.video.frame_rate"
     assert "taken at 30 a second and the model plays 24" in problem.message
     assert "0.80 times as fast" in problem.message
-    assert "2 of 2 clips have fewer than the 30 frames a second" in problem.message
+    assert "fewer than the 30 frames a second that are taken, in 2 of 2 clips (" in problem.message
     assert "film_024.mp4 has 12): frames are seen up to 2.50 times" in problem.message
     _, problems = build(context, films(tmp_path / "usual", [24], rate=24000 / 1001), {"num_frames": 17})
     assert not problems

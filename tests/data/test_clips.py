@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 import re
 import subprocess
@@ -55,6 +56,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name, write in {**WHOLE, **BROKEN}.items():
         write(root / name)
     return root
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_getscheduler"), reason="Linux only")
+def test_no_encoder_changes_the_priority_of_the_tests(tmp_path: Path) -> None:
+    before = os.sched_getscheduler(0)
+    WHOLE["av1.mp4"](tmp_path / "av1.mp4")
+    assert os.sched_getscheduler(0) == before
 
 
 READERS: dict[str, Reader] = {"av": read_with_av, "decord": read_with_decord}

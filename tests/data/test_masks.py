@@ -159,9 +159,9 @@ def test_all_that_is_wrong_with_masks_is_said_at_once(tmp_path: Path) -> None:
     BROKEN["damaged.png"](tmp_path / "masks" / "broken.png")
     _, problems = build(tmp_path)
     fatal = " ".join(problem.message for problem in problems if problem.fatal)
-    assert "1 of 5 pictures have no partner of the same path and name in masks" in fatal
+    assert "no partner of the same path and name in masks" in fatal
     assert "wide.png is 96x48 and wide.png 96x64, another ratio" in fatal
-    assert "1 masks are black where they are trained, so nothing is learned: dark.png" in fatal
+    assert "black wherever it is trained, so nothing is learned: 1 mask, dark.png" in fatal
     warned = " ".join(problem.message for problem in problems if not problem.fatal)
     assert "1 damaged (broken.png); 1 no source picture (idle.png)" in warned
 
@@ -173,9 +173,9 @@ def test_masks_of_clips_have_their_length(tmp_path: Path) -> None:
     film(tmp_path / "masks" / "dark.mkv", [1.0] + [0.0] * 7)
     film(tmp_path / "masks" / "fine.mkv", [1.0] * 4, rate=4)
     _, problems = build(tmp_path, task="i2v")
-    black, misfit = sorted(problem.message for problem in problems if problem.fatal)
+    misfit, black = sorted(problem.message for problem in problems if problem.fatal)
     assert "do not fit the files of files: long.mkv has 9 frames at 8 a second and long.mp4 8." in misfit
-    assert "black, frame 0 aside, where they are trained, so nothing is learned: dark.mkv" in black
+    assert "black, frame 0 aside, wherever it is trained, so nothing is learned: 1 mask, dark.mkv" in black
 
 
 def test_a_picture_is_not_masked_by_a_clip_nor_twice(tmp_path: Path) -> None:

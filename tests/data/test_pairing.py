@@ -88,7 +88,7 @@ def test_strict_partners_of_another_shape_are_mentioned(roots: tuple[Path, Path]
     pictures.photograph(roots[1] / "a.jpg", (100, 100))
     _, problems = build(roots)
     assert [problem.fatal for problem in problems] == [False]
-    assert "1 pictures of before have another ratio" in problems[0].message
+    assert "another ratio than their partners', so stretched: 1 picture of before;" in problems[0].message
     _, problems = build(roots, conditioning_type="reference_loose")
     assert not problems
 
@@ -99,7 +99,7 @@ def test_missing_partners_are_one_problem_with_their_names(roots: tuple[Path, Pa
     _, problems = build(roots)
     (problem,) = [problem for problem in problems if problem.fatal]
     assert problem.where == "after"
-    assert "14 of 18 pictures have no partner" in problem.message
+    assert "for 14 of 18 pictures: " in problem.message
     assert "lonely_00.png" in problem.message
     assert "and 4 more" in problem.message
 

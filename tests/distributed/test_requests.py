@@ -7,7 +7,7 @@ import threading
 
 import pytest
 
-from simpletuner.distributed.requests import Stop, stop_on_interrupt
+from simpletuner.distributed.requests import Handler, Stop, stop_on_interrupt
 from simpletuner.errors import Interrupted
 
 
@@ -23,7 +23,13 @@ def test_a_source_is_looked_at_until_it_asks() -> None:
     assert stop.requested
 
 
-def test_the_first_signal_asks_and_the_second_one_interrupts() -> None:
+@pytest.mark.parametrize("inherited", [signal.default_int_handler, signal.SIG_IGN])
+def test_the_first_signal_asks_and_the_second_one_interrupts(
+    inherited: Handler, request: pytest.FixtureRequest
+) -> None:
+    """Also in a background job of a script, which starts with SIGINT ignored."""
+    before = signal.signal(signal.SIGINT, inherited)
+    request.addfinalizer(lambda: signal.signal(signal.SIGINT, before))
     stop, announced = Stop(), threading.Event()
     handlers = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
     with stop_on_interrupt(stop, announced.set):

@@ -78,7 +78,7 @@ class Process:
         self.events.subscribe(world.follow(self.events.stop, print))
 
     def fill(self) -> CacheFiller:
-        plan, _ = ready_plan(parse_arguments([]))
+        plan = ready_plan(parse_arguments([])).plan
         filler = prepare_caches(Encoding(plan, build_adapter(plan), CPU, self.events), 1, world=self.world)
         filler.follow(2)
         return filler
@@ -251,7 +251,8 @@ class Machines(World):
 def test_text_encoders_that_stream_are_on_a_machine_once(filled: Workspace, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(filled.folder)
     shutil.rmtree("cache")
-    plan, budget = ready_plan(parse_arguments(["group_offload_text_encoder=true"]))
+    budget = ready_plan(parse_arguments(["group_offload_text_encoder=true"]))
+    plan = budget.plan
     assert budget.listing is not None
     adapter, events = build_adapter(plan), EventStream()
     worlds = [Machines(rank, 4, rank % 2, 2) for rank in range(4)]

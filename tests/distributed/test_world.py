@@ -76,7 +76,7 @@ class Heard(World):
 
 
 def test_two_processes_do_not_share_a_gpu() -> None:
-    with pytest.raises(UserError, match="Processes 0, 2 share GPUs; each needs one of its own"):
+    with pytest.raises(UserError, match="Processes 0, 2 share GPUs; each needs its own"):
         refuse_shared_gpus(Heard(0, 4), "GPU-a")
     refuse_shared_gpus(Heard(0, 4), "")  # on the CPU
 
@@ -133,7 +133,7 @@ def hang(rank: int, folder: Path, where: str) -> None:
     ("where", "message"),
     [
         ("a loop", "Step 3 has waited 1 s for process 1 on {host}. 1"),
-        ("sleep", "Process 1 on {host} has done nothing for 1 s in code that is not simpletuner's. 1"),
+        ("sleep", "Process 1 on {host} has made no progress for 1 s in code that is not simpletuner's. 1"),
     ],
 )
 def test_a_process_that_hangs_ends_the_run(tmp_path: Path, where: str, message: str) -> None:

@@ -109,11 +109,11 @@ class Trained:
             block_inputs=block_inputs,
             keep=self.fast and self.fast.self_attention,
         )
-        if self.fast is not None:
-            compile_blocks(self.layout, self.fast, "aot_eager", LaunchConfig(), sampling=False, recomputing=True)
-        if compiled is not None:
-            for block in self.layout.blocks:
-                block.forward = torch.compile(block.forward, backend=compiled)
+        if compiled is not None and self.fast is not None:
+            compile_blocks(self.layout, self.fast, compiled, LaunchConfig(), sampling=False, recomputing=True)
+        elif compiled is not None:
+            block = self.layout.blocks[1]
+            block.forward = torch.compile(block.forward, backend=compiled)
         self.model.train()
 
     def to(self, device: torch.device) -> None:

@@ -5,7 +5,6 @@ Only the number of blocks is smaller: every block more is one input more, or all
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -17,7 +16,6 @@ from torch.utils.checkpoint import checkpoint
 
 from benchmarks.models import cost_of
 from simpletuner.budget.estimate import StepModel
-from simpletuner.config.schema import OptimizerConfig, PrecisionConfig
 from simpletuner.distributed.sequence import SequenceGroup
 from simpletuner.memory.precision import QuantisedLinear, ScaledRows, linear_layers
 from simpletuner.models.cost import Adapters, BatchShape, Kernels, TransformerCost
@@ -30,6 +28,7 @@ from simpletuner.models.sanavideo.cost import COST as SANA_COST
 from simpletuner.speed.recomputation import enable_checkpointing
 from simpletuner.training.optimizers import build_optimizer
 from simpletuner.training.release import GradientRelease
+from tests.budget.test_estimate import make_config, under
 from tests.peak import fake_step, hollow, peak_of_step
 from tests.tiny import NABLA
 
@@ -139,11 +138,13 @@ def planned_by_metered(
     with fake_step(monkeypatch):
         hollow(model, lambda path, parameter: torch.float32 if cost.stays_float32(path) else BF16)
         metered = peak_of_step(model, sana_inputs(load) if is_sana else kandinsky_inputs(load, _channels(settings)))
-    interval = 1 if checkpointed else None
-    setup = StepModel(
-        cost, "bf16", 2, 0, adapters, checkpoint_interval=interval, multiplies=levels is not None, sequence=sequence
+    config = make_config(
+        gradient_checkpointing=checkpointed,
+        quantized_matmul=levels is not None,
+        num_processes=sequence,
+        sequence_parallel_size=sequence,
     )
-    planned = setup.memory(load)
+    planned = StepModel(cost, config, adapters).memory(load)
     return (planned.inputs + planned.block + planned.outside) / metered
 
 
@@ -163,21 +164,19 @@ def test_the_planned_peak_of_sparse_attention_is_the_metered_one(
     cost = cost_of(VIDEO_COST, model, Kernels(tile_lists=True))
     adapters = Adapters(16, frozenset(matching_modules(linear_modules(cost.shapes), KANDINSKY)))
     model = train(model, cost, adapters, checkpointed=False)
-    precision = PrecisionConfig(gradient_checkpointing=checkpointed)
+    config = make_config(gradient_checkpointing=checkpointed, speed="auto")
     with fake_step(monkeypatch):
         monkeypatch.setattr(nabla, "choose_attend", lambda *given: nabla.compiled(nabla.tile_blocks, {}, {}))
         hollow(model, lambda path, parameter: torch.float32 if cost.stays_float32(path) else BF16)
         nabla.install(model)
         keep = blocks.use_fast_blocks(model, blocks.mask_padding(model)).self_attention
         layout = Kandinsky5ImageAdapter.__new__(Kandinsky5ImageAdapter).block_layout(model)
-        enable_checkpointing(model, layout, precision, dropout=False, keep=keep)
+        enable_checkpointing(model, layout, config.precision, dropout=False, keep=keep)
         inputs = kandinsky_inputs(load, _channels(settings))
         shape = tuple(inputs["hidden_states"].shape)
         inputs["sparse_params"] = nabla.sparse_params(shape, dict(model.config), torch.device("cpu"))
         metered = peak_of_step(model, inputs)
-    interval = 1 if checkpointed else None
-    setup = StepModel(cost, "bf16", 2, 0, adapters, checkpoint_interval=interval, keep_attention=checkpointed)
-    planned = setup.memory(load)
+    planned = StepModel(cost, config, adapters).memory(load)
     assert 0.95 <= (planned.inputs + planned.block + planned.outside) / metered <= 1.1
 
 
@@ -209,20 +208,20 @@ def test_the_planned_peak_of_released_gradients_is_the_metered_one(
         model: Any = (SanaVideoTransformer3DModel if is_sana else Kandinsky5Transformer3DModel)(**settings)
     cost = cost_of(family, model)
     model.enable_gradient_checkpointing(lambda block, *rest: checkpoint(block, *rest, use_reentrant=False))
-    optimizers = OptimizerConfig(optimizer="torch-sgd", max_grad_norm=1.0)
+    config = make_config(model_type="full", optimizer="optimi-sgd", max_grad_norm=1.0, optimizer_release_gradients=True)
     with fake_step(monkeypatch):
         hollow(model, lambda path, parameter: torch.float32 if cost.stays_float32(path) else BF16)
-        optimizer = build_optimizer(model.parameters(), optimizers, "bf16", 1e-3)
-        release = GradientRelease(dict(model.named_parameters()), optimizer, optimizers)
+        optimizer = build_optimizer(model.parameters(), config.optimizer, "bf16", 1e-3)
+        release = GradientRelease(dict(model.named_parameters()), optimizer, config.optimizer)
         with release.updating():
             metered = peak_of_step(
                 model.train(), sana_inputs(load) if is_sana else kandinsky_inputs(load, _channels(settings))
             )
-    setup = StepModel(cost, "bf16", 2, 0, released=True)
+    setup = StepModel(cost, config)
     planned = setup.memory(load)
-    beside_weights = planned.total - 2 * cost.parameters
+    beside_weights = planned.total - (2 + setup.state_bytes) * cost.parameters
     assert 0.95 <= beside_weights / metered <= 1.15
-    kept = replace(setup, released=False).memory(load)
+    kept = under(setup, optimizer_release_gradients=False).memory(load)
     assert kept.trained - planned.trained > 0.7 * 2 * cost.parameters
 
 

@@ -15,9 +15,9 @@ from simpletuner.models.cost import BatchShape, TransformerCost
 from simpletuner.models.kandinsky5.cost import VIDEO_COST
 from simpletuner.techniques.base import Technique
 from simpletuner.techniques.spec import TechniqueCost, TechniqueSpec
-from tests.budget.test_estimate import KANDINSKY, lora
+from tests.budget.test_estimate import KANDINSKY, lora, under
 
-GUIDES = (Route(0.5, 2, -2),)
+GUIDES = TechniqueSpec(Technique, routes=(Route(0.5, 2, -2),))
 H100 = Device("H100", None, None, True, rates_of("NVIDIA H100"), "")
 
 
@@ -52,9 +52,9 @@ def test_what_the_arithmetic_allows(size: str, limit: float) -> None:
     cost = cost_of(VIDEO_COST, hollow_transformer(size))
     setup = lora(cost, KANDINSKY)
     plain = Step(setup, load_of(size), H100).cost
-    routed = Step(replace(setup, routes=GUIDES), load_of(size), H100).cost
+    routed = Step(replace(setup, techniques=(GUIDES,)), load_of(size), H100).cost
     saved = plain.executed.total / routed.executed.total
-    assert saved == pytest.approx(1 / share_of_arithmetic(size, GUIDES), rel=0.01)
+    assert saved == pytest.approx(1 / share_of_arithmetic(size, GUIDES.routes), rel=0.01)
     assert saved == pytest.approx(limit, rel=0.01)
     assert plain.seconds / routed.seconds == pytest.approx(limit, rel=0.1)
     assert plain.model / routed.model == pytest.approx(limit, rel=0.02)
@@ -62,13 +62,13 @@ def test_what_the_arithmetic_allows(size: str, limit: float) -> None:
 
 
 def test_no_share_left_out_changes_nothing(lite: TransformerCost, setup: StepModel) -> None:
-    neutral, load = replace(setup, routes=(Route(0.0, 2, -2),)), load_of("lite")
+    neutral, load = replace(setup, techniques=(TechniqueSpec(Technique, routes=(Route(0.0, 2, -2),)),)), load_of("lite")
     assert Step(neutral, load, H100).cost == Step(setup, load, H100).cost
     assert neutral.memory(load) == setup.memory(load)
 
 
 def test_previews_know_nothing_of_routes(lite: TransformerCost, setup: StepModel) -> None:
-    routed = replace(setup, routes=GUIDES)
+    routed = replace(setup, techniques=(GUIDES,))
     assert Step(routed, load_of("lite"), H100).forward_seconds == Step(setup, load_of("lite"), H100).forward_seconds
 
 
@@ -80,14 +80,14 @@ def test_extra_passes(lite: TransformerCost, setup: StepModel, device: Device) -
 
     def seconds(**extra: float) -> float:
         spec = TechniqueSpec(Technique, cost=lambda transformer, load: TechniqueCost(**extra))
-        routed = replace(setup, routes=GUIDES, streamed=True, techniques=(spec,))
+        routed = replace(under(setup, enable_group_offload=True), techniques=(GUIDES, spec))
         return Step(routed, load_of("lite"), device).cost.seconds
 
     once = TechniqueSpec(Technique, cost=lambda transformer, load: TechniqueCost(passes=0.25))
-    routed = replace(setup, routes=GUIDES, techniques=(once,))
+    routed = replace(setup, techniques=(GUIDES, once))
     assert routed.memory(load_of("lite")) == setup.memory(load_of("lite"))
     plain = seconds()
-    whole = Step(replace(setup, streamed=True), load_of("lite"), device).cost.seconds
+    whole = Step(under(setup, enable_group_offload=True), load_of("lite"), device).cost.seconds
     assert seconds(passes=0.25, flops=0.0) == pytest.approx(plain + 0.25 * whole)
     alone = seconds(forwards=2) - plain
     unrouted = 2 * Step(setup, load_of("lite"), H100).forward_seconds
@@ -96,22 +96,22 @@ def test_extra_passes(lite: TransformerCost, setup: StepModel, device: Device) -
 
 def test_activations_are_those_of_the_kept_tokens(lite: TransformerCost, setup: StepModel) -> None:
     """Of 32 blocks 29 lie in the route; its first one keeps all tokens, to pick from. The last block is whole."""
-    load, routed = load_of("lite"), replace(setup, routes=GUIDES)
+    load, routed = load_of("lite"), replace(setup, techniques=(GUIDES,))
     one = lite.activations(load, 2, setup.adapters)
     plain, fewer = setup.memory(load), routed.memory(load)
     assert plain.inputs == 32 * one.held
     assert fewer.inputs == pytest.approx((32 - 28 / 2) * one.held)
     assert fewer.block == plain.block
-    everywhere = replace(setup, routes=(Route(0.5, 0, -1),)).memory(load)
+    everywhere = replace(setup, techniques=(TechniqueSpec(Technique, routes=(Route(0.5, 0, -1),)),)).memory(load)
     assert everywhere.block < 0.6 * plain.block, "no block has all tokens"
 
-    plain, fewer = (replace(each, checkpoint_interval=None).memory(load) for each in (setup, routed))
+    plain, fewer = (under(each, gradient_checkpointing=False).memory(load) for each in (setup, routed))
     assert plain.inputs == 32 * (one.held + one.saved)
     half = lite.activations(replace(load, frames=load.frames // 2), 2, setup.adapters)
     inputs = 3 * (one.held + one.saved) + one.held + 28 * half.held + 29 * half.saved
     assert fewer.inputs == pytest.approx(inputs)
 
-    on_host, hosted = replace(setup, inputs_on_host=True), replace(routed, inputs_on_host=True)
+    on_host, hosted = (under(each, offload_block_inputs=True) for each in (setup, routed))
     assert on_host.inputs_on_host_bytes(load) == 30 * one.held
     assert hosted.inputs_on_host_bytes(load) == pytest.approx((2 + 28 / 2) * one.held)
 

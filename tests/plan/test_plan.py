@@ -39,9 +39,9 @@ def test_it_says_what_will_run(workspace: Workspace, capsys: Capture) -> None:
         "seed     7\n",
         "4 steps of 2 samples",
         "8 batches an epoch, 1 epoch\n",
-        "Dataset pictures: 8 of 8 files are used",
+        "Dataset pictures: 8 of 8 files used",
         "p0.png: 96x64, resized to ",
-        "Cache of pictures: 0 of 8 are there, 8 to encode",
+        "Cache of pictures: 0 of 8 exist, 8 to encode",
         "Previews every 100 steps at 128x128: validation",
     ):
         assert line in shown, line
@@ -63,6 +63,8 @@ def test_it_says_what_will_run(workspace: Workspace, capsys: Capture) -> None:
         (["max_train_steps=1000", "validation_steps=25"], "every 25 steps", "validation_step_interval 50 halves it"),
         (["max_train_steps=96", "validation_epoch_interval=2"], "every 2 epochs", "validation_epoch_interval 4 halves"),
         (["max_train_steps=50"], "every 100 steps", "validation_num_inference_steps 1 halves it"),
+        (["max_train_steps=1", "validation_steps=1"], "every step", "for 1 step,"),
+        (["max_train_steps=4", "validation_epoch_interval=1"], "every epoch", "8 of 8 files used"),
     ],
 )
 def test_previews_have_up_to_eight_milestones_unless_an_interval_is_set(
@@ -167,12 +169,12 @@ def test_every_file_is_used_or_has_a_reason(workspace: Workspace, capsys: Captur
     shown = plan(workspace, capsys)
     for name in ("p0.png", "p1.png", "notes.doc", "lonely.txt", r"red\x1b[31m\nrow.doc"):
         assert f"  {name}: not used, " in shown
-    assert "6 of 11 files are used" in shown
+    assert "6 of 11 files used" in shown
 
 
 def test_it_knows_what_is_cached(filled: Workspace, capsys: Capture) -> None:
     shown = plan(filled, capsys)
-    assert "Cache of pictures: 8 of 8 are there, 0 to encode" in shown
+    assert "Cache of pictures: 8 of 8 exist, 0 to encode" in shown
     assert ", 0 to encode" in shown.partition("Cache of captions")[2].splitlines()[0]
 
 

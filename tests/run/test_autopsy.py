@@ -68,7 +68,7 @@ def poison(workspace: Workspace, name: str) -> Path:
     """Write numbers that overflow into the cached latents of a picture; returns the folder of the cache."""
     assert workspace.run("cache", "fill") == 0
     with workspace.inside():
-        listing = weigh_plan(parse_arguments([]))[1].listing
+        listing = weigh_plan(parse_arguments([])).listing
         assert listing is not None
         (entry,) = [each for each in listing.latents if each.sample.name == name]
         latents = CacheStore(entry.folder).read(entry.key.digest())["latents"]

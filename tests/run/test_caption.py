@@ -222,7 +222,7 @@ def test_without_a_language_head_there_is_no_captioner(
     assert headless.startswith("pretrained_model_name_or_path: ")
     assert "has no language head (lm_head.weight)" in headless
     sana = ("model_family=sanavideo", "model_flavour=null", f"pretrained_model_name_or_path={sana_checkpoint}")
-    assert "writes no text" in complaint(bare, capsys, "caption", *sana)
+    assert "cannot caption pictures" in complaint(bare, capsys, "caption", *sana)
     unknown = complaint(bare, capsys, "caption", "--dataset", "picture")
     assert unknown.startswith("--dataset: 'picture'")
     assert "Did you mean 'pictures'?" in unknown

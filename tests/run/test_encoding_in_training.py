@@ -55,7 +55,7 @@ def latents(workspace: Workspace) -> set[str]:
 
 def budget_of(workspace: Workspace, *settings: str) -> Budget:
     with workspace.inside():
-        return weigh_plan(parse_arguments(list(settings)))[1]
+        return weigh_plan(parse_arguments(list(settings)))
 
 
 @pytest.mark.parametrize("key", KEYS)

@@ -11,8 +11,7 @@ import logging
 import os
 import shutil
 import signal
-import subprocess
-import time
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -21,6 +20,7 @@ import pytest
 
 from simpletuner.annexes.display.log import DebugFile, setup_logging
 from simpletuner.annexes.fitting.ready import ready_plan
+from simpletuner.cli.app import run as run_command
 from simpletuner.cli.train import open_companions
 from simpletuner.config.sources import parse_arguments
 from simpletuner.distributed.requests import make_request
@@ -39,8 +39,10 @@ from simpletuner.reporting.events import (
     StepReport,
 )
 from simpletuner.run.train import run_plan
-from tests.processes import PATIENCE
+from tests.conftest import make_room
+from tests.processes import finish
 from tests.run.test_kandinsky5_video import make_workspace
+from tests.run.test_processes import wait_for_step
 from tests.run.test_resume import SETTINGS, assert_same_run
 from tests.tiny import make_checkpoint
 from tests.validation.test_eval_loss import EVAL
@@ -86,20 +88,29 @@ def in_phase(kind: str, done: int = 0) -> Callable[[Event], bool]:
 def train(workspace: Workspace, *subscribers: Callable[[Event], None]) -> None:
     events = EventStream(*subscribers)
     with workspace.inside():
-        plan, budget = ready_plan(parse_arguments([]))
-        run_plan(plan, budget, events, open_companions(plan, (), events, World()))
+        budget = ready_plan(parse_arguments([]))
+        run_plan(budget, events, open_companions(budget.plan, (), events, World()))
 
 
 def media(workspace: Workspace) -> list[dict[str, Any]]:
     return [json.loads(line) for line in workspace.path(MEDIA).read_text().splitlines()]
 
 
+@pytest.fixture(scope="module")
+def straight(tmp_path_factory: pytest.TempPathFactory, finished: Workspace) -> Workspace:
+    """The run that a stopped one must equal."""
+    run = finished.stopped(tmp_path_factory.mktemp("interruption") / "straight", 0)
+    run.write_config(**SETTINGS)
+    with pytest.MonkeyPatch.context() as patch:
+        make_room(patch)
+        train(run)
+    return run
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_ends_the_run_after_its_step_and_the_run_continues(
-    tmp_path: Path, filled: Workspace, number: signal.Signals
+    tmp_path: Path, filled: Workspace, straight: Workspace, number: signal.Signals
 ) -> None:
-    straight = filled.copy(tmp_path / "straight", **SETTINGS)
-    train(straight)
     stopped = filled.copy(tmp_path / "stopped", **SETTINGS)
     handlers = [signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM)]
     trigger = Trigger(
@@ -199,7 +210,7 @@ def test_new_crops_that_are_cut_short_leave_the_run_at_its_last_step(workspace: 
     """The stop comes inside a step, which has then not happened."""
     random_crops = {**DATASETS[0], "crop": True, "crop_style": "random", "vae_cache_clear_each_epoch": True}
     workspace.write_datasets([random_crops, DATASETS[1]])
-    workspace.write_config(max_train_steps=9, gradient_accumulation_steps=3)
+    workspace.write_config(max_train_steps=5, gradient_accumulation_steps=3)
 
     def second_epoch(event: Event) -> bool:
         return in_phase(CACHING)(event) and any(isinstance(each, StepReport) for each in trigger.events)
@@ -209,10 +220,10 @@ def test_new_crops_that_are_cut_short_leave_the_run_at_its_last_step(workspace: 
         train(workspace, trigger)
     assert workspace.train() == 0
     rows = workspace.metrics()
-    assert [row["step"] for row in rows] == list(range(1, 10))
+    assert [row["step"] for row in rows] == [1, 2, 3, 4, 5]
     straight = Workspace.create(workspace.folder.parent / "straight", Path(json.loads(
         workspace.path("config/config.json").read_text())["pretrained_model_name_or_path"]
-    ), max_train_steps=9, gradient_accumulation_steps=3)  # fmt: skip
+    ), max_train_steps=5, gradient_accumulation_steps=3)  # fmt: skip
     straight.write_datasets([random_crops, DATASETS[1]])
     train(straight)
     assert straight.metrics() == rows
@@ -286,7 +297,7 @@ def die_at(moment: str) -> None:
     trigger = Trigger(MOMENTS[moment], lambda: os._exit(9))
     # After the record: what was published before the kill is what the record has.
     events = EventStream()
-    plan, budget = ready_plan(parse_arguments([]))
+    budget = ready_plan(parse_arguments([]))
     subscribe = events.subscribe
 
     def last(subscriber: Callable[[Event], None]) -> None:
@@ -295,41 +306,36 @@ def die_at(moment: str) -> None:
 
     events.subscribe = last
     events.subscribe(trigger)
-    run_plan(plan, budget, events, open_companions(plan, (), events, World()))
+    run_plan(budget, events, open_companions(budget.plan, (), events, World()))
 
 
-def test_the_command_survives_a_terminal_that_hangs_up_and_stops_on_request(
-    tmp_path: Path, t2i_checkpoint: Path
-) -> None:
+def train_into(pipe: str, log: str) -> None:
+    """`simpletuner train` as it is started from a shell, with its output in a pipe and its errors in a file."""
+    for number, path in enumerate((pipe, log), start=1):
+        os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT), number)
+    sys.argv[1:] = ["train"]
+    run_command()
+
+
+def test_the_command_survives_a_terminal_that_hangs_up_and_stops_on_request(workspace: Workspace) -> None:
     """The reader of the pipe goes, the terminal hangs up, and the run still ends as it is asked to."""
-    workspace = Workspace.create(tmp_path / "run", t2i_checkpoint, max_train_steps=100_000)
-    process = workspace.spawn("train", stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-    assert process.stdout is not None
-    lines = [process.stdout.readline() for _ in range(2)]
-    process.stdout.close()
-    wait_for_step(workspace, process, 1)
-    process.send_signal(signal.SIGHUP)
-    wait_for_step(workspace, process, len(workspace.metrics()) + 3)
-    process.send_signal(signal.SIGTERM)
-    assert process.wait(timeout=PATIENCE) == 130
-    assert process.stderr is not None
-    told = process.stderr.read()
-    process.stderr.close()
+    workspace.write_config(max_train_steps=100_000)
+    pipe, log = workspace.path("pipe"), workspace.path("log.txt")
+    os.mkfifo(pipe)
+    process = workspace.fork(train_into, pipe.name, log.name)
+    with pipe.open() as reader:
+        lines = [reader.readline() for _ in range(2)]
+    wait_for_step(workspace, 1, log, [process])
+    os.kill(process.pid or 0, signal.SIGHUP)
+    wait_for_step(workspace, len(workspace.metrics()) + 3, log, [process])
+    os.kill(process.pid or 0, signal.SIGTERM)
+    assert finish([process]) == [130]
+    told = log.read_text()
     last = len(workspace.metrics())
     assert told.splitlines()[-1] == f"Stopped at step {last}; start again to continue from there."
     assert "Traceback" not in told
     assert workspace.path(f"output/checkpoint-{last}-rolling").exists() or last % 2 == 0
     assert lines[0].startswith("LoRA on")
-
-
-def wait_for_step(workspace: Workspace, process: subprocess.Popen[str], step: int) -> None:
-    record = workspace.path("output/training_metrics.jsonl")
-    deadline = time.monotonic() + PATIENCE
-    while process.poll() is None and time.monotonic() < deadline:
-        if record.exists() and len(record.read_text().splitlines()) >= step:
-            return
-        time.sleep(0.05)
-    raise AssertionError(f"step {step} was not reached, exit code {process.poll()}")
 
 
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EROFS])

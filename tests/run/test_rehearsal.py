@@ -16,6 +16,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from simpletuner.annexes.fitting.ready import ready_plan
 from simpletuner.cli.train import open_companions
+from simpletuner.config.schema import OffloadConfig
 from simpletuner.config.sources import parse_arguments
 from simpletuner.distributed.world import World
 from simpletuner.errors import UserError
@@ -38,8 +39,8 @@ def run(workspace: Workspace, *, rehearsed: bool | None) -> list[str]:
     lines: list[str] = []
     events = EventStream(lambda event: lines.append(event.text) if isinstance(event, Notice) else None)
     with workspace.inside():
-        plan, budget = ready_plan(parse_arguments([]))
-        run_plan(plan, budget, events, open_companions(plan, (), events, World()), rehearsed=rehearsed)
+        budget = ready_plan(parse_arguments([]))
+        run_plan(budget, events, open_companions(budget.plan, (), events, World()), rehearsed=rehearsed)
     return lines
 
 
@@ -117,7 +118,8 @@ def test_a_process_allocates_the_state_of_its_part() -> None:
     try:
         part = distribute_tensor(torch.zeros(4, 6), init_device_mesh("cpu", (2,)), [Shard(0)], src_data_rank=None)
         assembly: Any = SimpleNamespace(optimizer=torch.optim.SGD([torch.nn.Parameter(part)]))
-        budget: Any = SimpleNamespace(model=SimpleNamespace(state_on_host=False, state_bytes=8.0))
+        config = SimpleNamespace(offload=OffloadConfig())
+        budget: Any = SimpleNamespace(model=SimpleNamespace(state_bytes=8.0), config=config)
         assert rehearsal.coming_state(assembly, budget) == 8 * 12
     finally:
         distributed.destroy_process_group()

@@ -91,7 +91,7 @@ def test_what_failed_is_uploaded_later_without_training(hub: FakeHub, workspace:
     hub.broken_commits = 3
     assert workspace.train("push_to_hub=true", "hub_model_id=star", "max_train_steps=1") == 0
     shown = capsys.readouterr()
-    assert shown.out.splitlines()[-1].endswith("the next command tries again: simpletuner publish output")
+    assert shown.out.splitlines()[-1].endswith("to try again: simpletuner publish output")
     repository = hub.repositories["me/star"]
     assert (repository.commits, repository.files) == ([], {})
     hub.requests.clear()
@@ -127,7 +127,7 @@ def test_publish_reports_what_it_cannot_do(hub: FakeHub, workspace: Workspace, c
         (None, "push_to_hub: not logged in to the hub: run `hf auth login`, or set HF_TOKEN."),
         ("hf_unknownunknownunknown", "push_to_hub: the hub does not accept the token"),
         (READ, "push_to_hub: the hub token is read-only"),
-        (GUEST, "push_to_hub: the token of the hub has no permission to write to me/star."),
+        (GUEST, "push_to_hub: the hub token has no permission to write to me/star."),
     ],
 )
 def test_who_may_not_write_learns_it_before_training(
@@ -193,7 +193,7 @@ def test_scripts_run_after_checkpoints_and_uploads(hub: FakeHub, workspace: Work
     ]
     script.write_text("raise SystemExit('no way')")
     assert workspace.train("max_train_steps=3") == 0
-    assert "warning: post_upload_script ended with code 1: no way" in capsys.readouterr().out
+    assert "warning: post_upload_script exited with code 1: no way" in capsys.readouterr().out
 
 
 def test_the_yaml_of_a_card_cannot_be_broken_by_prompts(hub: FakeHub, workspace: Workspace) -> None:
@@ -293,7 +293,7 @@ def test_the_next_start_finishes_what_a_kill_has_cut_short(
         capsys.readouterr()
         assert killed.train("max_train_steps=2") == 0
         shown = capsys.readouterr().out
-        assert "All 2 steps are done. An earlier session has not finished: " in shown
+        assert "Training is done, to step 2. An earlier session has not finished: " in shown
         assert ("Uploaded" in shown) is (killed is not moments[-1])
         assert {path.name for path in killed.path("output").iterdir()} == {
             path.name for path in workspace.path("output").iterdir()

@@ -242,11 +242,12 @@ def test_the_plan_counts_its_memory_and_arithmetic() -> None:
     from simpletuner.budget.estimate import StepModel
     from simpletuner.models.cost import Adapters, BatchShape
     from simpletuner.models.registry import FAMILIES
+    from tests.budget.test_estimate import make_config
 
     family = FAMILIES["kandinsky5-image"].cost
     cost = family.of_flavour("t2i-lite-sft")
     adapters = Adapters(16, frozenset(["visual_transformer_blocks.0.self_attention.to_query"]))
-    plain = StepModel(cost, "bf16", number_bytes=4.0, state_bytes=8.0, adapters=adapters)
+    plain = StepModel(cost, make_config(optimizer="adamw"), adapters)
     load = BatchShape(2, 1, 32, 32, 100)
     before, after = plain.memory(load), replace(plain, techniques=(SPEC,)).memory(load)
     assert after.trained - before.trained == (cost.hidden * CHANNELS + CHANNELS) * 16

@@ -162,7 +162,7 @@ def test_a_run_computes_each_clip_once_and_resumes_exactly(
     runs[1].write_config(crepa_cache="off", crepa_drop_vae_encoder=True)
     assert runs[0].run("plan") == 0
     told = capsys.readouterr().out
-    assert "Cache of features: 0 of 3 are there, 3 to encode" in told
+    assert "Cache of features: 0 of 3 exist, 3 to encode" in told
     assert "features up to" in told
     assert runs[0].train() == 0
     assert calls == {"decode": 3, "load": 1}, "once a clip, before the first step"

@@ -112,7 +112,7 @@ def test_a_library_that_cannot_be_used(tmp_path: Path, content: Any, complaint: 
 
 
 def test_a_library_that_is_missing() -> None:
-    assert collect(user_prompt_library="none.json")[1] == ["user_prompt_library: the file 'none.json' does not exist."]
+    assert collect(user_prompt_library="none.json")[1] == ["user_prompt_library: 'none.json' does not exist."]
 
 
 @pytest.mark.parametrize(

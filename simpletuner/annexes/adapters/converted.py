@@ -1,14 +1,15 @@
-"""Adapters other than LoRA: trained and resumed in their own form, published in it and as a LoRA.
+"""Adapters other than LoRA: trained and resumed in their native form, published in that form and as a LoRA.
 
 The LoRA is the best low-rank approximation of each layer's update (Eckart and Young, 1936). Its error, on the weights
-and on one forward pass, is measured and written into its header.
+and on one forward pass, is measured and stored in its header.
 
 LoKr (Yeh et al., arXiv:2309.14859) updates a weight by alpha / rank · W1 ⊗ W2, where W2 may itself be a product of two
 matrices of the rank. LoHa (Hyeon-Woo et al., arXiv:2108.06098) updates it by alpha / rank · (A1 B1) ∘ (A2 B2).
 
-LyCORIS wraps the linear layers that a settings file chooses. Its modules are children of these layers, so they move,
+LyCORIS wraps the linear layers that a settings file selects. Its modules are children of these layers, so they move,
 stream, train and are saved with the transformer. Where the result is the same, they run in bypass mode, which applies
-the update to the layer's input. Otherwise weight plus update is rounded to the weight's dtype: small updates vanish.
+the update to the layer's input. Without it, weight plus update is rounded to the weight's dtype, which loses small
+updates.
 """
 
 from __future__ import annotations
@@ -43,9 +44,9 @@ from simpletuner.training.manifest import ERRORS, describe_errors
 from simpletuner.training.meter import weight_shapes
 from simpletuner.training.trained import AdapterWeights, Draft, Publication
 
-# Oversampling of the randomised SVD, whose last singular vectors are the least exact.
+# Oversampling of the randomised SVD: its last singular vectors are the least accurate.
 SPARE = 16
-LOST = 0.05  # share of an adapter's effect; a conversion that loses more is warned about
+LOST = 0.05  # share of an adapter's effect; a conversion that loses more logs a warning
 logger = logging.getLogger(__name__)
 
 
@@ -56,7 +57,7 @@ class ConvertedLora:
     Attributes:
         factors: A (rank, in, ...) and B (out, rank, ...) of each layer, scale included.
         error: |B A - update| / |update| over all layers.
-        limited: export_rank kept a layer below export_energy.
+        limited: because of export_rank, a layer keeps less than export_energy.
     """
 
     factors: Mapping[str, tuple[Tensor, Tensor]]
@@ -70,7 +71,7 @@ class ConvertedLora:
 
     @contextmanager
     def added(self, transformer: nn.Module) -> Iterator[None]:
-        """A context in which this LoRA is added to the layers of a transformer."""
+        """Add this LoRA to the layers of a transformer within a context."""
         with ExitStack() as hooks:
             for name, (down, up) in self.factors.items():
                 hooks.callback(transformer.get_submodule(name).register_forward_hook(LoraHook(down, up, 1.0)).remove)
@@ -86,33 +87,33 @@ class ConvertedAdapter(AdapterWeights, ABC):
 
     @property
     def native_file(self) -> str:
-        """Name of the file in the adapter's own form."""
+        """The name of the file in the adapter's native form."""
         return f"{self.config.lora_type}_weights.safetensors"
 
     @property
     def native_use(self) -> str:
-        """A remark on how to use that file."""
+        """A note on how to use the native file."""
         return ""
 
     @property
     def adapters(self) -> Adapters:
         numbers = {
-            name: sum(each.numel() for each in module.parameters() if each.requires_grad)
+            name: sum(parameter.numel() for parameter in module.parameters() if parameter.requires_grad)
             for name, module in self.layers()
         }
         return Adapters(0, frozenset(numbers), numbers)
 
     @abstractmethod
     def layers(self) -> Iterable[tuple[str, Any]]:
-        """The modules with the trained parameters, by layer."""
+        """The name of every adapted layer, and the module with its trained parameters."""
 
     @abstractmethod
     def updates(self) -> Iterator[tuple[str, Tensor]]:
-        """The update of each layer's weight, in float32 and the weight's shape."""
+        """The name of every adapted layer, and the update of its weight, in float32 and the weight's shape."""
 
     @abstractmethod
     def native(self, note: Mapping[str, str]) -> Draft:
-        """The weights in the adapter's own form, with additional header entries."""
+        """The weights in the adapter's native form; `note` is added to the header."""
 
     @abstractmethod
     def disabled(self) -> AbstractContextManager[None]:
@@ -142,10 +143,10 @@ class ConvertedAdapter(AdapterWeights, ABC):
     def _publish(self, folder: Path, publication: Publication) -> tuple[ConvertedLora, dict[str, str]]:
         """Write the native file and the verified LoRA; returns the LoRA and its errors for the header."""
         lora = self.convert(publication.dtype)
-        # Measured before anything is written, for the LoRA's header.
+        # Measured before writing, since the errors go into the LoRA's header.
         forward, effect = self.prediction_errors(lora, publication.predict)
         if effect > LOST:
-            message = "%s lacks %.0f %% of what the adapter does; a larger export_rank or export_energy keeps more."
+            message = "%s lacks %.0f %% of the adapter's effect; a larger export_rank or export_energy keeps more."
             logger.warning(message, folder / LORA_FILE, 100 * effect)
         errors = {key: f"{error:.2e}" for key, error in zip(ERRORS, (lora.error, forward, effect), strict=True)}
         self.native(publication.note).write_into(folder)
@@ -161,7 +162,7 @@ class ConvertedAdapter(AdapterWeights, ABC):
 
     @torch.no_grad()
     def convert(self, dtype: torch.dtype) -> ConvertedLora:
-        """This adapter as a LoRA in a dtype; rounding to it is part of the error."""
+        """This adapter as a LoRA in a dtype; the error includes rounding."""
         factors, lost, whole, limited = {}, 0.0, 0.0, False
         for name, update in self.updates():
             down, up = (each.to(dtype) for each in low_rank(update, self.config.export_energy, self.config.export_rank))
@@ -175,24 +176,24 @@ class ConvertedAdapter(AdapterWeights, ABC):
     def prediction_errors(self, lora: ConvertedLora, predict: Callable[[], Tensor]) -> tuple[float, float]:
         """The error of a prediction with the LoRA in place of the adapter, relative to the prediction and to the
         adapter's effect on it."""
-        with torch.compiler.set_stance("force_eager"):  # compiled code would not see the hooks
-            own = predict()
+        with torch.compiler.set_stance("force_eager"):  # compiled code would ignore the hooks
+            exact = predict()
             with self.disabled():
                 base = predict()
                 with lora.added(self.transformer):
-                    other = predict()
-        lost, effect = float((other - own).norm()), float((own - base).norm())
-        return lost / float(own.norm()), lost / effect if effect else 0.0
+                    converted = predict()
+        lost, effect = float((converted - exact).norm()), float((exact - base).norm())
+        return lost / float(exact.norm()), lost / effect if effect else 0.0
 
 
 @dataclass
 class ProductAdapter(ConvertedAdapter):
-    """LoKr or LoHa, by peft."""
+    """A LoKr or LoHa of peft."""
 
     settings: PeftConfig
 
     def layers(self) -> Iterable[tuple[str, Any]]:
-        return ((name, each) for name, each in self.transformer.named_modules() if isinstance(each, LycorisLayer))
+        return ((name, layer) for name, layer in self.transformer.named_modules() if isinstance(layer, LycorisLayer))
 
     def updates(self) -> Iterator[tuple[str, Tensor]]:
         for name, layer in self.layers():
@@ -228,8 +229,8 @@ def add_product(
 def stay_in_evaluation(layer: Any) -> None:
     """Keep an adapter's layer in evaluation mode while the model trains.
 
-    In training mode peft draws a random number on the CPU in every call, even with a dropout of 0. This breaks compiled
-    graphs, and skips the layer with probability 2^-24.
+    In training mode, peft draws a random number on the CPU in every call, even with a dropout of 0. This breaks
+    compiled graphs, and skips the layer with probability 2^-24.
     """
     layer.eval()
     layer.train = lambda mode=True: layer
@@ -240,8 +241,8 @@ def low_rank(update: Tensor, energy: float, most: int) -> tuple[Tensor, Tensor]:
 
     Args:
         update: (out, in) of a linear layer, (out, in, 1, 1) of a pointwise convolution.
-        energy: least share of the sum of squares to keep.
-        most: largest rank; it has precedence over `energy`.
+        energy: minimum share of the sum of squares to keep.
+        most: maximum rank; takes precedence over `energy`.
     """
     matrix = update.flatten(1)
     with seeded(0, [matrix.device]):  # the method is randomised
@@ -259,15 +260,15 @@ def _lora_settings(ranks: Mapping[str, int]) -> dict[str, Any]:
     """peft's settings of a LoRA whose layers have different ranks."""
     usual = Counter(ranks.values()).most_common(1)[0][0]
     # Anchored: peft would also match the end of a longer path.
-    others = {f"^{name}": rank for name, rank in ranks.items() if rank != usual}
+    exceptions = {f"^{name}": rank for name, rank in ranks.items() if rank != usual}
     return {
-        "r": usual, "lora_alpha": usual, "rank_pattern": others, "alpha_pattern": others,
+        "r": usual, "lora_alpha": usual, "rank_pattern": exceptions, "alpha_pattern": exceptions,
         "target_modules": sorted(ranks), "lora_dropout": 0.0, "bias": "none",
     }  # fmt: skip
 
 
 PASSED = ("bypass_mode", "factor", "full_matrix", "decompose_both", "unbalanced_factorization", "use_scalar")
-MULTIPLIER = "simpletuner.multiplier"  # header entry; the file cannot be used without it
+MULTIPLIER = "simpletuner.multiplier"  # header entry, needed to use the file
 CHILD = "lycoris"  # name of the module inside its layer
 
 
@@ -305,7 +306,7 @@ class LycorisAdapter(ConvertedAdapter):
 
     @contextmanager
     def disabled(self) -> Iterator[None]:
-        # A multiplier of 0 would not suffice: dora_wd would still decompose the weight.
+        # A multiplier of 0 is not enough: with dora_wd the weight would still be decomposed.
         for module in self.modules.values():
             module.org_module[0].forward = module.org_forward
         try:
@@ -330,7 +331,7 @@ def add_lycoris(
     logging.getLogger("LyCORIS").setLevel(logging.ERROR)
     transformer.requires_grad_(False)
     # Modules draw their initial weights from the global generator.
-    with seeded(seed, (parameter.device for parameter in transformer.parameters())):
+    with seeded(seed, {parameter.device for parameter in transformer.parameters()}):
         layers = file.layers(weights_of(weight_shapes(transformer)))
         modules = {name: _wrap(transformer, name, file, settings) for name, settings in layers.items()}
     for module in modules.values():
@@ -340,7 +341,7 @@ def add_lycoris(
 
 
 def _wrap(transformer: nn.Module, name: str, file: LycorisFile, settings: Mapping[str, Any]) -> Any:
-    """Wrap the forward pass of a layer in a module."""
+    """Wrap the forward pass of a layer in a LyCORIS module."""
     from lycoris.wrapper import network_module_dict  # an extra
 
     layer = transformer.get_submodule(name)
@@ -351,24 +352,24 @@ def _wrap(transformer: nn.Module, name: str, file: LycorisFile, settings: Mappin
         **{name: settings[name] for name in PASSED},
     )  # fmt: skip
     module.apply_to()
-    # `apply_to` only replaces `forward`: as a child, the module moves and is saved with its layer.
+    # `apply_to` only replaces `forward`. As a child, the module also moves and is saved with its layer.
     layer.add_module(CHILD, module)
     return module
 
 
 def update_of(module: Any) -> Tensor:
-    """The update of a layer's weight by a module: its response to unit vectors, without that of the layer itself.
+    """The update that a module adds to its layer's weight: its response to unit vectors, without the layer's.
 
-    Not by the library's `get_diff_weight`: in version 4.1.3, LoKr's applies the scale twice.
+    Does not use the library's `get_diff_weight`: in version 4.1.3, LoKr's applies the scale twice.
     """
-    own, width, kernel = module.org_forward, module.shape[1], module.shape[2:]
+    original, width, kernel = module.org_forward, module.shape[1], module.shape[2:]
     parameter = next(module.parameters())
     # A batch of unit vectors: the response to vector i is column i of the update.
     units = torch.eye(width, device=parameter.device).reshape(width, width, *kernel)
-    # Zero in place of the layer's output leaves the update alone.
+    # With zeros as the layer's output, only the update remains.
     module.org_forward = lambda inputs: inputs.new_zeros(())
     try:
         response: Tensor = module.eval().forward(units)
     finally:
-        module.org_forward = own
+        module.org_forward = original
     return response.float().transpose(0, 1)  # in out -> out in

@@ -1,7 +1,7 @@
-"""LoKr, LoHa and LyCORIS for the plan and the budget: the adapted layers, and the size of each adapter. Free of torch.
+"""LoKr, LoHa and LyCORIS for the plan and the budget: their adapted layers and parameter counts. Free of torch.
 
-The settings file of LyCORIS chooses among the family's linear layers (`all-linear`) by the rules of the library's
-presets. A class name stands for all layers inside modules of that class.
+The settings file of LyCORIS selects among the family's linear layers (`all-linear`) by the rules of the library's
+presets. A class name selects all layers inside modules of that class.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ ALGOS = ("lora", "locon", "loha", "lokr")
 MULTIPLIES = "its update multiplies the weight, and a LoRA cannot hold that"
 REFUSED_ALGOS = {
     **dict.fromkeys(("glora", "diag-oft", "boft", "ia3"), MULTIPLIES),
-    "tlora": "its files need pipelines of their own; stock pipelines spoil the picture",
+    "tlora": "its files need special pipelines; stock pipelines spoil the picture",
     "full": "it trains whole weights; use model_type full",
-    "dylora": "each call draws another rank, which recomputed blocks and resumed runs cannot repeat",
+    "dylora": "each call draws a new rank, which recomputed blocks and resumed runs cannot repeat",
 }
 REFUSED_KEYS = {
     "train_norm": "a LoRA cannot hold norms",
@@ -45,7 +45,7 @@ UNUSED = ("conv_dim", "conv_alpha", "use_tucker", "block_size", "constraint", "r
 DEFAULTS = {"linear_dim": 4, "linear_alpha": 1, "factor": -1, "dropout": 0.0, "full_matrix": False,
             "decompose_both": False, "unbalanced_factorization": False, "use_scalar": False, "dora_wd": False,
             "wd_on_output": True}  # fmt: skip
-# The range of every number; some are integers, some are never 0.
+# The range of each numeric setting; some are integers, some must not be 0.
 RANGES = {"linear_dim": (0, 1e6), "dim": (1, 1e6), "factor": (-1, 1e6), "linear_alpha": (0, 1e6), "alpha": (0, 1e6),
           "dropout": (0, 0.999), "multiplier": (-1e3, 1e3)}  # fmt: skip
 WHOLE_NUMBERS, NEVER_ZERO = ("linear_dim", "dim", "factor"), ("factor", "multiplier")
@@ -57,7 +57,7 @@ OF_PRESETS = ("enable_conv", "target_module", "target_name", "exclude_name", *MA
 
 @dataclass(frozen=True)
 class LycorisFile:
-    """A settings file, for the layers of a family."""
+    """A settings file, applied to the layers of a family."""
 
     content: Mapping[str, Any]
     spec: FamilySpec
@@ -70,11 +70,11 @@ class LycorisFile:
         """The adapted layers with their settings.
 
         Args:
-            shapes: of the weights of a transformer, by layer.
+            shapes: weight shapes of a transformer, by layer.
         """
         names = matching_modules(shapes, self.spec.lora_presets["all-linear"])
-        found = {name: self._settings(name) for name in names}
-        return {name: settings for name, settings in found.items() if settings is not None}
+        layers = {name: self._settings(name) for name in names}
+        return {name: settings for name, settings in layers.items() if settings is not None}
 
     def matches(self, target: str, layer: str) -> bool:
         """Whether a name pattern of the file matches a layer."""
@@ -83,13 +83,13 @@ class LycorisFile:
         return layer == target or re.match(target, layer) is not None
 
     def depth(self, word: str, layer: str) -> int:
-        """The length of the part of a layer's path that is a module of a class; 0 if there is none."""
-        found = re.match(rf"(?:{self.classes[word]})(?=\.|$)", layer)
-        return found.end() if found else 0
+        """The length of the prefix of a layer's path that names a module of a class; 0 if none does."""
+        match = re.match(rf"(?:{self.classes[word]})(?=\.|$)", layer)
+        return match.end() if match else 0
 
     @property
     def classes(self) -> Mapping[str, str]:
-        """The class names that the file may use, with regular expressions of their modules' paths."""
+        """The class names that the file may use, with regular expressions that match their modules' paths."""
         return {**self.spec.adapter_classes, "Linear": ".+"}
 
     def _settings(self, layer: str) -> dict[str, Any] | None:
@@ -97,18 +97,18 @@ class LycorisFile:
         by_class: Mapping[str, Any] = preset.get("module_algo_map", {})
         by_name: Mapping[str, Any] = preset.get("name_algo_map", {})
         words = {word: self.depth(word, layer) for word in (*preset.get("target_module", ["Linear"]), *by_class)}
-        names = [each for each in (*by_name, *preset.get("target_name", [])) if self.matches(each, layer)]
-        if any(self.matches(each, layer) for each in preset.get("exclude_name", [])) or not (
+        names = [pattern for pattern in (*by_name, *preset.get("target_name", [])) if self.matches(pattern, layer)]
+        if any(self.matches(pattern, layer) for pattern in preset.get("exclude_name", [])) or not (
             any(words.values()) or names
         ):
             return None
         inside = sorted((depth, word) for word, depth in words.items() if depth and word in by_class)
         # A name takes precedence over a class, and an inner class over an outer one.
-        own = [by_name[name] for name in names if name in by_name] or [by_class[word] for _, word in reversed(inside)]
-        settings = {**DEFAULTS, **self.content, **(own[0] if own else {})}
+        maps = [by_name[name] for name in names if name in by_name] or [by_class[word] for _, word in reversed(inside)]
+        settings = {**DEFAULTS, **self.content, **(maps[0] if maps else {})}
         # linear_dim 0 is allowed with full_matrix, which has no rank.
         alias = {"dim": settings["linear_dim"] or 4, "alpha": settings["linear_alpha"]}
-        # DoRA normalises the whole weight, which bypassing never builds.
+        # DoRA normalises the full weight, which bypass mode never materialises.
         return {**alias, "bypass_mode": not settings["dora_wd"], **settings}
 
 
@@ -125,10 +125,10 @@ def read_lycoris(path: str | None, spec: FamilySpec) -> Reading[LycorisFile | No
 
 
 def _malformed(content: Any) -> str:
-    """Why the content of a file cannot be interpreted; empty if it can."""
+    """Why the content of a file is invalid; empty if it is valid."""
     preset = (content.get("apply_preset") or {}) if isinstance(content, dict) else None
     if not isinstance(preset, dict):
-        return "it holds no JSON object with the settings, or apply_preset is none"
+        return "the file or its apply_preset is not a JSON object"
     lists = [preset.get(key, []) for key in ("target_module", "target_name", "exclude_name")]
     if not all(isinstance(names, list) and all(isinstance(name, str) for name in names) for names in lists):
         return "target_module, target_name and exclude_name must be lists of names"
@@ -139,7 +139,7 @@ def _malformed(content: Any) -> str:
         try:
             re.compile(fnmatch.translate(pattern) if preset.get("use_fnmatch", False) else pattern)
         except re.error as error:
-            return f"{pattern!r} is no regular expression ({error}); with use_fnmatch true * matches anything"
+            return f"{pattern!r} is not a regular expression ({error}); with use_fnmatch true, * matches anything"
     return ""
 
 
@@ -148,7 +148,7 @@ def check_lycoris(file: LycorisFile, shapes: Mapping[str, Shape], *, quantised: 
 
     Args:
         shapes: as for `LycorisFile.layers`; empty if the transformer is not on this machine.
-        quantised: the base model is.
+        quantised: whether the base model is quantised.
     """
     content, preset = file.content, file.preset
     yield from _unknown(content, (*WHOLE, *UNUSED, *REFUSED_KEYS), "key")
@@ -234,14 +234,14 @@ def loha(config: LoraConfig, spec: FamilySpec, targets: Targets, shapes: Shapes)
 
 
 def lycoris(config: LoraConfig, spec: FamilySpec, targets: Targets, shapes: Shapes) -> dict[str, int]:
-    """Trained parameters by layer, for the layers that the settings file chooses."""
+    """Trained parameters by layer, for the layers that the settings file selects."""
     file = result_of(read_lycoris(config.lycoris_config, spec))
     layers = file.layers(shapes) if file else {}
     return {name: _lycoris_numbers(shapes[name], settings) for name, settings in layers.items()}
 
 
 def _lycoris_numbers(shape: Shape, settings: Mapping[str, Any]) -> int:
-    """Trained parameters of a LyCORIS layer, whose smaller factor comes first."""
+    """The number of trained parameters of a LyCORIS layer; LyCORIS puts the smaller factor first."""
     rank, out, into = int(settings["dim"]), shape[0], shape[1]
     rows, columns = (sorted(factorise(width, int(settings["factor"]))) for width in (out, into))
     if settings["unbalanced_factorization"]:
@@ -255,22 +255,22 @@ def _lycoris_numbers(shape: Shape, settings: Mapping[str, Any]) -> int:
 
 
 def lokr_numbers(rows: Pair, columns: Pair, rank: int, *, full: bool = False, both: bool = False) -> int:
-    """Trained parameters of a LoKr: W1 (a, m) and W2 (k, n), each full or a product of two matrices of the rank.
+    """The number of trained parameters of a LoKr: W1 (a, m) and W2 (k, n), full or products of two thin matrices.
 
     Args:
         rows: (a, k), whose product is the layer's output width.
-        columns: (m, n), whose product is its input width.
+        columns: (m, n), whose product is the layer's input width.
         full: W1 and W2 are full.
-        both: W1 may be a product, too.
+        both: W1 may be a product too.
     """
     (a, k), (m, n) = rows, columns
-    # The rule of LyCORIS and of peft: thin matrices only below half of the longer side.
+    # As in LyCORIS and peft: a product only if the rank is below half of the longer side.
     first = rank * (a + m) if both and not full and rank < max(a, m) / 2 else a * m
     return first + (rank * (k + n) if not full and rank < max(k, n) / 2 else k * n)
 
 
 def loha_numbers(rank: int, shape: Shape) -> int:
-    """Trained parameters of a LoHa: two pairs of matrices."""
+    """The number of trained parameters of a LoHa: two pairs of matrices."""
     return 2 * rank * (shape[0] + shape[1])
 
 
@@ -278,23 +278,23 @@ def factorise(width: int, factor: int) -> Pair:
     """A width as a product of two numbers.
 
     Args:
-        factor: the first number, if it divides the width; else the upper limit of the first, smaller number. -1: no
-            limit, so that the two are as close as possible.
+        factor: the first number, if it divides the width; otherwise an upper limit of the first, smaller number. -1
+            sets no limit, so that the two are as close as possible.
     """
     if factor > 0 and width % factor == 0:
         return factor, width // factor
     # The smaller of two factors is at most the root.
     limit = math.isqrt(width) if factor < 0 else min(max(factor, 1), math.isqrt(width))
-    small = max(each for each in range(1, limit + 1) if width % each == 0)
+    small = max(number for number in range(1, limit + 1) if width % number == 0)
     return small, width // small
 
 
 def lycoris_layers(config: LoraConfig, spec: FamilySpec, shapes: Shapes, quantised: bool) -> Reading[list[str]]:
-    """The layers that the settings file chooses; none, with a problem, if it is invalid.
+    """The layers that the settings file selects; none, with a problem, if it is invalid.
 
     Args:
-        shapes: empty if the transformer is not on this machine.
-        quantised: the base model is.
+        shapes: weight shapes by layer; empty if the transformer is not on this machine.
+        quantised: whether the base model is quantised.
     """
     faults = Problems(check_installed(LYCORIS, "lora_type", "lycoris"))
     file = faults.take(read_lycoris(config.lycoris_config, spec))

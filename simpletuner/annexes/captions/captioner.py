@@ -2,9 +2,9 @@
 
 files without caption ─► batch by batch: decode ─► describe ─► write beside each file
 
-The checkpoint holds the whole model, language head included. Clips are Qwen's video input: pairs of frames with the
-seconds between them (Qwen2.5-VL technical report, arXiv:2502.13923), assembled from patches of pictures, because
-transformers' video processor needs torchvision.
+The checkpoint contains the whole model, including the language head. A clip is passed as Qwen's video input: pairs of
+frames with the seconds between them (Qwen2.5-VL technical report, arXiv:2502.13923), assembled from picture patches
+because transformers' video processor needs torchvision.
 """
 
 from __future__ import annotations
@@ -44,15 +44,15 @@ from simpletuner.reporting.events import EventStream
 from simpletuner.run.caches import download, load_encoder
 from simpletuner.training.assemble import make_accelerator
 
-# The chat format that Qwen2.5-VL was tuned with; `{}` are the picture or clip and the instruction.
+# The chat format of Qwen2.5-VL; the placeholders are the picture or clip, and the instruction.
 CHAT = (
     "<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n"
     "<|im_start|>user\n<|vision_start|>{}<|vision_end|>{}<|im_end|>\n<|im_start|>assistant\n"
 )
 END = "<|im_end|>"
-# Pixels of a picture (about 1280 tokens, which small print needs), and of a clip's frame (about 320).
+# Maximum pixels of a picture (about 1280 tokens, enough to read small print) and of a clip's frame (about 320).
 PICTURE_PIXELS, FRAME_PIXELS = 1280 * 28**2, 320 * 28**2
-IMAGE, VIDEO = 1, 2  # token types, from which positions are computed
+IMAGE, VIDEO = 1, 2  # token types, used to compute positions
 
 
 @dataclass(frozen=True)
@@ -60,9 +60,9 @@ class DescriptionRequest:
     """A picture, or frames of a clip, to describe.
 
     Attributes:
-        frames: one picture, or an even number of frames of one size at equal intervals.
-        instruction: the task for the model.
-        seconds: time span of the frames; None for a picture.
+        frames: one picture, or an even number of equally spaced frames of the same size.
+        instruction: what the model is asked to do.
+        seconds: duration of the frames; None for a picture.
     """
 
     frames: Sequence[Image]
@@ -76,7 +76,7 @@ class QwenCaptioner:
     Args:
         source: the checkpoint's components.
         device, dtype: of the model.
-        quantise: quantises its language layers.
+        quantise: quantises the language layers.
     """
 
     def __init__(
@@ -101,15 +101,16 @@ class QwenCaptioner:
 
     @torch.no_grad()
     def describe(self, requests: Sequence[DescriptionRequest], most: int) -> list[tuple[str, bool]]:
-        """Describe requests by greedy decoding of at most `most` tokens.
+        """Describe pictures and clips by greedy decoding of at most `most` tokens.
 
         Returns:
-            A text on one line for each, and whether the model finished it.
+            for each request, a text on one line, and whether the model finished it.
         """
         tokenizer = self.processor.tokenizer
         ends = [tokenizer.convert_tokens_to_ids(END), tokenizer.eos_token_id]
         rows = [self._prepare(request) for request in requests]
-        start = int(rows[0]["input_ids"][0])  # in every prompt: transformers 5.17 counts padding as repetition
+        # Padded with a token of every prompt, since transformers 5.17 counts padding as repetition.
+        start = int(rows[0]["input_ids"][0])
         fillers = {"input_ids": start, "attention_mask": 0, "mm_token_type_ids": 0}
         inputs = {  # padded on the left; the attention mask hides the padding
             name: pad_sequence([row[name] for row in rows], True, filler, "left") for name, filler in fillers.items()
@@ -121,7 +122,7 @@ class QwenCaptioner:
             generation_config=GenerationConfig(
                 do_sample=False,
                 max_new_tokens=most,
-                repetition_penalty=1.05,  # as published with Qwen2.5-VL; greedy decoding may repeat itself without
+                repetition_penalty=1.05,  # Qwen2.5-VL's published value; without it, greedy decoding may loop
                 eos_token_id=ends,
                 pad_token_id=tokenizer.eos_token_id,
             ),
@@ -141,8 +142,8 @@ class QwenCaptioner:
             patches, grid = self._paired(patches, len(frames)), torch.tensor([[len(frames) // 2, *grid[0, 1:]]])
         token = self.processor.video_token if is_clip else self.processor.image_token
         # The vision tower merges a square of patches into one token.
-        places = int(grid.prod()) // self.processor.image_processor.merge_size**2
-        prompt = CHAT.format(token * places, request.instruction)
+        tokens = int(grid.prod()) // self.processor.image_processor.merge_size**2
+        prompt = CHAT.format(token * tokens, request.instruction)
         ids = self.processor.tokenizer(prompt, return_tensors="pt")["input_ids"][0]
         kind = VIDEO if is_clip else IMAGE
         inputs = {
@@ -152,12 +153,12 @@ class QwenCaptioner:
         }
         if request.seconds is None:
             return {**inputs, "pixel_values": patches, "image_grid_thw": grid}
-        # seconds between two pairs of frames
-        between = torch.tensor([2 * request.seconds / len(frames)])
-        return {**inputs, "pixel_values_videos": patches, "video_grid_thw": grid, "second_per_grid_ts": between}
+        # Seconds between two pairs of frames.
+        interval = torch.tensor([2 * request.seconds / len(frames)])
+        return {**inputs, "pixel_values_videos": patches, "video_grid_thw": grid, "second_per_grid_ts": interval}
 
     def _paired(self, patches: Tensor, frames: int) -> Tensor:
-        """Patches of pairs of successive frames, from patches in which the processor repeated every frame."""
+        """Patches of pairs of successive frames, from patches in which the processor has duplicated every frame."""
         depth = self.processor.image_processor.temporal_patch_size
         side = self.processor.image_processor.patch_size
         # pairs, frames of a pair, patches, 3, side, side
@@ -166,7 +167,7 @@ class QwenCaptioner:
 
 
 def _shrunk(picture: Image, most: int) -> Image:
-    """The picture, downscaled to at most this many pixels."""
+    """The picture, downscaled to at most `most` pixels."""
     scale = math.sqrt(most / (picture.width * picture.height))
     if scale >= 1:
         return picture
@@ -175,22 +176,22 @@ def _shrunk(picture: Image, most: int) -> Image:
 
 logger = logging.getLogger(__name__)
 
-FRAMES = 8  # of a clip, evenly spaced over what is trained of it
-WIDEST = 100  # largest ratio of the sides of a picture
-FEWEST = 16  # tokens of a caption besides its trigger
+FRAMES = 8  # per clip, evenly spaced over its trained part
+WIDEST = 100  # maximum aspect ratio of a picture
+FEWEST = 16  # minimum number of tokens left for a caption after its trigger
 TOGETHER = 8  # default batch size
-SHARE = 0.8  # of the free device memory that weights may take
-ADVICE = "These need less memory: group_offload_text_encoder, text_encoder_1_precision int8-quanto."
+SHARE = 0.8  # of the free device memory, at most, for weights
+ADVICE = "To reduce memory, set group_offload_text_encoder, or text_encoder_1_precision int8-quanto."
 
 Shown = tuple[DatasetFile, DescriptionRequest]
 
 
 def write_captions(survey: Plan, files: Sequence[DatasetFile], wording: Wording, events: EventStream) -> int:
-    """Write a caption file beside each file; returns how many. Existing captions are kept."""
+    """Write a caption file beside each file, keeping existing captions; returns how many were written."""
     written = 0
     for file, caption in described(survey, files, wording, events):
         target = file.path.with_suffix(CAPTION_SUFFIX)
-        # Someone may have written it meanwhile.
+        # The user may have written one in the meantime.
         if not target.exists() or not target.read_bytes().strip():
             write_atomically(target, f"{caption}\n")
             written += 1
@@ -200,7 +201,7 @@ def write_captions(survey: Plan, files: Sequence[DatasetFile], wording: Wording,
 def described(
     survey: Plan, files: Sequence[DatasetFile], wording: Wording, events: EventStream
 ) -> Iterator[tuple[DatasetFile, str]]:
-    """Files with their captions; those that cannot be decoded are logged.
+    """Caption files; files that cannot be decoded are logged and skipped.
 
     Raises:
         UserError: the model cannot be used, or does not fit into memory.
@@ -244,7 +245,7 @@ def open_captioner(survey: Plan, events: EventStream) -> QwenCaptioner:
 
 
 def _streamed_if_large(config: RunConfig, part: Part, device: torch.device) -> RunConfig:
-    """The settings; with `offload: auto`, the encoder is streamed if it would fill most of the free device memory."""
+    """The settings; with `offload: auto`, they stream an encoder that would fill most of the free device memory."""
     stored = quantisation(config.precision.text_encoder_1_precision)
     if config.offload.offload != "auto" or device.type != "cuda" or stored is not None:
         return config
@@ -254,10 +255,10 @@ def _streamed_if_large(config: RunConfig, part: Part, device: torch.device) -> R
 
 
 def longest(survey: Plan, captioner: QwenCaptioner, wording: Wording) -> int:
-    """The tokens that may follow the trigger before the family's prompt is truncated.
+    """The maximum number of tokens after the trigger: by style, and so that the family's prompt is not truncated.
 
     Raises:
-        UserError: too few.
+        UserError: the trigger leaves too few.
     """
     room = survey.spec.words.room(survey.config.text)
     left = room - (captioner.count(wording.lead) if wording.lead else 0)
@@ -267,12 +268,12 @@ def longest(survey: Plan, captioner: QwenCaptioner, wording: Wording) -> int:
 
 
 def _request(file: DatasetFile, wording: Wording) -> DescriptionRequest | None:
-    """The pictures of a file and the instruction; None if it cannot be decoded."""
+    """The frames of a file with the instruction; None if it cannot be decoded."""
     try:
         frames = file.frames(FRAMES)
         width, height = frames[0].size
         if max(width, height) > WIDEST * min(width, height):
-            raise MediaError(f"is {width}x{height}, too narrow to be described")
+            raise MediaError(f"is {width}x{height}, too narrow to describe")
     except MediaError as error:
         logger.warning("%s is left out: it %s", file.path, error)
         return None

@@ -3,7 +3,7 @@
 const cards = [...document.querySelectorAll(".file-card")];
 const buttons = [...document.querySelectorAll(".kinds button")];
 
-// Near-duplicates stand side by side while they are chosen, else in the order of their names.
+// Near-duplicates are grouped while their filter is active; otherwise cards are sorted by name.
 const places = new Map(cards.map((card, index) => [card, index]));
 const group = (card) => Number(card.dataset.twin?.match(/\d+$/)?.[0] ?? 0);
 
@@ -13,9 +13,9 @@ function choose(kind) {
     each.hidden = kind !== "" && !each.dataset.kinds.split(" ").includes(kind);
   }
   for (const grid of document.querySelectorAll(".cards")) {
-    const own = [...grid.children].sort((one, other) =>
-      (kind === "twin" ? group(one) - group(other) : 0) || places.get(one) - places.get(other));
-    grid.append(...own);
+    const sorted = [...grid.children].sort((a, b) =>
+      (kind === "twin" ? group(a) - group(b) : 0) || places.get(a) - places.get(b));
+    grid.append(...sorted);
   }
   for (const section of document.querySelectorAll("section.files")) {
     section.hidden = kind !== "" && !section.querySelector("[data-kinds]:not([hidden])");
@@ -25,7 +25,7 @@ function choose(kind) {
 buttons.forEach((button) => button.addEventListener("click", () => choose(button.dataset.kind)));
 document.querySelector(".kinds").hidden = buttons.length < 2;
 
-// A click shows one file large, with its whole caption.
+// A click enlarges a file and shows its whole caption.
 const viewer = document.getElementById("viewer");
 
 function show(card) {

@@ -1,4 +1,4 @@
-"""`simpletuner dataset`: a page of all files of the datasets, as they will be trained. Free of torch."""
+"""`simpletuner dataset`: a page that shows how all dataset files will be trained. Free of torch."""
 
 from __future__ import annotations
 
@@ -27,18 +27,18 @@ from simpletuner.plan.build import Plan
 from simpletuner.reporting.events import EventStream
 
 TOKENIZER = "tokenizer.json"
-FRAMES = 8  # of a clip, whose changes are its motion
-MANY, SMALL, LARGE = 500, 160, 320  # with more files than that, thumbnails have the smaller side
+FRAMES = 8  # decoded per clip, to measure motion
+MANY, SMALL, LARGE = 500, 160, 320  # file count above which thumbnails are small; thumbnail sides in pixels
 BLURRED = 0.25  # of the median sharpness of a dataset
-STILL = 0.004  # mean change between frames; less is the noise of the camera
-SIDE = 8  # of the grid that is compared; two directions give 128 bits
+STILL = 0.004  # mean change between frames; smaller changes are camera noise
+SIDE = 8  # of the compared grid; two directions give 128 bits
 BITS = 2 * SIDE**2
-# How much versions of a picture (another size or format, small corrections) may differ: in bits, and in the mean colour
-# of any field of the grid. Bits alone do not distinguish two shapes on an even ground.
+# Maximum differences between near-duplicates (resized, re-encoded or slightly retouched): in bits, and in the mean
+# colour of any grid cell. Bits alone do not distinguish two shapes on a uniform background.
 NEAR, LIKE = 8, 40
-NOISE = 2  # of 255; a smaller difference would decide the bits of even areas by chance
-ROWS = 1024  # compared with all others at a time, so that memory stays small
-# Remarks on files, in the order of the page's buttons.
+NOISE = 2  # of 255; below it, bits of uniform areas would be random
+ROWS = 1024  # compared with all files at a time, to bound memory
+# Remarks about files, in the order of the page's buttons.
 KINDS = {
     "unused": "not used", "twin": "near-duplicates", "blurred": "blurred", "small": "small", "still": "hardly moving",
     "cut": "caption cut off",
@@ -47,7 +47,7 @@ KINDS = {
 
 @dataclass(frozen=True)
 class Words:
-    """A caption as it is encoded: the part that is kept, the part that is cut off, and its tokens, if known."""
+    """A caption as it is encoded: the kept part, the truncated part, and its number of tokens, if known."""
 
     kept: str
     cut: str = ""
@@ -59,13 +59,13 @@ class FileCard:
     """One file on the page.
 
     Attributes:
-        kinds: remarks: a key of `KINDS` and a text.
+        kinds: remarks, by keys of `KINDS`.
         source: the picture, or the first frame of a clip, as a data URI; empty if it cannot be shown.
         ratio: width / height.
-        size, trained: of the file, and as it is trained.
+        size, trained: size of the file, and size at which it is trained.
         box: left, top, width and height of the trained crop, in percent of the picture.
         sharpness, motion: see the functions below; None if not measured.
-        print: its `colour_grid`.
+        print: the `colour_grid` of the picture.
     """
 
     name: str
@@ -85,16 +85,16 @@ CaptionReader = Callable[[Dataset, str], Words]
 
 
 def write_page(survey: Plan, path: Path, events: EventStream) -> None:
-    """Inspect all files and write the page; nothing else is written.
+    """Inspect all files and write the page, and nothing else.
 
     Raises:
-        WriteError: it cannot be written.
+        WriteError: the page cannot be written.
     """
     cards = look_at_all(survey, events)
     for shown in cards.values():
         mark_blurred(shown)
     # Near-duplicates are searched across datasets, except partners and masks.
-    mark_twins([card for each in survey.datasets if not each.config.is_conditioning for card in cards[each.id]])
+    mark_twins([card for data in survey.datasets if not data.config.is_conditioning for card in cards[data.id]])
     page = render(
         "captions/dataset.html.jinja",
         survey=survey,
@@ -110,10 +110,10 @@ def write_page(survey: Plan, path: Path, events: EventStream) -> None:
 
 
 def look_at_all(survey: Plan, events: EventStream) -> dict[str, list[FileCard]]:
-    """The cards of all files by dataset; threads decode them."""
+    """The cards of all files by dataset, decoded in threads."""
     read, cards = caption_reader(survey), {dataset.id: list[FileCard]() for dataset in survey.datasets}
     files = [(dataset, entry) for dataset in survey.datasets for entry in placed(dataset)]
-    captions = {(each.id, sample.name): sample.captions for each in survey.datasets for sample in each.samples}
+    captions = {(dataset.id, sample.name): sample.captions for dataset in survey.datasets for sample in dataset.samples}
     side = SMALL if len(files) > MANY else LARGE
 
     def look(file: tuple[Dataset, LedgerEntry]) -> FileCard:
@@ -132,7 +132,7 @@ def look_at_all(survey: Plan, events: EventStream) -> dict[str, list[FileCard]]:
 
 
 def placed(dataset: Dataset) -> Iterator[LedgerEntry]:
-    """The ledger, also with crops of files that lack only a caption."""
+    """The ledger, with crops also for files that are rejected only because they have no caption."""
     silent = {file.name for file in dataset.rejected if file.reason == "no caption"}
     for entry in dataset.ledger():
         if entry.name in silent:
@@ -148,7 +148,7 @@ def tokenizer_file(survey: Plan) -> Path | None:
 
 
 def caption_reader(survey: Plan) -> CaptionReader:
-    """A function that splits captions where the prompt ends, if the checkpoint's tokenizer is on this machine."""
+    """A function that splits captions where prompts are truncated, if the checkpoint's tokenizer is on this machine."""
     spec, file = survey.spec, tokenizer_file(survey)
     if file is None:
         return lambda dataset, caption: Words(caption)
@@ -186,7 +186,7 @@ def look_at(dataset: Dataset, entry: LedgerEntry, words: Sequence[Words], side: 
 
 
 def card_of(facts: FileFacts | None, entry: LedgerEntry, words: Sequence[Words]) -> FileCard:
-    """The card of a file without what only decoding shows."""
+    """The card of a file, without the fields that need decoding."""
     card = FileCard(entry.name, {"unused": entry.use} if entry.use else {}, words)
     if facts is None or facts.problem is not None:
         return card
@@ -200,7 +200,7 @@ def card_of(facts: FileFacts | None, entry: LedgerEntry, words: Sequence[Words])
 
 
 def mark_blurred(cards: Sequence[FileCard]) -> None:
-    """Mark files that are much less sharp than the median of their dataset, so that a soft style is not marked."""
+    """Mark files much less sharp than the dataset's median; a relative limit does not mark a soft style."""
     known = [(card, card.sharpness) for card in cards if card.sharpness is not None]
     least = BLURRED * median(value for _, value in known) if known else 0
     for card, value in known:
@@ -217,44 +217,43 @@ def mark_twins(cards: Iterable[FileCard]) -> None:
 
 
 def colour_grid(picture: Image.Image) -> NDArray[np.int16]:
-    """The mean colours of a grid of 9 x 9 fields, `9 9 3`."""
-    # Signed, since grids are subtracted from one another.
+    """The mean colours of a grid of 9 x 9 cells, `9 9 3`."""
+    # Signed, since grids are subtracted.
     return np.asarray(picture.resize((SIDE + 1, SIDE + 1), Image.Resampling.BOX), dtype=np.int16)
 
 
 def difference_hash(prints: NDArray[np.int16]) -> NDArray[np.bool_]:
-    """Whether each of 8 x 8 fields is darker than its right neighbour, and than the one below (N 128)."""
+    """Whether each of 8 x 8 cells is darker than its right neighbour, and than its lower neighbour (N 128)."""
     grey = prints.mean(axis=3)
-    here, right, below = grey[:, :-1, :-1], grey[:, :-1, 1:], grey[:, 1:, :-1]
-    return np.concatenate([(each - here > NOISE).reshape(-1, SIDE**2) for each in (right, below)], axis=1)
+    cells, right, below = grey[:, :-1, :-1], grey[:, :-1, 1:], grey[:, 1:, :-1]
+    return np.concatenate([(side - cells > NOISE).reshape(-1, SIDE**2) for side in (right, below)], axis=1)
 
 
 def near_duplicates(prints: Sequence[NDArray[np.int16]]) -> list[list[int]]:
-    """Groups of indices of near-duplicates by their colour grids; each resembles another of its group."""
+    """Groups of near-duplicates, as indices of colour grids: the connected components of their similarity."""
     grids = np.array(prints, dtype=np.int16).reshape(-1, SIDE + 1, SIDE + 1, 3)
     signs = difference_hash(grids).astype(np.float32) * 2 - 1
     group = np.arange(len(grids))
     for start in range(0, len(grids), ROWS):
-        agreeing = signs[start : start + ROWS] @ signs.T  # agreeing bits less differing ones
-        # agreeing - differing = BITS - 2 * differing
-        for row, close in enumerate(agreeing >= BITS - 2 * NEAR, start):
-            others = np.flatnonzero(close)
-            apart = np.abs(grids[others] - grids[row]).mean(axis=3).max(axis=(1, 2))
-            joined = group[others[apart <= LIKE]]
+        agreement = signs[start : start + ROWS] @ signs.T  # equal bits - differing bits = BITS - 2 * differing bits
+        for row, is_near in enumerate(agreement >= BITS - 2 * NEAR, start):
+            near = np.flatnonzero(is_near)
+            distance = np.abs(grids[near] - grids[row]).mean(axis=3).max(axis=(1, 2))
+            joined = group[near[distance <= LIKE]]
             # Whole groups are merged, since near-duplicates form chains.
             group[np.isin(group, joined)] = joined.min()
-    members = [np.flatnonzero(group == each).tolist() for each in np.unique(group)]
-    return [each for each in members if len(each) > 1]
+    groups = [np.flatnonzero(group == label).tolist() for label in np.unique(group)]
+    return [members for members in groups if len(members) > 1]
 
 
 def sharpness(picture: Image.Image, geometry: Geometry) -> float:
-    """Variance of the Laplacian of a picture as it is trained (Pech-Pacheco et al., ICPR 2000); low if out of focus."""
+    """Variance of the Laplacian of the trained crop (Pech-Pacheco et al., ICPR 2000); low if out of focus."""
     grey = fit(picture.convert("L"), geometry, Image.Resampling.BILINEAR).astype(np.float32)
     around = grey[:-2, 1:-1] + grey[2:, 1:-1] + grey[1:-1, :-2] + grey[1:-1, 2:]
     return float((around - 4 * grey[1:-1, 1:-1]).var())
 
 
 def motion(frames: Sequence[Image.Image]) -> float:
-    """Mean change of brightness between neighbouring frames, as a share of the full range."""
+    """Mean change of brightness between successive frames, as a share of the full range."""
     small = [np.asarray(frame.convert("L").resize((64, 64), Image.Resampling.BOX), dtype=np.int16) for frame in frames]
     return float(np.abs(np.diff(small, axis=0)).mean() / 255)

@@ -1,8 +1,8 @@
-"""The files of one dataset as they are trained, for the page, and edits of their captions. Free of torch.
+"""The files of a dataset for the page: how they are trained, and edits of their captions. Free of torch.
 
-Files are inspected a few at a time: a folder of a million files is listed, but not read. No file of the user is deleted
-or moved. A caption is replaced only if it still says what the editor saw. Before many are replaced at once, their old
-texts are saved in a hidden file beside them; the newest of these backups stay.
+Files are inspected a few at a time: a folder of a million files is listed, but not read. User files are never deleted
+or moved. A caption is replaced only if it has not changed since the editor read it. Before a batch of captions is
+replaced, the old texts are saved in a hidden file beside them; only the newest backups are kept.
 """
 
 from __future__ import annotations
@@ -34,21 +34,21 @@ from simpletuner.data.files import LARGEST_CAPTION, LeftOutError
 from simpletuner.data.sample import LedgerEntry, Rejected
 from simpletuner.errors import Problems, Reading, UserError, required, result_of, visible
 
-PATIENCE = 4.0  # seconds that a search may spend on reading captions
-AGE = 10  # a listing is used for this many times as long as it took
+PATIENCE = 4.0  # seconds that a search may spend reading captions
+AGE = 10  # a listing expires after this many times the time it took
 MOST_LISTINGS = 3
 Place = tuple[Path, frozenset[str]]  # a folder, and the extensions of its files
-_listings: dict[Place, tuple[float, Scan]] = {}  # until when each is used
+_listings: dict[Place, tuple[float, Scan]] = {}  # with the time at which each expires
 _facts: dict[Path, dict[str, FileFacts]] = defaultdict(dict)
 
 
 @dataclass(frozen=True)
 class Mask:
-    """The part of a file that is learned.
+    """A file's mask, which marks the learned part.
 
     Attributes:
         stamp: changes with the content of the mask.
-        share: of the trained crop; None if the mask is not used.
+        share: learned share of the trained crop; None if the mask is not used.
     """
 
     path: Path
@@ -57,24 +57,24 @@ class Mask:
 
     @classmethod
     def of(cls, dataset: Dataset, name: str) -> Mask | None:
-        """The mask of a file of a dataset."""
-        if (masks := dataset.masks) is None or (own := masks.name_for(name)) is None:
+        """The mask of a dataset's file; None if it has none."""
+        if (masks := dataset.masks) is None or (mask := masks.name_for(name)) is None:
             return None
-        return cls(masks.root / own, stamp_of(masks.facts[own]), dataset.white.get(own))
+        return cls(masks.root / mask, stamp_of(masks.facts[mask]), dataset.white.get(mask))
 
 
 @dataclass(frozen=True)
 class Shown:
-    """A file of a dataset.
+    """A file of a dataset, as the page shows it.
 
     Attributes:
-        card: its sizes, its crop, its captions as they are trained, and why it is not used.
+        card: sizes, crop, captions as they are trained, and why the file is not used.
         stamp: changes with the content of the file.
-        text, tag: of its caption file; the text is None without one.
-        locked: why its caption cannot be edited; empty if it can.
-        is_excluded: it was excluded by hand, and can be included again.
+        text, tag: content of the caption file and its tag; the text is None without a caption file.
+        locked: why the caption cannot be edited; empty if it can.
+        is_excluded: the user excluded the file, and can include it again.
         shares: another file has the same caption file.
-        mask: the part that is learned; None for all of it.
+        mask: None if the whole file is learned.
     """
 
     card: FileCard
@@ -89,11 +89,11 @@ class Shown:
 
     @property
     def name(self) -> str:
-        """The name of the file, with control characters escaped."""
+        """The file name, with control characters escaped."""
         return visible(self.card.name)
 
 
-Planned = tuple[LedgerEntry, Sequence[str], Mask | None]  # a file as it is trained, with its captions and mask
+Planned = tuple[LedgerEntry, Sequence[str], Mask | None]  # how a file is trained, with its captions and mask
 
 
 @dataclass(frozen=True)
@@ -101,10 +101,10 @@ class Library:
     """The files of a dataset.
 
     Attributes:
-        entry: with its defaults filled in.
-        entries: all of its dataset file, as written.
-        context: of the run.
-        is_packaged: it belongs to a packaged example.
+        entry: the dataset's entry, with defaults filled in.
+        entries: all entries of the dataset file, as written.
+        context: the run's context.
+        is_packaged: the dataset belongs to a packaged example.
     """
 
     entry: DatasetConfig
@@ -114,81 +114,82 @@ class Library:
 
     @property
     def root(self) -> Path:
-        """Its folder."""
+        """The dataset's folder."""
         return Path(self.entry.instance_data_dir or "")
 
     @cached_property
     def listing(self) -> Scan:
-        """The names of its files and caption files."""
+        """The names of the files and caption files."""
         return list_files(self.entry, self.context)
 
     @cached_property
     def masks(self) -> DatasetConfig | None:
-        """The entry of its masks."""
-        links = result_of(link_partners([self.context.fill(each) for each in self.entries], self.context))
-        return next((each for each in links.get(self.entry.id, []) if each.conditioning_type in MASKS), None)
+        """The entry of the masks of this dataset; None if it has none."""
+        links = result_of(link_partners([self.context.fill(entry) for entry in self.entries], self.context))
+        return next((entry for entry in links.get(self.entry.id, []) if entry.conditioning_type in MASKS), None)
 
     @cached_property
     def excluded(self) -> frozenset[str]:
-        """The files that were excluded by hand."""
+        """The files that the user has excluded."""
         return result_of(discovery.read_excluded(self.entry))
 
     @property
     def fixed(self) -> str:
-        """Why it is read-only; empty if it is not."""
+        """Why the dataset is read-only; empty if it is not."""
         if self.is_packaged:
-            return "This belongs to a packaged example: copy it to change it."
+            return "This dataset belongs to a packaged example: copy the example to change it."
         if self.entry.type != "local":
             return f"Files and captions come from {self.entry.type}: change them there."
         if self.entry.is_conditioning:
-            return "These are partners or masks: their captions are those of the files that they belong to."
+            return "These are partners or masks: they use the captions of the files that they belong to."
         return ""
 
     @property
     def locked(self) -> str:
-        """Why its captions are read-only; empty if they are not."""
+        """Why the captions are read-only; empty if they are not."""
         entry, strategy = self.entry, self.entry.caption_strategy
         if self.fixed:
             return self.fixed
-        other = "To caption each file, set Caption Strategy to textfile."
+        advice = "To caption each file, set Caption Strategy to textfile."
         if entry.only_instance_prompt or strategy in FIXED_PROMPTS:
-            return f"Every file is trained with Instance Prompt. {other}"
+            return f"Every file is trained with Instance Prompt. {advice}"
         if strategy == "filename":
-            return f"Each file is captioned by its name. {other}"
-        return "" if strategy == "textfile" else f"Captions come from a table: change them there. {other}"
+            return f"Each file is captioned by its name. {advice}"
+        return "" if strategy == "textfile" else f"Captions come from a table: change them there. {advice}"
 
     @property
     def unpaintable(self) -> str:
-        """Why masks for its files cannot be painted; empty if they can."""
+        """Why masks cannot be painted; empty if they can."""
         if self.masks and self.masks.type != "local":
             return f"The masks come from {self.masks.type}: change them there."
         return self.fixed
 
     def caption_path(self, name: str) -> Path:
-        """The caption file of a file, whether or not it exists."""
-        beside = str(PurePosixPath(name).with_suffix(CAPTION_SUFFIX))
-        return self.root / self.listing.captions.get(pair_key(name), beside)
+        """The path of a file's caption file, whether or not it exists."""
+        default = str(PurePosixPath(name).with_suffix(CAPTION_SUFFIX))
+        return self.root / self.listing.captions.get(pair_key(name), default)
 
     def find(self, words: str, only: str = "") -> tuple[Sequence[str], int]:
-        """The files with these words in their name or caption, and how many were not searched in time.
+        """Search file names and captions; returns the matching files, and how many were not searched in time.
 
         Args:
-            only: `excluded` or `uncaptioned` files, else all.
+            words: text to search for; case is ignored.
+            only: `excluded` or `uncaptioned` restricts the search to these files.
         """
-        names, found = self.listing.files, list[str]()
+        names, matches = self.listing.files, list[str]()
         if only == "excluded":
             names = tuple(name for name in names if name in self.excluded)
         if not words and only != "uncaptioned":
             return names, 0
         end = time.monotonic() + PATIENCE
-        for looked, name in enumerate(names):
+        for searched, name in enumerate(names):
             if time.monotonic() > end:
-                return found, len(names) - looked
+                return matches, len(names) - searched
             text = self._text(name)
             is_wanted = only != "uncaptioned" or not (text.strip() or name in self.excluded)
             if is_wanted and words.casefold() in f"{name}\n{text}".casefold():
-                found.append(name)
-        return found, 0
+                matches.append(name)
+        return matches, 0
 
     def _text(self, name: str) -> str:
         if self.locked or pair_key(name) not in self.listing.captions:
@@ -196,10 +197,10 @@ class Library:
         try:
             return read_caption(self.caption_path(name)) or ""
         except LeftOutError:
-            return "?"  # there is something that cannot be read
+            return "?"  # not empty, so that an unreadable caption does not count as missing
 
     def show(self, names: Sequence[str]) -> Iterator[Shown]:
-        """These files as training uses them."""
+        """Show files as training uses them."""
         known, shared = inspected(self.root, names), Counter(map(pair_key, names))
         planned = self._bare(names) if self.fixed and not self.is_packaged else self._planned(names)
         for entry, captions, mask in planned:
@@ -208,43 +209,43 @@ class Library:
             try:
                 text = None if locked else read_caption(self.caption_path(entry.name))
             except LeftOutError as error:
-                locked = f"It {error}."
+                locked = f"This file {error}."
             yield Shown(
                 card, stamp_of(facts), text, tag_of(text), locked, is_clip=facts.clip is not None, mask=mask,
                 is_excluded=entry.name in self.excluded, shares=shared[pair_key(entry.name)] > 1,
             )  # fmt: skip
 
     def _planned(self, names: Sequence[str]) -> Iterator[Planned]:
-        """These files as training would use them if the dataset had no others and none were excluded."""
+        """How training would use these files if they were the whole dataset and none were excluded."""
         entries = [
-            # Which files are held out or chosen depends on all of them.
-            each.model_copy(update={"hold_out": 0, "max_num_samples": None})
-            for each in self.entries
-            if each.id == self.entry.id or each.is_conditioning or each.is_text_embeds
+            # Both depend on all files of the dataset.
+            entry.model_copy(update={"hold_out": 0, "max_num_samples": None})
+            for entry in self.entries
+            if entry.id == self.entry.id or entry.is_conditioning or entry.is_text_embeds
         ]
         built = build_datasets(entries, self.context, Problems(), self._folders(names))
-        dataset = next((each for each in built if each.id == self.entry.id), None)
+        dataset = next((dataset for dataset in built if dataset.id == self.entry.id), None)
         if dataset is None:
             return self._bare(names)
         captions = {sample.name: sample.captions for sample in dataset.samples}
         known = (entry for entry in placed(dataset) if entry.name in dataset.facts)
-        return ((each, captions.get(each.name, ()), Mask.of(dataset, each.name)) for each in known)
+        return ((entry, captions.get(entry.name, ()), Mask.of(dataset, entry.name)) for entry in known)
 
     def _folders(self, names: Sequence[str]) -> dict[str, Folder]:
         """The folders of the dataset and of its partners, reduced to these files."""
         folders, keys = {self.entry.id: part_of(self.entry, names, self.listing)}, set(map(pair_key, names))
-        for each in (self.context.fill(each) for each in self.entries if each.is_conditioning):
-            listing = list_files(each, self.context)
-            folders[each.id] = part_of(each, [name for name in listing.files if pair_key(name) in keys], listing)
+        for entry in (self.context.fill(entry) for entry in self.entries if entry.is_conditioning):
+            listing = list_files(entry, self.context)
+            folders[entry.id] = part_of(entry, [name for name in listing.files if pair_key(name) in keys], listing)
         return folders
 
     def _bare(self, names: Sequence[str]) -> Iterator[Planned]:
-        """These files without their use in training."""
+        """The files without information on their use in training."""
         return ((LedgerEntry(self.entry.id, name), (), None) for name in names)
 
 
 def list_files(entry: DatasetConfig, context: DataContext) -> Scan:
-    """The files of an entry; a listing is kept for `AGE` times as long as it took."""
+    """List the files of an entry; a listing is cached for `AGE` times the time it took."""
     place = Path(entry.instance_data_dir or ""), discovery.wanted_suffixes(entry, context)
     until, listing = _listings.get(place, (0.0, Scan()))
     if (start := time.monotonic()) >= until:
@@ -256,19 +257,19 @@ def list_files(entry: DatasetConfig, context: DataContext) -> Scan:
 
 
 def forget_listings() -> None:
-    """List folders again, after files were added."""
+    """Clear the cached listings, after files were added."""
     _listings.clear()
 
 
 def inspected(root: Path, names: Sequence[str]) -> dict[str, FileFacts]:
-    """Facts of files; a file is read again only if it has changed."""
+    """Facts about files; a file is read again only if it has changed."""
     facts = discovery.inspect_files(root, names, _facts[root])
     _facts[root] |= facts
     return facts
 
 
 def stamp_of(facts: FileFacts) -> str:
-    """Changes with the content of a file."""
+    """Size and modification time of a file, which change with its content."""
     return f"{facts.size}-{facts.mtime_ns}"
 
 
@@ -282,9 +283,9 @@ def part_of(entry: DatasetConfig, names: Sequence[str], listing: Scan) -> Folder
 
 
 BACKUP = re.compile(r"\.captions-[\d-]+\.json")
-MOST_BACKUPS = 3  # of a folder: each is listed among the files that are not used
-UNWRITABLE = re.compile("[\0\ud800-\udfff]")  # readers refuse NUL; UTF-8 cannot encode surrogates
-# Held from the check that a file is unchanged until it is replaced.
+MOST_BACKUPS = 3  # per folder; few, since every backup is listed as an unused file
+UNWRITABLE = re.compile("[\0\ud800-\udfff]")  # readers reject NUL; UTF-8 cannot encode surrogates
+# Held between the check that a file is unchanged and its replacement.
 _writing = threading.Lock()
 
 Edit = Callable[[str, str], str]  # name and text of a caption file in, new text out
@@ -305,16 +306,16 @@ class CaptionChange:
 
 
 def read_caption(path: Path) -> str | None:
-    """The text of a caption file; None if there is none.
+    """The text of a caption file; None if the file does not exist.
 
     Raises:
-        LeftOutError: it cannot be read.
+        LeftOutError: the file cannot be read.
     """
     return read_caption_text(path) if path.is_file() else None
 
 
 def tag_of(text: str | None) -> str:
-    """Identifies the text of a caption file; empty if there is none."""
+    """A hash of a caption file's text; empty if the file does not exist."""
     return "" if text is None else hashlib.sha256(text.encode()).hexdigest()[:32]
 
 
@@ -322,11 +323,11 @@ def write_caption(path: Path, text: str, seen: str) -> None:
     """Replace the text of a caption file.
 
     Args:
-        seen: the tag of its text when it was opened.
+        seen: the tag of the text when the editor read it.
 
     Raises:
-        ChangedMeanwhileError: it has changed since.
-        UserError: the text cannot be a caption.
+        ChangedMeanwhileError: the file has changed since.
+        UserError: the text is not a valid caption.
     """
     content = content_of(text)
     with _writing:
@@ -338,29 +339,29 @@ def _check_unchanged(path: Path, seen: str) -> None:
     try:
         tag = tag_of(read_caption(path))
     except LeftOutError:
-        tag = "not text any more"
+        tag = "unreadable"
     if tag != seen:
-        raise ChangedMeanwhileError(f"{path.name} has changed since it was opened. It is kept as it is.")
+        raise ChangedMeanwhileError(f"{path.name} has changed since it was opened. It was not overwritten.")
 
 
 def content_of(text: str) -> str:
-    """A text as it is written to a caption file: without spaces at the ends of lines, and ending in a newline.
+    """The text of a caption file, without trailing spaces and with a final newline.
 
     Raises:
-        UserError: it cannot be a caption.
+        UserError: the text is not a valid caption.
     """
     content = "\n".join(line.rstrip() for line in text.replace("\r\n", "\n").split("\n")).strip("\n")
     if token := control_token(content):
-        raise UserError(f"A caption cannot have {token}, a control token of the tokenizer.")
-    if odd := UNWRITABLE.search(content):
-        raise UserError(f"A caption cannot have the character {odd.group()!a}.")
+        raise UserError(f"A caption cannot contain {token}, a control token of the tokenizer.")
+    if match := UNWRITABLE.search(content):
+        raise UserError(f"A caption cannot contain the character {match.group()!a}.")
     if len(content.encode()) >= LARGEST_CAPTION:
-        raise UserError(f"A caption cannot have more than {LARGEST_CAPTION:,} bytes.")
+        raise UserError(f"A caption cannot contain {LARGEST_CAPTION:,} bytes or more.")
     return f"{content}\n" if content else ""
 
 
 def _tidied(edit: Edit) -> Edit:
-    """An edit whose changed results are tidied by `content_of`."""
+    """An edit that passes changed texts through `content_of`."""
     return lambda name, text: text if (after := edit(name, text)) == text else content_of(after)
 
 
@@ -373,7 +374,7 @@ def prefixing(trigger: str, *, whole: bool) -> Edit:
     """Put a trigger before captions that do not begin with it.
 
     Args:
-        whole: a file is one caption; otherwise every line is.
+        whole: a file is one caption; otherwise every line is a caption.
 
     Raises:
         ConfigError: the trigger is not a word or a few words on one line.
@@ -390,7 +391,7 @@ def prefixing(trigger: str, *, whole: bool) -> Edit:
 
 
 def restoring(backup: Path) -> Reading[Edit]:
-    """Undo a batch of changes from its backup; texts that training would refuse are restored, too."""
+    """Undo a batch of changes from its backup, even if an old text is not a valid caption."""
     texts: Mapping[str, str] = (yield from read_json(backup, dict, "the captions of a dataset")) or {}
     return lambda name, text: texts.get(name, text)
 
@@ -402,7 +403,7 @@ def changes_of(files: Mapping[str, Path], edit: Edit) -> tuple[list[CaptionChang
         files: caption files by name.
 
     Raises:
-        UserError: a result cannot be a caption.
+        UserError: a new text is not a valid caption.
     """
     changes, unreadable = [], []
     for name, path in files.items():
@@ -417,15 +418,15 @@ def changes_of(files: Mapping[str, Path], edit: Edit) -> tuple[list[CaptionChang
 
 
 def digest_of(changes: Sequence[CaptionChange]) -> str:
-    """Identifies changes, so that only those are applied that were shown."""
-    return tag_of("".join(map(tag_of, (part for each in changes for part in (each.name, each.before, each.after)))))
+    """A hash of changes, so that only the changes that were previewed are applied."""
+    return tag_of("".join(tag_of(part) for edit in changes for part in (edit.name, edit.before, edit.after)))
 
 
 def apply(changes: Iterable[CaptionChange], folder: Path) -> str:
-    """Write changes; returns the name of the backup of the old texts in the dataset's folder.
+    """Back up the old texts in the dataset's folder and write the changes; returns the name of the backup.
 
     Raises:
-        ChangedMeanwhileError: a file has changed; those before it are written.
+        ChangedMeanwhileError: a file has changed; the changes before it are written.
     """
     changes = list(changes)
     with _writing:
@@ -434,7 +435,7 @@ def apply(changes: Iterable[CaptionChange], folder: Path) -> str:
         for change in changes:
             _check_unchanged(change.path, tag_of(change.before))
             write_atomically(change.path, change.after)
-        backups = [each for each in folder.glob(".captions-*") if BACKUP.fullmatch(each.name)]
+        backups = [path for path in folder.glob(".captions-*") if BACKUP.fullmatch(path.name)]
         for old in sorted(backups, key=lambda path: path.stat().st_mtime_ns)[:-MOST_BACKUPS]:
             old.unlink(missing_ok=True)
     return backup.name
@@ -444,10 +445,11 @@ def exclude(config: DatasetConfig, names: AbstractSet[str], path: Path, *, out: 
     """Exclude files from training, or include them again.
 
     Args:
-        path: of the entry's `exclude_files`.
+        path: the file in the entry's `exclude_files`.
+        out: exclude the files; otherwise include them.
 
     Raises:
-        ConfigError: the list cannot be read; it stays as it is.
+        ConfigError: the list cannot be read; it is not changed.
     """
     with _writing:
         excluded = required(read_excluded(config))

@@ -1,4 +1,4 @@
-"""Which files need a caption, the captioner's instruction, and how its answer becomes a caption."""
+"""Captioning without the model: files that need captions, the instruction, and cleaning of the model's output."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from simpletuner.models.spec import FamilySpec
 from simpletuner.plan.build import Plan
 
 Style = Literal["short", "long", "tags"]
-# The most tokens of a caption by style, if the prompt has room for them.
+# Maximum tokens of a caption by style; the prompt may have room for fewer.
 LENGTHS: dict[Style, int] = {"short": 60, "long": 220, "tags": 90}
-# {0} is the kind of file, {1} what to describe besides.
+# {0} is the kind of file, {1} what else to describe.
 INSTRUCTIONS: dict[Style, str] = {
     "short": "Describe this {0} in one plain sentence: the subject, {1}, where it is, and whether it is photographed, "
     "drawn or something else. State what is visible; guess nothing.",
@@ -48,7 +48,7 @@ class Wording:
     trigger: str = ""
 
     def problems(self) -> Iterator[Problem]:
-        """A trigger must fit at the beginning of a line."""
+        """Check that the trigger is words on one line."""
         if len(self.trigger.splitlines()) > 1 or control_token(self.trigger):
             yield Problem("--trigger", f"{self.trigger!r} is not a word or a few words on one line.")
 
@@ -62,10 +62,10 @@ class Wording:
         return INSTRUCTIONS[self.style].format(*(CLIP if is_clip else PICTURE))
 
     def caption(self, text: str, *, is_whole: bool) -> str:
-        """An answer as a caption; empty if the answer is. A last sentence or tag that was cut off is dropped."""
+        """The model's output as a caption, without a truncated last sentence or tag; empty if the output is empty."""
         text = text.strip(" \"'")
         if not is_whole:
-            # A whole sentence, if one ends; else up to the last comma.
+            # Up to the last complete sentence, or else up to the last comma.
             ends = (text.rfind(". ") + 1, text.rfind(", "))
             text = text[: next((end for end in ends if end > 0), len(text))]
         return f"{self.lead}{text}" if text else ""
@@ -75,13 +75,13 @@ def check_captions(survey: Plan, wording: Wording, wanted: str | None) -> None:
     """Check the options of `simpletuner caption`.
 
     Args:
-        wanted: id of a dataset; None for all.
+        wanted: a dataset's id; None means all datasets.
 
     Raises:
         ConfigError: the checkpoint has no captioner, the dataset does not exist, or the trigger is invalid.
     """
     problems = Problems([*wording.problems(), *check_captioner(survey.spec, survey.source)])
-    ids = [each.id for each in _described(survey.datasets)]
+    ids = [dataset.id for dataset in _described(survey.datasets)]
     if wanted is not None and wanted not in ids:
         message = f"{wanted!r} is not a local dataset of the configuration ({', '.join(ids)})."
         problems.append(Problem("--dataset", message + did_you_mean(wanted, ids)))
@@ -89,9 +89,9 @@ def check_captions(survey: Plan, wording: Wording, wanted: str | None) -> None:
 
 
 def check_captioner(spec: FamilySpec, source: ModelSource) -> Iterator[Problem]:
-    """Whether the text encoder can describe pictures. One that is not on this machine is checked after its download."""
+    """Check that the text encoder can describe pictures. A missing one is checked after its download."""
     if spec.words.captioner is None:
-        message = f"the text encoder of {spec.title} sees no pictures and writes no text; choose a Kandinsky 5 family."
+        message = f"the text encoder of {spec.title} cannot caption pictures; choose a Kandinsky 5 family."
         yield Problem("model_family", message)
         return
     problems = ModelSource({role: source[role] for role in ENCODER}).problems()
@@ -103,25 +103,25 @@ def check_captioner(spec: FamilySpec, source: ModelSource) -> Iterator[Problem]:
         f"language head ({LANGUAGE_HEAD})": LANGUAGE_HEAD in names or bool(settings.get("tie_word_embeddings")),
         f"vision tower ({VISION}*)": any(VISION in name for name in names),
     }
-    lacks = [what for what, is_there in has.items() if not is_there]
+    lacks = [part for part, is_present in has.items() if not is_present]
     if names and lacks:
         yield Problem(part.key, f"the text encoder in {part.location!r} has no {' and no '.join(lacks)}.")
 
 
 def _described(datasets: Sequence[Dataset]) -> list[Dataset]:
-    """The datasets whose files may have caption files beside them."""
-    return [each for each in datasets if each.config.type == "local" and not each.config.is_conditioning]
+    """The datasets whose files can have caption files."""
+    return [dataset for dataset in datasets if dataset.config.type == "local" and not dataset.config.is_conditioning]
 
 
 def uncaptioned(datasets: Sequence[Dataset], wanted: str | None = None) -> Iterator[DatasetFile]:
-    """The usable files without a caption, of one dataset or of all; files with the same stem share a caption."""
+    """The usable files without a caption in one dataset or in all; files with the same stem share a caption."""
     for dataset in _described(datasets):
         if wanted in (None, dataset.id) and is_readable(dataset.root):
-            blank = {pair_key(each.name) for each in dataset.rejected if each.detail == EMPTY}
+            blank = {pair_key(file.name) for file in dataset.rejected if file.detail == EMPTY}
             taken = scan(dataset.root, PICTURE_SUFFIXES | CLIP_SUFFIXES).captions.keys() - blank
-            names = {each.name for each in dataset.samples}
-            names |= {each.name for each in dataset.rejected if each.reason == "no caption"}
-            # In reverse, so that the first name of a stem is stored last.
+            names = {sample.name for sample in dataset.samples}
+            names |= {file.name for file in dataset.rejected if file.reason == "no caption"}
+            # In reverse order, so that the first name of a stem wins.
             firsts = {pair_key(name): name for name in sorted(names, reverse=True)}
             yield from (DatasetFile(dataset, firsts[key]) for key in sorted(firsts.keys() - taken))
 
@@ -129,6 +129,6 @@ def uncaptioned(datasets: Sequence[Dataset], wanted: str | None = None) -> Itera
 def unread(files: Sequence[DatasetFile]) -> list[str]:
     """Notes about datasets that ignore caption files."""
     configs = (file.dataset.config for file in files)
-    others = {each.id: each for each in configs if each.caption_strategy != "textfile" or each.only_instance_prompt}
-    advice = "to train with the new ones, set caption_strategy to textfile and leave out only_instance_prompt"
-    return [f"{name}: its captions come from {config.caption_strategy}; {advice}." for name, config in others.items()]
+    ignoring = {each.id: each for each in configs if each.caption_strategy != "textfile" or each.only_instance_prompt}
+    advice = "to train with the new captions, set caption_strategy to textfile and leave out only_instance_prompt"
+    return [f"{name}: captions come from {config.caption_strategy}; {advice}." for name, config in ignoring.items()]

@@ -1,1 +1,1 @@
-"""What a person sees of a run in a terminal or a log: plain lines (progress), or a live display (terminal)."""
+"""Displays of a run: plain lines (progress), a live terminal display (terminal), and the debug log (log)."""

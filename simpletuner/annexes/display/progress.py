@@ -1,7 +1,7 @@
-"""What a person sees during a run: phases with bars, then the training steps.
+"""Progress of a run: phases, then training steps.
 
-A display subscribes to the run's events: plain lines, here, or a live display (`terminal.py`). If the terminal or pipe
-closes, the run continues without it.
+A display subscribes to the run's events. This module prints plain lines; `terminal.py` draws a live display. The run
+continues if the terminal or pipe closes.
 """
 
 from __future__ import annotations
@@ -15,10 +15,11 @@ from typing import TextIO
 
 from simpletuner import STARTED
 from simpletuner.annexes.figures import Pace, ending, line_of, reached
+from simpletuner.errors import counted
 from simpletuner.reporting import events
 from simpletuner.reporting.pace import clock, pace_text, size_text
 
-# A log should stay readable: about this many lines per run, and at least one in this many seconds.
+# To keep logs readable: about this many lines per run, and at least one in this many seconds.
 TRAINING_LINES = 30
 LONGEST_SILENCE = 60.0
 # A phase prints a line per tenth, and at least one in LONGEST_PAUSE, but never within SHORTEST_PAUSE. Seconds.
@@ -27,10 +28,10 @@ LONGEST_PAUSE = 15.0
 
 
 class Display:
-    """Shows events to people.
+    """Base class of displays, which show events.
 
     Attributes:
-        pace: while training goes on.
+        pace: averages over the steps; None outside training.
     """
 
     pace: Pace | None = None
@@ -50,11 +51,11 @@ class Display:
             self.say(event.message)
 
     def show(self, event: events.Event) -> None:
-        """Show anything but the state of the run."""
+        """Show an event that does not change the state of the run."""
         raise NotImplementedError
 
     def begin(self, pace: Pace) -> None:
-        """Training begins."""
+        """Show that training begins."""
         raise NotImplementedError
 
     def say(self, text: str) -> None:
@@ -62,18 +63,18 @@ class Display:
         raise NotImplementedError
 
     def close(self) -> None:
-        """Restore the terminal, and sum up the training. May be called more than once."""
+        """Restore the terminal and print a summary of training. May be called more than once."""
         if self.pace is not None:
             self.say(self.pace.summary())
             self.pace = None
 
 
 class Start:
-    """Says once what a session spent its time on until its first step was done, by phase.
+    """Subscriber that reports, once, the startup time of a session by phase, up to and including the first step.
 
     Args:
         say: prints a line.
-        now: the clock that `STARTED` was read from; tests pass their own.
+        now: the clock of `STARTED`; tests replace it.
     """
 
     def __init__(self, say: Callable[[str], None], now: Callable[[], float] = time.monotonic) -> None:
@@ -88,7 +89,7 @@ class Start:
                 self._running += 1
             case events.PhaseEnded(phase=phase):
                 self._running -= 1
-                if not self._running:  # a phase within another is a part of it
+                if not self._running:  # a nested phase counts as part of the outer one
                     self._parts[phase.title[:1].lower() + phase.title[1:]] = event.seconds
             case events.StepReport():
                 self._is_over = True
@@ -102,7 +103,7 @@ def shown_events(stream: TextIO | None = None) -> Iterator[events.EventStream]:
     """A stream of events with a display, which restores the terminal at the end, also after an exception.
 
     Args:
-        stream: where to write; None means standard output.
+        stream: output stream; None means stdout.
     """
     with closing(make_display(stream)) as display:
         yield events.EventStream(display, Start(display.say))
@@ -113,7 +114,7 @@ def make_display(stream: TextIO | None = None) -> Display:
     stream = stream or sys.stdout
     lasting = LastingStream(stream)
     if is_screen(stream):
-        # Importing rich takes a tenth of a second, which `--dry-run | less` need not spend.
+        # Imported only here, since importing rich takes a tenth of a second.
         from simpletuner.annexes.display.terminal import LiveDisplay
 
         return LiveDisplay(lasting)
@@ -121,7 +122,7 @@ def make_display(stream: TextIO | None = None) -> Display:
 
 
 def is_screen(stream: TextIO) -> bool:
-    """Whether a stream is a terminal that moves its cursor and shows colours."""
+    """Whether a stream is a terminal that supports cursor movement and colours."""
     return stream.isatty() and os.environ.get("TERM") not in ("dumb", "unknown")
 
 
@@ -131,11 +132,11 @@ def in_red(text: str, stream: TextIO) -> str:
 
 
 class LastingStream:
-    """A text stream that discards output once its reader is gone, where others raise."""
+    """A text stream that discards output once its reader has exited, instead of raising an error."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
-        self.encoding = stream.encoding  # by which rich decides whether it may draw boxes
+        self.encoding = stream.encoding  # rich reads it to decide whether it may draw boxes
 
     def write(self, text: str) -> int:
         with self._lost_silently():
@@ -157,25 +158,25 @@ class LastingStream:
         try:
             yield
         except OSError:
-            # To /dev/null from now on: flushing the buffer of a dead stream at exit would raise.
-            nowhere = os.open(os.devnull, os.O_WRONLY)
-            with suppress(OSError):  # a stream in memory has no file number
-                os.dup2(nowhere, self._stream.fileno())
-            os.close(nowhere)
+            # Redirected to /dev/null: flushing the buffer of a closed stream at exit would raise.
+            null = os.open(os.devnull, os.O_WRONLY)
+            with suppress(OSError):  # an in-memory stream has no file descriptor
+                os.dup2(null, self._stream.fileno())
+            os.close(null)
 
 
 class PlainDisplay(Display):
-    """Throttled lines on a stream.
+    """Prints throttled lines to a stream.
 
     Args:
         stream: written and flushed line by line.
-        now: the clock; tests pass their own.
+        now: the clock; tests replace it.
     """
 
     def __init__(self, stream: TextIO | LastingStream, now: Callable[[], float] = time.monotonic) -> None:
         self._stream, self._now = stream, now
         self._every, self._printed_at = 1, 0.0
-        self._printed: dict[events.PhaseStarted, tuple[float, int]] = {}  # when a phase had a line, and at which tenth
+        self._printed: dict[events.PhaseStarted, tuple[float, int]] = {}  # time and tenth of a phase's last line
 
     def show(self, event: events.Event) -> None:
         match event:
@@ -197,10 +198,10 @@ class PlainDisplay(Display):
         self._every = max(1, -(-(pace.total_steps - pace.step) // TRAINING_LINES))
         self._printed_at = self._now()
         note = f", continuing after step {pace.step}" if pace.step else ""
-        self.say(f"Training: {pace.total_steps} steps{note}")
+        self.say(f"Training: {counted(pace.total_steps, 'step')}{note}")
 
     def _advance(self, event: events.PhaseAdvanced) -> None:
-        """Print the progress of a phase if it is worth a line."""
+        """Print the progress of a phase if a line is due."""
         (printed_at, printed_tenth), now, total = self._printed[event.phase], self._now(), event.phase.total
         tenth = event.done * 10 // total if total else printed_tenth
         if now - printed_at >= (SHORTEST_PAUSE if tenth != printed_tenth else LONGEST_PAUSE):
@@ -221,7 +222,7 @@ class PlainDisplay(Display):
 
 
 def key_figures(pace: Pace, report: events.StepReport) -> dict[str, str]:
-    """What displays show of the last step, by name; without memory where that is unknown."""
+    """The figures that displays show of the last step, by name; memory only if known."""
     memory = {} if report.memory_bytes is None else {"memory": size_text(report.memory_bytes)}
     return {
         "loss": f"{pace.loss:.4f}",

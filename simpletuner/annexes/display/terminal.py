@@ -1,4 +1,4 @@
-"""Progress as a live display at the bottom of a terminal."""
+"""A live progress display at the bottom of a terminal."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class LiveDisplay(Display):
             progress.MofNCompleteColumn(),
             progress.TextColumn("{task.fields[unit]}"),
             progress.TimeRemainingColumn(compact=True),
-            # File names may hold brackets, which rich would read as markup.
+            # File names may contain brackets, which rich would parse as markup.
             progress.TextColumn("{task.fields[note]}", style="dim", markup=False),
             console=self._console,
         )
@@ -52,7 +52,7 @@ class LiveDisplay(Display):
                 self._tasks[event] = self._bars.add_task(event.title, total=event.total, unit=event.unit, note="")
             case events.PhaseAdvanced():
                 self._bars.update(self._tasks[event.phase], completed=event.done, note=event.note)
-            # Its bar is replaced by a line that scrolls, so that bars are of running phases only.
+            # A line that scrolls replaces the bar, so that only running phases have bars.
             case events.PhaseEnded():
                 self._bars.remove_task(self._tasks.pop(event.phase))
                 mark = ("✓ ", "green") if event.complete else ("✗ ", "red")
@@ -80,7 +80,7 @@ class LiveDisplay(Display):
             self.pace = None
 
     def _open(self) -> None:
-        """Start the display unless it runs; the terminal stays as it is until something is shown."""
+        """Start the display unless it runs; until then the terminal is left alone."""
         if self._live is not None:
             return
         self._live = Live(
@@ -88,7 +88,7 @@ class LiveDisplay(Display):
             console=self._console,
             refresh_per_second=4,
             transient=True,  # `close` prints a summary in its place
-            # Only output to the terminal would damage the display; a redirected stream stays as it is.
+            # Only output to the terminal would damage the display; redirected streams are left alone.
             redirect_stdout=sys.stdout.isatty(),
             redirect_stderr=sys.stderr.isatty(),
         )
@@ -96,7 +96,7 @@ class LiveDisplay(Display):
 
     def _print(self, text: Text) -> None:
         if text.plain:
-            # Paths stay in one piece for copying.
+            # soft_wrap keeps paths in one piece for copying.
             self._console.print(text, soft_wrap=True)
 
     def _render(self) -> RenderableType:
@@ -126,7 +126,7 @@ def training_panel(pace: Pace) -> Panel:
 
 
 def sparkline(values: list[float], width: int) -> str:
-    """One line of block characters; every character is the mean of an equal number of values."""
+    """A line of block characters, each the mean of an equal number of values."""
     if not values:
         return ""
     width = min(width, len(values))

@@ -1,6 +1,6 @@
 """Finds settings that fit: the smallest change for an error message, and the choice of `offload: auto`.
 
-Both walk one ordered list (`possible_changes`): changes that only cost time come first, those that change results last.
+Both walk one ordered list (`possible_changes`): changes that only cost time come first, changes of results last.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from simpletuner.errors import Problem
 from simpletuner.plan.checks import conflicts
 from simpletuner.plan.environment import check_launch, check_offload, may_shard
 
-HEADROOM = 0.05  # share of memory that auto leaves free, for other programs and errors of the estimate
+HEADROOM = 0.05  # share of memory that auto leaves free, for other programs and estimation errors
 STREAMED = {"enable_group_offload": True, "group_offload_use_stream": True}
 RELEASED = {"optimizer_release_gradients": True}
 STATE_ON_HOST = {**RELEASED, "offload_optimizer_state": True}
 LOW_BIT = {"optimizer": "ao-adamw8bit"}
 DISK, KEPT = "group_offload_to_disk_path", "gradient_checkpointing_kept_blocks"
-DECODINGS = {"strips": "only their rounding", "tiles": "pixels slightly at the seams"}  # and what each changes
+DECODINGS = {"strips": "only their rounding", "tiles": "pixels slightly at the seams"}  # and their side effects
 
 
 @dataclass(frozen=True)
@@ -38,11 +38,11 @@ class Change:
 
     Attributes:
         values: config keys and their new values.
-        role: when auto makes it: if that is the fastest way to fit (`time`), if a phase before training does not fit
-            (`encoding`), if nothing else helps (`last`), or never (`user`).
-        reason: what it does, as auto reports it; of a change for a phase, what it costs.
-        words: how messages describe it; by default the keys and values.
-        apply: its effect on the workload, if any.
+        role: when auto makes the change: if it is the fastest way to fit (`time`), if a phase before training does not
+            fit (`encoding`), if nothing else helps (`last`), or never (`user`).
+        reason: the explanation that auto reports; for the role `encoding`, the side effect.
+        words: description for messages; by default the keys and values.
+        apply: effect on the workload, if any.
     """
 
     values: Mapping[str, Any]
@@ -56,8 +56,7 @@ class Change:
 
     def of(self, budget: Budget) -> Budget:
         """The budget after this change."""
-        config = budget.config.with_values(self.values, CHOSEN)
-        return replace(budget, config=config, workload=self.apply(budget.workload))
+        return replace(budget.under(self.values, CHOSEN), workload=self.apply(budget.workload))
 
 
 def _after(budget: Budget, changes: Sequence[Change]) -> Budget:
@@ -65,7 +64,10 @@ def _after(budget: Budget, changes: Sequence[Change]) -> Budget:
 
 
 def check_fit(budget: Budget) -> Iterator[Problem]:
-    """The phase that does not fit, and the smallest change that helps; a warning with `i_know_what_i_am_doing`."""
+    """Report a phase that does not fit, with the smallest change that helps.
+
+    With `i_know_what_i_am_doing`, the problem is a warning.
+    """
     lacking = [text for _, text in budget.shortages()]
     if not lacking:
         return
@@ -73,27 +75,27 @@ def check_fit(budget: Budget) -> Iterator[Problem]:
         advice = f"This would fit: {'; '.join(map(str, changes))}."
     else:
         (_, rest), *_ = _after(budget, list(possible_changes(budget))).shortages()
-        # The same shortage after all changes: none of them touches that phase.
+        # If the shortage is unchanged, no change affects that phase.
         advice = f"Even with every setting that helps, {rest}." if rest != lacking[0] else "No setting makes it fit."
     if not budget.device.is_gpu:
-        advice += " To plan for a GPU elsewhere: simpletuner plan --device-memory 24."
+        advice += " To plan for a GPU elsewhere, run simpletuner plan with --device-memory 24."
     if fatal := not budget.config.run.i_know_what_i_am_doing:
         advice += " To run anyway, set i_know_what_i_am_doing."
-    others = len(lacking) - 1
-    more = f" ({others} more phase{'s lack' if others > 1 else ' lacks'} room)" if others else ""
+    count = len(lacking) - 1
+    more = f" ({count} more phase{'s do' if count > 1 else ' does'} not fit)" if count else ""
     yield Problem("memory", f"{lacking[0]}{more}. {advice}", fatal, _settings_of(changes))
 
 
 def _settings_of(changes: Sequence[Change]) -> dict[str, Any]:
-    """The changes as settings; empty if one of them is no setting, such as shorter clips."""
+    """The changes as settings; empty if a change is not a setting, such as shorter clips."""
     are_settings = all(change.values for change in changes)
     return {key: value for change in changes if are_settings for key, value in change.values.items()}
 
 
 def smallest_change(budget: Budget) -> list[Change]:
-    """The changes, in the order of `possible_changes`, that are needed together; empty if all of them do not suffice.
+    """A minimal set of changes that fits, in the order of `possible_changes`; empty if nothing fits.
 
-    Changes are added until everything fits; then those that turn out to be unnecessary are removed.
+    Changes are added until everything fits; then unnecessary ones are removed.
     """
     taken: list[Change] = []
     for change in possible_changes(budget):
@@ -102,16 +104,16 @@ def smallest_change(budget: Budget) -> list[Change]:
             break
     else:
         return []
-    # The last one made it fit, so it is needed.
+    # The last change made it fit, so it is needed.
     for change in taken[:-1]:
-        without = [each for each in taken if each is not change]
+        without = [kept for kept in taken if kept is not change]
         if _after(budget, without).fits:
             taken = without
     return taken
 
 
 def possible_changes(budget: Budget) -> Iterator[Change]:
-    """Changes that this configuration does not have yet, the mildest first."""
+    """Changes that this configuration does not have yet, mildest first."""
     config, workload, room = budget.config, budget.workload, _room(budget)
     yield from _step_changes(budget)
     yield from _phase_changes(budget)
@@ -132,7 +134,7 @@ def possible_changes(budget: Budget) -> Iterator[Change]:
 
 
 def _step_changes(budget: Budget) -> Iterator[Change]:
-    """Changes of training that leave results as they are."""
+    """Changes to training that do not change results."""
     config, room = budget.config, _room(budget)
     kept = config.precision.gradient_checkpointing_kept_blocks
     if budget.workload.encoded_in_training:
@@ -168,13 +170,13 @@ def _offload_changes(budget: Budget) -> Iterator[Change]:
 
 
 def _phase_changes(budget: Budget) -> Iterator[Change]:
-    """Changes of loading and of the phases before and after training."""
+    """Changes to loading and to the phases before and after training."""
     offload, caching = budget.config.offload, budget.config.caching
     if budget.device.is_gpu and not offload.group_offload_text_encoder:
         yield Change({"group_offload_text_encoder": True}, "encoding")
     streams = budget.device.is_gpu and offload.enable_group_offload
     if offload.group_offload_to_disk_path is None and (streams or _may_stream(budget)):
-        # The estimate takes any folder; the message leaves the choice to the user.
+        # The estimate is the same for every folder; the message leaves the choice to the user.
         yield Change({DISK: "offloaded"}, words=f"{DISK} with a folder on a fast disk")
     if budget.parts.spec.slices_convolutions and not caching.vae_enable_patch_conv:
         yield Change({"vae_enable_patch_conv": True}, "encoding")
@@ -184,7 +186,7 @@ def _phase_changes(budget: Budget) -> Iterator[Change]:
 
 
 def _decodings(budget: Budget) -> Iterator[Change]:
-    """Ways of decoding previews in less memory."""
+    """Changes that decode previews in less memory."""
     ways = ["whole", *(how for how in DECODINGS if how == "tiles" or budget.parts.spec.decodes_in_strips)]
     now = budget.config.validation.validation_decoding
     for how in ways[ways.index(now) + 1 :] if now in ways and budget.workload.previews else []:
@@ -193,19 +195,19 @@ def _decodings(budget: Budget) -> Iterator[Change]:
 
 
 def _may_move(budget: Budget) -> bool:
-    """Whether anything can leave the device during a step: there is one, and no CUDA graph needs fixed addresses."""
+    """Whether tensors can leave the device during a step: it is a GPU, and no CUDA graph needs fixed addresses."""
     return budget.device.is_gpu and graph_key(budget.config.launch) is None
 
 
 def _may_stream(budget: Budget) -> bool:
-    """Whether blocks could stream and do not: only frozen, whole weights can."""
+    """Whether blocks could be streamed but are not: their weights must be frozen and unsharded."""
     config = budget.config
     is_free = not (config.offload.enable_group_offload or config.launch.fsdp_enable)
     return _may_move(budget) and is_free and config.model.model_type == "lora"
 
 
 def _shared_tokens(budget: Budget) -> Iterator[Change]:
-    """As many processes as heads and machines allow share the tokens of samples, of which a step then has fewer."""
+    """Share the tokens of a sample among as many processes as heads and machines allow; steps have fewer samples."""
     config, cost = budget.config, budget.parts.transformer
     size = math.gcd(config.launch.local_processes, cost.hidden // cost.head)
     if budget.parts.spec.heads is None or size <= config.launch.sequence_parallel_size or not plain_math(config.speed):
@@ -216,7 +218,7 @@ def _shared_tokens(budget: Budget) -> Iterator[Change]:
 
 
 def _smaller_samples(budget: Budget) -> Iterator[Change]:
-    """Shorter clips, then smaller pictures, described by dataset keys; of previews if nothing is trained."""
+    """Shorter clips, then smaller pictures, described by dataset keys; for previews if nothing is trained."""
     workload, spec = budget.workload, budget.parts.spec
     longest = max((bucket.frames for bucket in workload.buckets or workload.previews), default=1)
     if longest > 1:
@@ -230,7 +232,7 @@ def _smaller_samples(budget: Budget) -> Iterator[Change]:
 
 
 def _sharding(budget: Budget) -> list[Change]:
-    """FSDP2, if it is allowed and not set by the user."""
+    """FSDP2, if it is allowed and the user has not set it."""
     config, reason = budget.config, f"each process keeps a share of the weights, to fit {_room(budget)}"
     is_open = may_shard(config) and not config.launch.fsdp_enable and not config.is_explicit("fsdp_enable")
     return [Change({"fsdp_enable": True}, reason=reason)] if is_open else []
@@ -244,51 +246,51 @@ def _room(budget: Budget) -> str:
 def choose(budget: Budget) -> Budget:
     """The choice of `offload: auto`: the fastest settings that fit with `HEADROOM`.
 
-    Every selection of the changes that only cost time is tried, with as many blocks as fit kept on the device or not
-    recomputed. Changes of results come last. Keys that the user set stay. If nothing fits, the leanest settings are
-    returned, and `check_fit` reports what is lacking.
+    Tries every selection of the changes that only cost time, with as many blocks as fit kept on the device or not
+    recomputed. Changes of results come last. Keys that the user set are kept. If nothing fits, the settings with the
+    lowest peak are returned, and `check_fit` reports the shortage.
     """
-    # Phases before training first: what helps them costs no step.
+    # Phases before training come first: changes for them do not slow down steps.
     for change in _open_changes(budget, "encoding"):
         budget = _eased(budget, change)
     sharded = _sharding(budget)
-    # As configured, then sharded, then with a last resort each; the first start that can be made to fit wins.
+    # As configured, then sharded, then with one last resort; the first start that can be made to fit wins.
     starts = [budget, *(_taken(budget, [change]) for change in (*sharded, *_open_changes(budget, "last")))]
     leanest = [_after(start, _open_changes(start, "time")) for start in starts]
-    # Phases that fit in no way must not slow down the steps.
+    # Phases that cannot be made to fit must not slow down the steps.
     hopeless = frozenset.intersection(*map(_lacking, leanest))
     for start in starts:
         if (fastest := _fastest(start, hopeless)) is not None:
             return _with_reason_for_ddp(fastest) if sharded and start is budget else fastest
-    # Nothing fits: `check_fit` shall report the smallest shortage.
+    # Nothing fits: take the lowest peak, so that `check_fit` reports the smallest shortage.
     peaks = [lean.peaks[0] for lean in leanest]
     lean = starts[peaks.index(min(peaks))]
     return _taken(lean, _time_changes(lean, hopeless))
 
 
 def _open_changes(budget: Budget, role: str) -> list[Change]:
-    """The changes of a role that contradict nothing that the user set."""
+    """The changes of a role that override no key set by the user."""
     flat, is_explicit, changes = budget.config.flat, budget.config.is_explicit, []
-    for change in (each for each in possible_changes(budget) if each.role == role):
+    for change in (change for change in possible_changes(budget) if change.role == role):
         new = {key: value for key, value in change.values.items() if flat[key] != value}
-        # The first key is the change itself; the others only go with it.
+        # The first key makes the change; the others only accompany it.
         if not is_explicit(next(iter(new))):
             changes.append(replace(change, values={key: new[key] for key in new if not is_explicit(key)}))
     return changes
 
 
 def _time_changes(budget: Budget, hopeless: frozenset[str]) -> list[Change]:
-    """The helpful changes that only cost time."""
+    """Changes that only cost time, without ways of decoding previews that cannot fit anyway."""
     return [each for each in _open_changes(budget, "time") if PREVIEWS not in hopeless or DECODING not in each.values]
 
 
 def _lacking(budget: Budget) -> frozenset[str]:
-    """The phases besides training that do not fit."""
+    """The phases before and after training that do not fit."""
     return frozenset(phase.name for phase, _ in budget.shortages(headroom=HEADROOM) if not phase.trains)
 
 
 def _eased(budget: Budget, change: Change) -> Budget:
-    """The budget with a change that helps a phase before training, if there is one that does not fit."""
+    """The budget with a change, if it helps a phase before training that does not fit; else the budget."""
     after = change.of(budget)
     for phase, smaller in zip(budget.phases, after.phases, strict=True):
         lack = phase.shortage(budget.device, headroom=HEADROOM)
@@ -298,7 +300,7 @@ def _eased(budget: Budget, change: Change) -> Budget:
 
 
 def _taken(budget: Budget, changes: Sequence[Change]) -> Budget:
-    """The budget after some changes, with their reasons."""
+    """The budget after changes, with their reasons as decisions."""
     for change in changes:
         flat = budget.config.flat
         new = replace(change, values={key: value for key, value in change.values.items() if flat[key] != value})
@@ -307,15 +309,15 @@ def _taken(budget: Budget, changes: Sequence[Change]) -> Budget:
 
 
 def _with_reason_for_ddp(chosen: Budget) -> Budget:
-    """Add the reason why several processes do not share the weights, although they could."""
+    """Add the reason why weights are not sharded, although they could be."""
     is_lora = chosen.config.model.model_type == "lora"
-    more = ", while FSDP2 would gather the whole model again and again" if is_lora else ""
-    reason = f"DDP: each process has room for it and sends {gigabytes(chosen.sent.total)} a step{more}"
+    more = ", while FSDP2 would gather the whole model in every pass" if is_lora else ""
+    reason = f"DDP: it fits every process, which sends {gigabytes(chosen.sent.total)} a step{more}"
     return replace(chosen, decisions=[reason, *chosen.decisions])
 
 
 def _fastest(start: Budget, hopeless: frozenset[str]) -> Budget | None:
-    """The fastest selection of changes that fits, if any does; of equally fast ones, that with the mildest changes."""
+    """The budget with the fastest selection of changes that fits, mildest first among equals; None if none fits."""
     fitting: list[list[Change]] = []
     for selected in _selections(_time_changes(start, hopeless)):
         if (level := _best_level(_after(start, selected), selected, hopeless)) is not None:
@@ -324,23 +326,23 @@ def _fastest(start: Budget, hopeless: frozenset[str]) -> Budget | None:
         return None
     blocks = "the blocks are checkpointed, and " if start.workload.buckets else ""
     nothing = Change({}, words="nothing to change", reason=f"{blocks}everything stays on the device")
-    # `min` keeps the first of equals, and selections come mildest first.
+    # `min` returns the first of equals, and selections are ordered mildest first.
     fastest = min(fitting, key=lambda changes: _after(start, changes).step_seconds)
     return _taken(start, fastest or [nothing])
 
 
 def _selections(changes: Sequence[Change]) -> Iterator[list[Change]]:
-    """Every selection of the changes, mild ones first; of one that includes another, only with that."""
+    """Every selection of the changes, mildest first; a change that includes another is selected only with it."""
     for number in range(1 << len(changes)):
         selected = [change for place, change in enumerate(changes) if number >> place & 1]
-        # STATE_ON_HOST contains RELEASED: selected without it, it would repeat the selection of both.
-        left = (change for change in changes if change not in selected)
-        if not any(each.values.items() <= change.values.items() for each in left for change in selected):
+        # STATE_ON_HOST includes RELEASED: alone, it would repeat the selection of both.
+        rest = (change for change in changes if change not in selected)
+        if not any(left.values.items() <= change.values.items() for left in rest for change in selected):
             yield selected
 
 
 def _best_level(budget: Budget, selected: Sequence[Change], hopeless: frozenset[str]) -> list[Change] | None:
-    """The fastest change of `_levels` with which the budget fits; None if it fits with none."""
+    """The fastest level of `_levels` that fits; None if none does."""
 
     def fits(level: Sequence[Change], *, on_host: bool = False) -> bool:
         after = _after(budget, level)
@@ -349,28 +351,28 @@ def _best_level(budget: Budget, selected: Sequence[Change], hopeless: frozenset[
         return all(phase.shortage(device, headroom=HEADROOM) is None for phase in phases)
 
     levels = _levels(budget, {key for change in selected for key in change.values})
-    # Every level takes more of the device than the one before, so the levels that fit come first.
+    # Levels are sorted by device memory, so the ones that fit come first.
     count = bisect_left(levels, True, key=lambda level: not fits(level))
     best = levels[count - 1] if count else None
-    # What stays on the device is no longer on the host.
+    # Host memory is checked only now: what stays on the device does not take any.
     return best if best is not None and fits(best, on_host=True) else None
 
 
 def _levels(budget: Budget, keys: set[str]) -> list[list[Change]]:
-    """What may be kept on the device beside the selected changes of `keys`, from nothing to most."""
+    """What may stay on the device with the selected changes of `keys`, in order of device memory."""
     config, blocks = budget.config, len(budget.parts.transformer.blocks)
     levels: list[list[Change]] = [[]]
     residents, checkpointing = "group_offload_resident_blocks", "gradient_checkpointing"
     if "enable_group_offload" in keys and not config.is_explicit(residents):
-        # With all blocks resident nothing would stream, which is another selection.
+        # All blocks resident would mean no streaming, which is another selection.
         for count in range(1, blocks):
             levels.append([Change({residents: count}, reason=f"{count} of {blocks} blocks stay resident")])
     is_free = not any(map(config.is_explicit, (checkpointing, f"{checkpointing}_interval", KEPT)))
-    # Memory that these save at the cost of time is not spent on keeping activations.
+    # Memory that these changes save at the cost of time is not spent on activations.
     moved = keys & {"enable_group_offload", "speed_keep_attention", "offload_block_inputs"}
     if is_free and not moved and budget.workload.buckets:
         for count in range(1, blocks):
-            reason = f"memory holds the activations of {count} of {blocks} blocks, the others are recomputed"
+            reason = f"the activations of {count} of {blocks} blocks fit, the others are recomputed"
             levels.append([Change({KEPT: count}, reason=reason)])
         levels.append([Change({checkpointing: False}, reason="all activations fit, so none are recomputed")])
     return levels
@@ -385,18 +387,20 @@ WAYS: Mapping[str, Mapping[str, Any]] = {
 
 
 def way_of(config: RunConfig) -> str:
-    """The way to train on several devices that the settings choose."""
+    """The configured way to train on several devices."""
     if config.launch.is_sharded:
         return "FSDP2, hybrid" if config.launch.fsdp_hybrid else "FSDP2"
     return "DDP, streamed" if config.offload.enable_group_offload else "DDP"
 
 
 def find_ways(budget: Budget) -> dict[str, Budget | str]:
-    """All ways with the other settings of this run: their budgets, or why the settings exclude them; none for a run of
-    one process."""
+    """The ways to run this configuration on several devices, with their budgets, or the reason why they are excluded.
+
+    Empty for a run of one process.
+    """
     if budget.config.launch.num_processes == 1 or not budget.steps:
         return {}
-    # On a CPU, weights have nowhere to stream to.
+    # Streaming needs a GPU.
     names = [name for name in WAYS if budget.device.is_gpu or not WAYS[name]["enable_group_offload"]]
     if budget.config.launch.num_machines == 1:
         names.remove("FSDP2, hybrid")
@@ -406,20 +410,20 @@ def find_ways(budget: Budget) -> dict[str, Budget | str]:
 def _other_way(budget: Budget, name: str) -> Budget | str:
     if name == way_of(budget.config):
         return budget
-    config = budget.config.with_values(WAYS[name], CHOSEN)
-    problems = (*conflicts(config), *check_launch(config), *check_offload(config))
+    other = budget.under(WAYS[name], CHOSEN)
+    problems = (problem for rule in (conflicts, check_launch, check_offload) for problem in rule(other.config))
     excluded = next((problem for problem in problems if problem.fatal), None)
-    return f"{excluded.where} {excluded.message}" if excluded else replace(budget, config=config)
+    return f"{excluded.where} {excluded.message}" if excluded else other
 
 
 def check_ways(budget: Budget) -> Iterator[Problem]:
-    """A warning of FSDP2 for a LoRA that DDP has room for."""
+    """Warn about FSDP2 for a LoRA that would fit with DDP."""
     if not budget.config.launch.is_sharded or budget.config.model.model_type != "lora":
         return
     for name, way in find_ways(budget).items():
         if isinstance(way, Budget) and way is not budget and way.fits:
             sent = f"{gigabytes(way.sent.total)} a step instead of {gigabytes(budget.sent.total)}"
-            why = "FSDP2 gathers the whole model again and again to train a LoRA"
+            why = "to train a LoRA, FSDP2 gathers the whole model in every pass"
             message = f"{name} fits too, and each process sends {sent}: {why}."
             yield Problem("fsdp_enable", message, fatal=False, remedy=WAYS[name])
             return

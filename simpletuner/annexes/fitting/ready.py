@@ -1,4 +1,4 @@
-"""Makes a plan that fits: `make_plan`, then the checks of memory, disk and devices."""
+"""Makes a plan that fits: `make_plan`, then checks of memory, disk and devices."""
 
 from __future__ import annotations
 
@@ -33,54 +33,60 @@ from simpletuner.errors import ConfigError, Problem, Problems, Reading, counted,
 from simpletuner.plan.build import Plan, make_plan
 from simpletuner.plan.environment import existing, why_not_writable
 
-FEATURE_SHARE = 0.2  # of the free space, at most, for features of techniques
-FULL_SIZE = 1e9  # parameters: published transformers have 2e9 and more, those of demos and tests far fewer
+FEATURE_SHARE = 0.2  # of the free disk space, at most, for features of techniques
+FULL_SIZE = 1e9  # parameters; published transformers have at least 2e9, models of demos and tests far fewer
 DAY = 86400.0
-# What only frozen weights allow, and its value in full fine-tunes, which save memory in another way.
+# Settings that need frozen weights, with their values in full fine-tunes.
 FOR_LORA = {"enable_group_offload": False, "base_model_precision": "no_change"}
 AUTO = {"offload": "auto"}
+CONSENT = "To train on the CPU, run train --yes or set i_know_what_i_am_doing."
 
 
-def ready_plan(arguments: Arguments) -> tuple[Plan, Budget]:
-    """The plan and its budget; with `offload: auto` the plan has the chosen settings.
+def ready_plan(arguments: Arguments) -> Budget:
+    """The plan with its estimate; with `offload: auto` the plan has the chosen settings.
 
     Raises:
-        ConfigError: with all problems at once, including a run that does not fit.
+        ConfigError: lists all problems, including a run that does not fit.
     """
-    problems, (plan, budget) = arguments.problems, weigh_plan(arguments)
-    problems.extend(check_devices(plan.config.launch.local_processes))
-    problems.extend(check_unset([*plan.config.publish, *plan.config.webhooks], fatal=True))
+    problems, budget = arguments.problems, weigh_plan(arguments)
+    problems.extend(check_devices(budget.config.launch.local_processes))
+    problems.extend(check_unset([*budget.config.publish, *budget.config.webhooks], fatal=True))
     problems.raise_if_fatal()
-    return plan, budget
+    return budget
 
 
 def check_devices(processes: int) -> Iterator[Problem]:
-    """Each process needs a device of its own. A launcher may have shown each process only its own already."""
+    """Check that there is a device for every process. Skipped under a launcher, which may expose only one."""
     count = devices.count_gpus()
-    # 0 may mean that the driver does not answer, which torch reports.
+    # 0 may mean that the driver does not respond, which torch reports.
     if 0 < count < processes and launched(os.environ) is None:
         gpus = counted(count, "GPU")
-        message = f"{processes} processes on this machine, which has {gpus}; each needs one of its own."
+        message = f"{processes} processes need as many GPUs, but this machine has {gpus}."
         yield Problem("num_processes", message)
 
 
-def weigh_plan(arguments: Arguments) -> tuple[Plan, Budget]:
+def weigh_plan(arguments: Arguments) -> Budget:
     """Like `ready_plan`, but a run that does not fit is only added to the problems of the arguments.
 
     Raises:
         ConfigError: other problems prevent a plan.
     """
     try:
-        plan, budget = arguments.problems.take(weigh(make_plan(arguments)))
+        budget = arguments.problems.take(weigh(make_plan(arguments)))
     except ConfigError as error:
         raise ConfigError([_with_equivalent(each, arguments) for each in error.problems]) from None
-    slow = list(check_gpu(plan, budget))
+    slow = list(check_gpu(budget))
     arguments.problems.extend(slow)
-    return replace(plan, warnings=[*slow, *plan.warnings]), budget
+    return with_warnings(budget, [*slow, *budget.plan.warnings])
+
+
+def with_warnings(budget: Budget, warnings: list[Problem]) -> Budget:
+    """A budget whose plan has these warnings."""
+    return replace(budget, plan=replace(budget.plan, warnings=warnings))
 
 
 def _with_equivalent(problem: Problem, arguments: Arguments) -> Problem:
-    """A problem; if a full fine-tune was asked for what only a LoRA can save, with what saves memory there."""
+    """The problem; if a full fine-tune has a memory setting for LoRAs only, with settings that would fit instead."""
     if not problem.fatal or problem.where not in FOR_LORA:
         return problem
     ways: dict[str, Change] = {}
@@ -88,8 +94,8 @@ def _with_equivalent(problem: Problem, arguments: Arguments) -> Problem:
         change = Change({problem.where: FOR_LORA[problem.where], **values})
         settings = [*arguments.settings, *FOR_LORA.items(), *values.items()]
         with suppress(ConfigError):  # such as datasets that do not exist, which the error names already
-            plan, budget = result_of(weigh(make_plan(replace(arguments, settings=settings, problems=Problems()))))
-            if plan.config.model.model_type == "full" and budget.device.is_gpu and budget.fits:
+            budget = result_of(weigh(make_plan(replace(arguments, settings=settings, problems=Problems()))))
+            if budget.config.model.model_type == "full" and budget.device.is_gpu and budget.fits:
                 ways.setdefault("{} on the device and {} on the host".format(*map(gigabytes, budget.peaks)), change)
     advice = "; or ".join(f"{change}, which takes {memory}" for memory, change in ways.items())
     if not ways:
@@ -98,86 +104,83 @@ def _with_equivalent(problem: Problem, arguments: Arguments) -> Problem:
     return replace(problem, message=f"{problem.message} This would fit: {advice}.", remedy=remedy)
 
 
-def weigh(plan: Plan) -> Reading[tuple[Plan, Budget]]:
-    """A plan and its budget, with what `offload: auto` and the other automatic settings choose."""
+def weigh(plan: Plan) -> Reading[Budget]:
+    """A plan with its estimate, and with what `offload: auto` and the other automatic settings choose."""
     offload = plan.config.offload
     device = devices.find_device(offload.plan_device_memory_gb, plan.output_dir, offload.plan_device)
     if plan.config.launch.num_processes > 1:
         device = devices.one_of_several(device, is_planned=offload.plans_elsewhere)
     budget = with_strips(make_budget(plan, device))
-    plan = replace(plan, config=budget.config)
     # Before `offload: auto`, whose choice depends on whether features are cached.
-    if sparing := _sparing(plan, budget):
-        plan = replace(plan, config=plan.config.with_values(sparing, f"chosen by {', '.join(sparing)} auto"))
-        budget = make_budget(plan, device)
-    if plan.config.offload.offload == "auto":
-        plan, budget = _chosen(plan, budget)
+    if sparing := _sparing(budget):
+        budget = make_budget(budget.under(sparing, f"chosen by {', '.join(sparing)} auto").plan, device)
+    if offload.offload == "auto":
+        budget = _chosen(budget)
     budget = with_faster_previews(budget)
-    plan = replace(plan, config=budget.config)
     judged = [*check_decoding(budget), *check_fit(budget), *check_ways(budget)]
-    writings = [*find_writings(plan, budget)]
+    writings = [*find_writings(budget)]
     judged += filter(None, (why_not_writable(each.what, each.folder) for each in writings))
-    judged += check_disk(plan, writings)
+    judged += check_disk(budget.plan, writings)
     # Of another machine's GPU it is unknown which products it has.
-    if multiplied(plan.config.precision) and not offload.plans_elsewhere:
-        judged += check_capability(plan.config.precision, devices.compute_capability())
+    if multiplied(budget.config.precision) and not offload.plans_elsewhere:
+        judged += check_capability(budget.config.precision, devices.compute_capability())
     yield from judged
-    return replace(plan, warnings=[*plan.warnings, *(problem for problem in judged if not problem.fatal)]), budget
+    return with_warnings(budget, [*budget.plan.warnings, *(problem for problem in judged if not problem.fatal)])
 
 
-def _sparing(plan: Plan, budget: Budget) -> dict[str, object]:
+def _sparing(budget: Budget) -> dict[str, object]:
     """Settings that keep features off a disk that is too small for them."""
-    kinds = (kind for technique in plan.techniques for kind in technique.features)
+    kinds = (kind for technique in budget.plan.techniques for kind in technique.features)
     sparing = {key: value for kind in kinds for key, value in kind.spared_by.items()}
-    features = feature_costs(plan.spec, budget.listing).stored
+    features = feature_costs(budget.parts.spec, budget.listing).stored
     if not (features and sparing):
         return {}
-    # The disk that holds the latents.
-    return sparing if features > FEATURE_SHARE * shutil.disk_usage(existing(plan.datasets[0].latent_dir)).free else {}
+    latents = existing(budget.plan.datasets[0].latent_dir)
+    return sparing if features > FEATURE_SHARE * shutil.disk_usage(latents).free else {}
 
 
-def _chosen(plan: Plan, budget: Budget) -> tuple[Plan, Budget]:
-    """The plan and its budget with what `offload: auto` chooses."""
-    budget = choose(budget)
-    if batch := free_batch(budget, steps_per_epoch(plan)):
+def _chosen(budget: Budget) -> Budget:
+    """The budget with what `offload: auto` chooses."""
+    chosen = choose(budget)
+    if batch := free_batch(chosen, steps_per_epoch(chosen.plan)):
         # It changes results, so that it is only proposed.
         advice = f"train_batch_size {batch} would be as fast a step: the GPU waits for the host"
-        budget = replace(budget, decisions=[*budget.decisions, advice])
-    chosen = replace(plan, config=budget.config)
-    if budget.config.caching.vae_enable_tiling != plan.config.caching.vae_enable_tiling:
+        chosen = replace(chosen, decisions=[*chosen.decisions, advice])
+    if chosen.config.caching.vae_enable_tiling != budget.config.caching.vae_enable_tiling:
         # Tiled latents have separate cache entries, so the missing ones are listed again.
-        budget = replace(make_budget(chosen, budget.device), decisions=budget.decisions)
-    return chosen, budget
+        chosen = replace(make_budget(chosen.plan, chosen.device), decisions=chosen.decisions)
+    return chosen
 
 
-def check_gpu(plan: Plan, budget: Budget, *, yes: bool = False) -> Iterator[Problem]:
+def check_gpu(budget: Budget, *, yes: bool = False) -> Iterator[Problem]:
     """A warning about a published model without a GPU; `train` refuses it if consent is needed and not given.
 
     Args:
-        yes: it was given on the command line, so it is not asked for.
+        yes: consent was given on the command line.
     """
-    device, seconds = budget.device, sum(remaining_seconds(plan, budget))
+    device, seconds = budget.device, sum(remaining_seconds(budget))
     if device.is_gpu or not seconds or budget.parts.transformer.parameters < FULL_SIZE:
         return
     why, advice = "no GPU can be used here", ""
     if device.idle:
-        why, advice = f"torch cannot use the {device.idle} of this machine", " docs/INSTALL.md says what to do."
+        why, advice = f"torch cannot use the {device.idle} of this machine", " See docs/INSTALL.md."
         if not devices.torch_uses_gpus():
             why += ", since its CPU build is installed"
             advice = " Run pip uninstall torch, then pip install torch."
-    if needs_consent(plan, budget) and not yes:
-        advice += " To train on the CPU, run train --yes or set i_know_what_i_am_doing."
+    if needs_consent(budget) and not yes:
+        advice += f" {CONSENT}"
     time = f"about {duration(seconds)} on the CPU, {duration(budget.step_seconds)} a step"
     yield warning(MISSING_GPU, f"{why}: {time}.{advice}")
 
 
-def needs_consent(plan: Plan, budget: Budget) -> bool:
+def needs_consent(budget: Budget) -> bool:
     """Whether a run takes more than a day, and its settings do not say that this is meant."""
-    return sum(remaining_seconds(plan, budget)) > DAY and not plan.config.run.i_know_what_i_am_doing
+    return sum(remaining_seconds(budget)) > DAY and not budget.config.run.i_know_what_i_am_doing
 
 
-def on_cpu(plan: Plan, budget: Budget) -> Budget:
+def on_cpu(budget: Budget) -> Budget:
     """The budget of the same run on this machine's processor, for when torch cannot use the planned GPU."""
+    plan = budget.plan
     device = devices.find_device(output_dir=plan.output_dir)
     if device.is_gpu:
         device = devices.with_measured(devices.this_cpu(idle=device.name), plan.output_dir)

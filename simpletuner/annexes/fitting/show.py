@@ -1,6 +1,6 @@
-"""The plan: what will run, on which data and device, with which settings and at what cost.
+"""Shows a plan: model, data, device, settings and cost.
 
-As text for people, and as one JSON document for programs (`simpletuner plan --json`).
+As text for users, and as one JSON document for programs (`simpletuner plan --json`).
 """
 
 from __future__ import annotations
@@ -27,7 +27,6 @@ from simpletuner.budget.disk import feature_costs, find_writings
 from simpletuner.budget.outcomes import UNCORRECTED
 from simpletuner.caching.catalogue import Entries
 from simpletuner.config.optimizers import learning_rate, peak_learning_rate
-from simpletuner.config.schema import all_options
 from simpletuner.config.values import typed
 from simpletuner.data.dataset import Dataset
 from simpletuner.data.sample import LedgerEntry
@@ -37,30 +36,31 @@ from simpletuner.plan.entries import evaluated, previews_of_a_round
 from simpletuner.redaction import redact_settings
 
 logger = logging.getLogger(__name__)
-# Of longer ledgers, only counts and rejected files are shown.
+# Longer ledgers are reduced to counts and rejected files.
 LONGEST_LEDGER = 60
-PREVIEW_INTERVALS = {"steps": "validation_step_interval", "epochs": "validation_epoch_interval"}
+PREVIEW_INTERVALS = {"step": "validation_step_interval", "epoch": "validation_epoch_interval"}
 NEARLY_HALF = 0.6  # of the rounds of previews
 MOST_LEFT_OUT = 200  # files of a dataset that are listed with their reason; the plan in the terminal lists all
 MISSING_GPU = "device"  # `where` of the warning about a missing GPU, which is shown first
 
 
-def log_plan(plan: Plan, budget: Budget) -> None:
+def log_plan(budget: Budget) -> None:
     """Write all settings, without secrets, and the plan to the debug log, for bug reports."""
-    logger.debug("settings %s", json.dumps(redact_settings(plan.config.flat), ensure_ascii=False))
-    for line in plan_lines(plan, budget):
+    logger.debug("settings %s", json.dumps(redact_settings(budget.config.flat), ensure_ascii=False))
+    for line in plan_lines(budget):
         logger.debug("plan %s", line)
 
 
-def show_plan(plan: Plan, budget: Budget, stream: TextIO) -> None:
+def show_plan(budget: Budget, stream: TextIO) -> None:
     """Write the whole plan as text; a missing GPU is red on a terminal."""
-    urgent = {str(warning) for warning in plan.warnings if warning.where == MISSING_GPU}
-    for line in plan_lines(plan, budget):
+    urgent = {str(warning) for warning in budget.plan.warnings if warning.where == MISSING_GPU}
+    for line in plan_lines(budget):
         print(in_red(line, stream) if line in urgent else line, file=stream)
 
 
-def plan_lines(plan: Plan, budget: Budget) -> Iterator[str]:
+def plan_lines(budget: Budget) -> Iterator[str]:
     """The plan, line by line."""
+    plan = budget.plan
     urgent = [warning for warning in plan.warnings if warning.where == MISSING_GPU]
     yield from map(str, urgent)
     yield f"{plan.spec.title} {plan.flavour.name}, {plan.config.model.model_type}"
@@ -82,10 +82,10 @@ def plan_lines(plan: Plan, budget: Budget) -> Iterator[str]:
         if (learned := _learned(dataset)) is not None:
             yield f"  masks: {learned:.1%} is learned on average"
     yield ""
-    yield from _cache_lines(plan, budget)
+    yield from _cache_lines(budget)
     yield from _preview_lines(plan)
     yield ""
-    yield from budget_lines(plan, budget)
+    yield from budget_lines(budget)
     if len(plan.warnings) > len(urgent):
         yield ""
         yield "Warnings:"
@@ -105,19 +105,19 @@ def _length_lines(plan: Plan) -> Iterator[str]:
 
 
 def changed_settings(plan: Plan) -> list[tuple[str, Any, str]]:
-    """Settings that somebody set, with value and origin; secrets are redacted."""
+    """Settings other than defaults, with value and origin; secrets are redacted."""
     values, origins = redact_settings(plan.config.flat), plan.config.origins
-    return [(name, values[name], origins[name]) for name in all_options() if plan.config.is_set(name)]
+    return [(name, values[name], origins[name]) for name in plan.config.keys_set()]
 
 
 def _ledger_lines(dataset: Dataset) -> Iterator[str]:
     total = len(dataset.samples) + len(dataset.rejected)
-    yield f"Dataset {dataset.id}: {len(dataset.samples)} of {total} files are used"
+    yield f"Dataset {dataset.id}: {len(dataset.samples)} of {counted(total, 'file')} used"
     if dataset.changes_each_epoch:
         yield "  crops are redrawn and re-encoded each epoch (vae_cache_clear_each_epoch false keeps the first)"
     for label, count in sorted(dataset.sizes().items()):
         yield f"  bucket {label}: {count}"
-    # In a long ledger, people look for what is missing.
+    # In a long ledger, only unused files are of interest.
     shown = dataset.ledger() if total <= LONGEST_LEDGER else dataset.unused()
     for entry in shown[:LONGEST_LEDGER]:
         yield visible(f"  {entry.name}: {_fate(entry)}")
@@ -137,13 +137,13 @@ def _fate(entry: LedgerEntry) -> str:
     return f"{original}, {frames}{fitted}, {counted(entry.captions, 'caption')}{note}"
 
 
-def _cache_lines(plan: Plan, budget: Budget) -> Iterator[str]:
-    listing = budget.listing
+def _cache_lines(budget: Budget) -> Iterator[str]:
+    plan, listing = budget.plan, budget.listing
     if listing is None:
         transformer = plan.source["transformer"]
         absence = transformer.absence()
-        told = f"about {gigabytes(budget.parts.download)} will be downloaded first; then everything is encoded once."
-        yield f"Caches: {f'{transformer.location!r} {absence}' if absence else told}"
+        steps = f"about {gigabytes(budget.parts.download)} will be downloaded first; then everything is encoded once."
+        yield f"Caches: {f'{transformer.location!r} {absence}' if absence else steps}"
         return
     noun, later = plan.spec.media_noun, len(listing.encoded_in_training)
     for what, entries in (("captions and prompts", listing.texts), (noun, listing.ahead)):
@@ -158,7 +158,7 @@ def _cache_lines(plan: Plan, budget: Budget) -> Iterator[str]:
 
 def _cached(what: str, entries: Entries[Any]) -> str:
     absent, total = len(entries.missing), len(entries)
-    return f"Cache of {what}: {total - absent} of {total} are there, {absent} to encode"
+    return f"Cache of {what}: {total - absent} of {total} exist, {absent} to encode"
 
 
 def _preview_lines(plan: Plan) -> Iterator[str]:
@@ -172,7 +172,8 @@ def _preview_lines(plan: Plan) -> Iterator[str]:
         count, subjects = previews_of_a_round(plan)
         more = f", {count} {plan.spec.media_noun} a round" if subjects > len(plan.prompts) else ""
         flat = plan.config.flat
-        often = " and ".join(f"every {flat[key]} {unit}" for unit, key in PREVIEW_INTERVALS.items() if flat[key])
+        intervals = [(flat[key], unit) for unit, key in PREVIEW_INTERVALS.items() if flat[key]]
+        often = " and ".join(f"every {unit if many == 1 else counted(many, unit)}" for many, unit in intervals)
         yield f"Previews {often} at {sizes}: {names}{more}"
     for hook in plan.config.webhooks.hooks:
         yield f"Events are sent to a {hook}"
@@ -181,7 +182,7 @@ def _preview_lines(plan: Plan) -> Iterator[str]:
 SHOWN_BUCKETS = 4
 
 
-def budget_lines(plan: Plan, budget: Budget) -> Iterator[str]:
+def budget_lines(budget: Budget) -> Iterator[str]:
     """The estimates of memory, time and disk, line by line."""
     device, launch = budget.device, budget.config.launch
     room = "unknown memory" if device.memory is None else gigabytes(device.memory)
@@ -194,26 +195,26 @@ def budget_lines(plan: Plan, budget: Budget) -> Iterator[str]:
         if launch.sequence_parallel_size > 1:
             shared = f"the tokens of a sample are shared by {launch.sequence_parallel_size} processes"
             yield f"  {shared}, each of which exchanges {gigabytes(budget.sent.exchanged)} a step"
-        yield "  memory is that of one device, and on the host of all processes of a machine"
+        yield "  device memory is of one process, host memory of all processes of a machine"
     yield from _phase_lines(budget)
     yield from _bucket_lines(budget)
     yield from _density_lines(budget)
-    yield from _time_lines(plan, budget)
+    yield from _time_lines(budget)
     yield from _way_lines(budget)
-    added = budget.model.added(budget.steps[0].load)  # which the estimates above include
+    added = budget.model.added(budget.steps[0].load)  # included in the estimates above
     kinds = ((added.forwards, "forward"), (added.passes, "forward and backward"))
     if extra := " and ".join(f"{count:.2g} extra {kind} passes" for count, kind in kinds if count):
         yield f"  with {extra} a micro-step on average"
-    disk = ", ".join(f"{writing.what} up to {gigabytes(writing.total)}" for writing in find_writings(plan, budget))
+    disk = ", ".join(f"{writing.what} up to {gigabytes(writing.total)}" for writing in find_writings(budget))
     yield f"  disk: {disk}"
     if budget.parts.assumed:
-        yield f"  {', '.join(budget.parts.assumed)}: not on this machine, sizes assumed from {plan.flavour.name}"
+        yield f"  {', '.join(budget.parts.assumed)}: not on this machine, sizes assumed from {budget.plan.flavour.name}"
     for decision in budget.decisions:
         yield f"  offload auto: {decision}"
 
 
 def _phase_lines(budget: Budget) -> Iterator[str]:
-    """Peaks of the phases; for training, of the largest bucket."""
+    """Peak memory of the phases; for training, of the largest bucket."""
     worst = max((phase for phase in budget.phases if phase.trains), key=lambda phase: phase.device, default=None)
     shown = [phase for phase in budget.phases if not phase.trains or phase is worst]
     width = max(len(name) for name in ("peak memory", *(phase.name for phase in shown))) + 2
@@ -224,7 +225,7 @@ def _phase_lines(budget: Budget) -> Iterator[str]:
 
 
 def _row(name: str, width: int, *cells: str) -> str:
-    """A line of a table, whose names take `width` columns."""
+    """A line of a table; its name takes `width` columns."""
     return f"  {name:<{width}}" + "".join(f"{cell:>10}" for cell in cells)
 
 
@@ -235,7 +236,7 @@ def _bucket_lines(budget: Budget) -> Iterator[str]:
     yield _row("micro-step", width, "tokens", "TFLOP", "weights", "trained", "inputs", "block", "time")
     for bucket, step in buckets[:SHOWN_BUCKETS]:
         memory, cost = step.memory, step.cost
-        # The columns sum up to the peak of the step.
+        # These columns add up to the peak of the step.
         parts = memory.weights, memory.trained + memory.update, memory.inputs, memory.block + memory.outside
         tokens, flops = str(step.load.samples * step.load.tokens), f"{cost.executed.total / 1e12:.3g}"
         yield _row(bucket.label, width, tokens, flops, *map(gigabytes, parts), duration(cost.seconds))
@@ -244,7 +245,7 @@ def _bucket_lines(budget: Budget) -> Iterator[str]:
 
 
 def _density_lines(budget: Budget) -> Iterator[str]:
-    """How many tiles block-sparse attention visits in the largest buckets, which the TFLOP and the time include."""
+    """The density of block-sparse attention in the largest buckets; TFLOP and time include it."""
     density, known = budget.parts.transformer.density, budget.outcome.densities
     if density is not None:
         shown = zip(budget.workload.buckets[:SHOWN_BUCKETS], [step.load.tokens for step in budget.steps], strict=False)
@@ -255,28 +256,29 @@ def _density_lines(budget: Budget) -> Iterator[str]:
         yield f"  attention density (share of the tiles visited): {', '.join(shares)}"
 
 
-def _time_lines(plan: Plan, budget: Budget) -> Iterator[str]:
+def _time_lines(budget: Budget) -> Iterator[str]:
+    plan = budget.plan
     if plan.is_finished:
         yield "  no steps remain: this run is finished"
         return
-    training, previews = remaining_seconds(plan, budget)
+    training, previews = remaining_seconds(budget)
     beside = f", and {duration(previews)} for previews" if previews else ""
-    step, whole, steps = duration(budget.step_seconds), duration(training), remaining_steps(plan)
-    yield f"  about {step} a step, {whole} for {steps} steps{beside}; without filling the caches"
+    step, whole, steps = duration(budget.step_seconds), duration(training), counted(remaining_steps(plan), "step")
+    yield f"  about {step} a step, {whole} for {steps}{beside}; without filling the caches"
     if previews:
         count, share = preview_rounds(plan), previews / (training + previews)
         yield f"  {counted(count, 'round')} of previews, {share:.0%} of that time; {halved_previews(plan)} halves it"
     if (known := budget.outcome) != UNCORRECTED:
         yield f"  corrected by earlier runs, the last on {known.day}: x{known.step:.2f}"
     if batch := free_batch(budget, steps_per_epoch(plan)):
-        yield f"  the GPU waits for the host, which launches its kernels: train_batch_size {batch} is as fast a step"
+        yield f"  the GPU waits for the host to launch kernels: with train_batch_size {batch} a step takes as long"
 
 
 def halved_previews(plan: Plan) -> str:
     """The setting that halves the time of previews."""
     flat = plan.config.flat
     intervals = {key: 2 * flat[key] for key in PREVIEW_INTERVALS.values() if flat[key] is not None}
-    # With few rounds, the first and the last are most of them.
+    # With few rounds, doubling the interval does not halve them: the first and last always take place.
     fewer = preview_rounds(replace(plan, config=plan.config.with_values(intervals, "")))
     if fewer <= NEARLY_HALF * preview_rounds(plan):
         return " and ".join(f"{key} {value}" for key, value in intervals.items())
@@ -284,7 +286,7 @@ def halved_previews(plan: Plan) -> str:
 
 
 def _way_lines(budget: Budget) -> Iterator[str]:
-    """The ways to use several devices: peak memory, bytes that each process sends in a step, and time."""
+    """The ways to use several devices, with peak memory, bytes sent per process and step, and time."""
     ways = find_ways(budget)
     if ways:
         yield _row("ways to train", 17, "device", "host", "sent", "step")
@@ -297,8 +299,9 @@ def _way_lines(budget: Budget) -> Iterator[str]:
         yield f"{_row(name, 17, *memory, duration(way.step_seconds))}  {verdict}"
 
 
-def start_lines(plan: Plan, budget: Budget) -> Iterator[str]:
+def start_lines(budget: Budget) -> Iterator[str]:
     """A summary of the plan for the start of a run: model, data, duration, output folder, and whether it fits."""
+    plan = budget.plan
     kind = plan.config.lora.kind if plan.config.model.model_type == "lora" else "full fine-tune"
     yield f"{kind} on {plan.spec.title} {plan.flavour.name}"
     names = [dataset.id for dataset in plan.trained]
@@ -306,7 +309,7 @@ def start_lines(plan: Plan, budget: Budget) -> Iterator[str]:
     yield f"  on {samples} {plan.spec.media_noun} (dataset{'s' if len(names) > 1 else ''} {', '.join(names)})"
     steps = remaining_steps(plan)
     rounds = preview_rounds(plan)
-    seconds = sum(remaining_seconds(plan, budget))
+    seconds = sum(remaining_seconds(budget))
     after = f" after step {plan.resume.step}" if plan.resume else ""
     shown = f" and {counted(rounds, 'round')} of previews" if rounds else ""
     yield f"  {counted(steps, 'step')}{after}{shown}, about {duration(seconds)}; saved to {plan.output_dir}"
@@ -322,7 +325,7 @@ def fit_line(budget: Budget) -> str:
     return f"  {verdict}: up to {gigabytes(peak.needed(device))}{room} on {device.name}, while {peak.name}"
 
 
-def plan_json(weighed: tuple[Plan, Budget] | None, problems: Sequence[Problem]) -> str:
+def plan_json(budget: Budget | None, problems: Sequence[Problem]) -> str:
     """The document; if a fatal problem prevents a plan, it holds only the problems.
 
     Bytes and seconds are plain numbers; unknown values are `null`.
@@ -330,14 +333,15 @@ def plan_json(weighed: tuple[Plan, Budget] | None, problems: Sequence[Problem]) 
     # Checks of the plan and of the budget may report the same problem.
     listed = [each.to_json() for each in dict.fromkeys(problems)]
     judged = {"problems": listed, "ok": not any(problem.fatal for problem in problems)}
-    described = _described(*weighed) if weighed else {}
+    described = _described(budget) if budget else {}
     return json.dumps(judged | described, indent=2, ensure_ascii=False)
 
 
-def _described(plan: Plan, budget: Budget) -> dict[str, Any]:
-    device, launch, length, density = budget.device, budget.config.launch, plan.length, budget.parts.transformer.density
+def _described(budget: Budget) -> dict[str, Any]:
+    plan, device, launch = budget.plan, budget.device, budget.config.launch
+    length, density = plan.length, budget.parts.transformer.density
     model = {"family": plan.spec.name, "flavour": plan.flavour.name, "type": plan.config.model.model_type}
-    training, previews = remaining_seconds(plan, budget)
+    training, previews = remaining_seconds(budget)
     seconds = {"step": budget.step_seconds, "training": training, "previews": previews, "total": training + previews}
     return {
         "model": {**model, "location": plan.source["transformer"].location, "download": budget.parts.download},
@@ -353,7 +357,7 @@ def _described(plan: Plan, budget: Budget) -> dict[str, Any]:
             "finished": plan.is_finished,
         },
         "device": {"name": device.name, "memory": device.memory, "usable": device.usable, "note": device.note},
-        "assumed": [line.strip() for line in [*budget_lines(plan, budget)][1:] if "assumed" in line],
+        "assumed": [line.strip() for line in [*budget_lines(budget)][1:] if "assumed" in line],
         "memory": [{"phase": phase.name, "device": phase.device, "host": phase.host} for phase in budget.phases],
         "buckets": [
             {
@@ -377,14 +381,14 @@ def _described(plan: Plan, budget: Budget) -> dict[str, Any]:
         },
         "disk": [
             {"what": writing.what, "folder": str(writing.folder), "bytes": writing.total}
-            for writing in find_writings(plan, budget)
+            for writing in find_writings(budget)
         ],
         "offload_auto": list(budget.decisions),
     }
 
 
 def _learned(dataset: Dataset) -> float | None:
-    """The share of its files that their masks leave to learn, on average; None without masks."""
+    """The mean share of a file that its mask leaves to learn; None without masks."""
     white = dataset.white.values()
     return sum(white) / len(white) if white else None
 

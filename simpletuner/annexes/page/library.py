@@ -346,7 +346,7 @@ def write_mask(library: Library, folder: Path, name: str, sent: str, seen: str) 
         if path.suffix.lower() != ".png":
             raise UserError(f"{path} is a mask of another format, which is kept: move it away, or save it as PNG.")
         if (stamp_of(inspected(folder, [before])[before]) if before else "") != seen:
-            raise ChangedMeanwhileError(f"{path.name} has changed since it was opened. It is kept as it is.")
+            raise ChangedMeanwhileError(f"{path.name} has changed since it was opened. It was not overwritten.")
         used = {pair_key(each): each for each in library.listing.files if each not in library.excluded}
         bare = {key: each for key, each in used.items() if key not in masks and key != pair_key(name)}
         if len(bare) > MOST_FILLED:

@@ -1,11 +1,11 @@
-"""Several processes of a run, which a run of one process never needs.
+"""Runs with several processes. A run of one process imports nothing from here.
 
-| file      | answers                                                                             |
-|-----------|-------------------------------------------------------------------------------------|
-| launching | how are they started, and how do they fail together                                 |
-| agreement | do all have the same plan                                                           |
-| joining   | how do they find each other, and gather values and counts: the `World` of several   |
-| watch     | who is alive                                                                        |
+| file      | contents                                                                      |
+|-----------|-------------------------------------------------------------------------------|
+| launching | starting the processes, and failing together                                  |
+| agreement | checking that all processes have the same plan                                |
+| joining   | rendezvous, and the `World` of several processes: gathering values and counts |
+| watch     | liveness                                                                      |
 
-The command `train` opens it. The core sees only the `World` that it makes.
+The command `train` uses it. The core sees only the resulting `World`.
 """

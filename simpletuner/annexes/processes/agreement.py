@@ -1,4 +1,4 @@
-"""All processes of a run make the same plan, or stop and name what differs."""
+"""Checks that all processes of a run make the same plan; otherwise they stop and report the differences."""
 
 from __future__ import annotations
 
@@ -7,34 +7,35 @@ import socket
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from simpletuner.distributed.world import Value, World
+from simpletuner.budget.budget import Budget
+from simpletuner.distributed.world import World
 from simpletuner.errors import ConfigError, Problem, shorten
 from simpletuner.plan.build import Plan
 from simpletuner.plan.resume import identify
 
 
-def plan_together(world: World, make: Callable[[int | None], tuple[Plan, Value]]) -> tuple[Plan, Value]:
-    """The plan of all processes, made by each: first by the main one, which also draws the seed, then by one on each
-    further machine, which may download, then by the rest.
+def plan_together(world: World, make: Callable[[int | None], Budget]) -> Budget:
+    """The plan of all processes, and its estimate, made by each: first by the main one, which also draws the seed, then
+    by one on each further machine, which may download, then by the rest.
 
     Args:
-        make: makes it with a seed; None draws one.
+        make: makes the plan with a seed; None draws one.
 
     Raises:
-        ConfigError: this process cannot make it, or it differs from the main one's.
+        ConfigError: this process cannot make the plan, or plans differ from that of rank 0.
     """
     first = world.main_only(lambda: make(None))
-    seed = world.broadcast(first and first[0].seed)
+    seed = world.broadcast(first.plan.seed if first else None)
     # Processes of one machine share its download cache: the leader fills it, the rest only read.
     made = world.leader_first(lambda: first or make(seed))
-    problems = differences(world.gather((socket.gethostname(), agreed_values(made[0]))))
+    problems = differences(world.gather((socket.gethostname(), agreed_values(made.plan))))
     if problems:
         raise ConfigError(problems)
     return made
 
 
 def agreed_values(plan: Plan) -> dict[str, str]:
-    """Values that must be the same in all processes, by the name that a person would look up."""
+    """Values that must be equal in all processes, by the name that error messages use."""
     config, identity = plan.config, identify(plan)
     step = "the beginning" if plan.resume is None else plan.resume.path.name
     return {
@@ -49,7 +50,7 @@ def agreed_values(plan: Plan) -> dict[str, str]:
 
 
 def source_digest() -> str:
-    """Identifies this program's source: two checkouts of one version may differ."""
+    """A hash of this package's source: two checkouts of one version may differ."""
     folder = Path(__file__).parents[2]
     content = hashlib.sha256()
     for path in sorted(folder.rglob("*.py")):
@@ -58,14 +59,14 @@ def source_digest() -> str:
 
 
 def differences(described: list[tuple[str, Mapping[str, str]]]) -> list[Problem]:
-    """Values that differ from those of process 0, and the processes that have them."""
+    """The values that differ from those of process 0, with the processes that have them."""
     _, first = described[0]
     places: dict[tuple[str, str, str], list[str]] = {}
     for rank, (host, values) in enumerate(described):
         for key in first.keys() | values.keys():
             expected, actual = first.get(key, "absent"), values.get(key, "absent")
             if actual != expected:
-                # Processes that differ alike share one line of the error.
+                # Processes with the same difference share a line of the error.
                 places.setdefault((key, expected, actual), []).append(f"{rank} on {host}")
     return [
         Problem(key, f"is {expected} in the first process, but {actual} in process {shorten(where, 4)}.")

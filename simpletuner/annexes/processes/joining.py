@@ -1,6 +1,6 @@
-"""Connects the processes of a run: a store, the watch, then the groups that exchange tensors and values.
+"""Connects the processes of a run: a store, the watch, then process groups for tensors and values.
 
-From then on a `ConnectedWorld` exchanges values and counts, and why one of the processes failed.
+The resulting `ConnectedWorld` exchanges values and counts, and the reason why a process failed.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from simpletuner.distributed.requests import Stop
 from simpletuner.distributed.world import EXCHANGE_SECONDS, LAUNCHERS, Value, World, number_in
 from simpletuner.errors import Problem, SimpleTunerError, UserError, shorten
 
-# Processes wait for each other's saving, encoding and rendering, which may take hours; if one ends, `Watch` notices.
+# Processes wait while others save, encode or render, which may take hours; `Watch` detects a process that exits.
 PATIENCE = timedelta(days=30)
-START_SECONDS = 600.0  # in which all processes must have come
-# torchrun keeps the store, and the same one when it starts all processes again.
+START_SECONDS = 600.0  # within which all processes must join
+# torchrun hosts the store, and reuses it when it restarts the processes.
 KEPT_BY_LAUNCHER, ATTEMPT = "TORCHELASTIC_USE_AGENT_STORE", "TORCHELASTIC_RESTART_COUNT"
-FIRST = "process 0"  # key of its host, its address and port, and the run's key
+FIRST = "process 0"  # store key: host, address and port of process 0, and the run's key
 LOOPBACK = "127.0.0.1"
 FIRST_PORT, PORTS = 20000, 20000
 SMALL = 4096  # size of the first, fixed-size message of a gather
@@ -39,8 +39,8 @@ class ConnectedWorld(World):
     """Processes connected through torch.distributed; see `connect`.
 
     Attributes:
-        control: the group, on the CPU, in which values are gathered.
-        watch: notices what happens to the others.
+        control: the CPU process group that gathers values.
+        watch: monitors the other processes.
     """
 
     control: Any = field(kw_only=True)
@@ -49,28 +49,28 @@ class ConnectedWorld(World):
     def gather(self, value: Value) -> list[Value]:
         self.watch.mark()
         content = pickle.dumps(value)
-        # Nearly all values are small, and one exchange of a fixed size takes a third of the time of torch's two.
+        # Most values are small, and a single message of fixed size takes a third of the time of torch's two.
         heads = self._exchange(len(content).to_bytes(8, "big") + content[:SMALL], 8 + SMALL)
         sizes = [int.from_bytes(head[:8], "big") for head in heads]
-        found = [head[8:] for head in heads] if max(sizes) <= SMALL else self._exchange(content, max(sizes))
-        return [pickle.loads(each) for each in found]
+        contents = [head[8:] for head in heads] if max(sizes) <= SMALL else self._exchange(content, max(sizes))
+        return [pickle.loads(pickled) for pickled in contents]
 
     def _exchange(self, content: bytes, size: int) -> list[bytes]:
-        """The content of each process, filled up to `size` bytes."""
+        """Gather the content of every process, padded to `size` bytes."""
         import torch.distributed
 
-        # A bytearray, since torch warns of buffers that cannot be written.
-        own = torch.frombuffer(bytearray(content.ljust(size, b"\0")), dtype=torch.uint8)
-        found = [torch.empty_like(own) for _ in range(self.size)]
-        torch.distributed.all_gather(found, own, group=self.control)
-        return [each.numpy().tobytes() for each in found]
+        # A bytearray, since torch warns about read-only buffers.
+        sent = torch.frombuffer(bytearray(content.ljust(size, b"\0")), dtype=torch.uint8)
+        received = [torch.empty_like(sent) for _ in range(self.size)]
+        torch.distributed.all_gather(received, sent, group=self.control)
+        return [buffer.numpy().tobytes() for buffer in received]
 
     def first_failure(self, error: BaseException) -> str | None:
         from torch.distributed import DistError
 
         lost = isinstance(error, DistError) or "gloo" in str(error)  # which raises a plain RuntimeError
-        # Whoever loses a process, and whom a launcher ends for it, hears at the next looks which one it was. On a busy
-        # machine the watch may be late; only Ctrl-C must not wait for it.
+        # A process that loses a peer, or is ended by the launcher for it, learns from the watch which process failed
+        # first. On a busy machine the watch may be late; only Ctrl-C must not wait for it.
         patience = GRACE_SECONDS if lost else 4 * POLL_SECONDS if isinstance(error, KeyboardInterrupt) else 0.0
         verdict = self.watch.known(patience)
         return verdict and verdict[0]
@@ -90,7 +90,7 @@ class ConnectedWorld(World):
         return add
 
     def _store(self, prefix: str) -> Any:
-        """A part of the store in which the processes have met."""
+        """A namespace of the rendezvous store."""
         from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
 
         return PrefixStore(prefix, _get_default_store())
@@ -117,21 +117,21 @@ def connect(
     start_limit: float = START_SECONDS,
     prepare: Callable[[Watch], None] = lambda watch: None,
 ) -> Iterator[ConnectedWorld]:
-    """A world of several processes while the block lasts. Tensors are exchanged by NCCL on GPUs and by gloo on CPUs.
+    """Connect this process to the others within a context. Tensors use NCCL on GPUs and gloo on CPUs.
 
     Args:
         place: rank and size of this process.
-        meeting_point: the same on all of them: `env://` for what a launcher has set, or `file:///path` of a file that
-            does not exist yet.
-        limit: seconds that a process may wait for another one that does nothing.
-        start_limit: seconds in which all must have come.
+        meeting_point: equal in all processes: `env://` for variables set by a launcher, or `file:///path` of a file
+            that does not exist yet.
+        limit: seconds that a process may wait for another one that makes no progress.
+        start_limit: seconds within which all processes must join.
         prepare: called before the watch may end this process.
 
     Raises:
-        UserError: they have not, or cannot reach each other.
-        SimpleTunerError: one of them has failed meanwhile.
+        UserError: processes have not joined, or cannot reach each other.
+        SimpleTunerError: another process has failed.
     """
-    # Imported here so that the commands which never train stay free of torch.
+    # Imported here so that commands which never train stay free of torch.
     from torch import distributed
 
     deadline = time.monotonic() + start_limit
@@ -149,7 +149,7 @@ def connect(
 
 
 def _connect_groups(place: World, store: Any, watch: Watch) -> Any:
-    """Connect the processes for tensors; returns the group for values.
+    """Create the process group for tensors; returns the group for values.
 
     Raises:
         SimpleTunerError: this process or another one has failed.
@@ -157,11 +157,11 @@ def _connect_groups(place: World, store: Any, watch: Watch) -> Any:
     from torch import distributed
 
     try:
-        # Twice the watch's limit: the watch names who is missing, a timeout of torch would not.
+        # Twice the watch's limit, so that the watch reports first: it names the missing process, torch does not.
         backend, patience = take_device(place), timedelta(seconds=2 * watch.limit)
         distributed.init_process_group(backend, None, patience, place.size, place.rank, store)
         return distributed.new_group(backend="gloo", timeout=PATIENCE)
-    except (RuntimeError, ValueError) as error:  # from a GPU or the network
+    except (RuntimeError, ValueError) as error:  # of a GPU or the network
         reason = str(error).partition("\n")[0]
         watch.known(4 * POLL_SECONDS)  # the cause may be another process
         message, _ = watch.fail(f"Process {watch.own} cannot join the others: {reason}", 1, GRACE_SECONDS)
@@ -169,25 +169,25 @@ def _connect_groups(place: World, store: Any, watch: Watch) -> Any:
 
 
 def take_device(place: World) -> str:
-    """Make the GPU of this process the current one, if there are GPUs; returns the backend that exchanges tensors."""
+    """Select the GPU of this process, if there are GPUs; returns the backend for tensors."""
     import torch
 
     if not torch.cuda.is_available():
         return "gloo"
-    device = place.local_rank % torch.cuda.device_count()  # a launcher may show each process only its own
+    device = place.local_rank % torch.cuda.device_count()  # a launcher may expose only one
     torch.cuda.set_device(device)
-    os.environ["LOCAL_RANK"] = str(device)  # by which accelerate names the device to DDP
+    os.environ["LOCAL_RANK"] = str(device)  # accelerate passes it to DDP as the device
     return "nccl"
 
 
 def open_store(place: World, meeting_point: str, deadline: float) -> Any:
-    """The store in which processes find each other, new at every restart.
+    """Open the rendezvous store, with a new namespace after every restart.
 
     Args:
         deadline: on the monotonic clock.
 
     Raises:
-        UserError: its address cannot be reached, or its port is taken.
+        UserError: the address cannot be reached, or the port is in use.
     """
     from torch.distributed import FileStore, PrefixStore, TCPStore  # type: ignore[attr-defined] # public, not typed so
 
@@ -196,7 +196,8 @@ def open_store(place: World, meeting_point: str, deadline: float) -> Any:
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     holds = place.is_main and os.environ.get(KEPT_BY_LAUNCHER) != "True"
     while True:
-        left = timedelta(seconds=max(1.0, min(10.0, deadline - time.monotonic())))  # so that Ctrl-C is heard between
+        # Short, so that Ctrl-C is handled in between.
+        left = timedelta(seconds=max(1.0, min(10.0, deadline - time.monotonic())))
         try:
             store = TCPStore(address, port, is_master=holds, timeout=left, wait_for_workers=False, multi_tenant=True)
         except (RuntimeError, ValueError) as error:
@@ -215,20 +216,20 @@ def open_store(place: World, meeting_point: str, deadline: float) -> Any:
 
 
 def join_watch(place: World, store: Any, limit: float, deadline: float) -> Watch:
-    """The running watch of this process, connected with the others.
+    """Start the watch of this process and connect it to the others.
 
     Raises:
-        UserError: not all processes have come, or too many.
+        UserError: processes are missing, or there are too many.
     """
     if place.is_main:
         watch = Watch(0, place.size, secrets.token_hex(8), limit)
         if store.add("first", 1) > 1:
             host = json.loads(store.get(FIRST))[0]
-            raise UserError(f"RANK: process 0 runs already on {host}, so process {watch.own} is one too many.")
+            raise UserError(f"RANK: process 0 already runs on {host}, so process {watch.own} is one too many.")
         address = LOOPBACK if place.is_on_one_machine else ""
         store.set(FIRST, json.dumps([watch.own.host, address, watch.links.listen(address, place.size), watch.own.key]))
     else:
-        while not store.check([FIRST]):  # in Python, where Ctrl-C is heard
+        while not store.check([FIRST]):  # polled in Python, where Ctrl-C is handled
             if time.monotonic() > deadline:
                 raise UserError("MASTER_ADDR: process 0 did not come in time; start_timeout allows more.")
             time.sleep(POLL_SECONDS / 10)
@@ -239,33 +240,33 @@ def join_watch(place: World, store: Any, limit: float, deadline: float) -> Watch
     if missing := watch.begin(deadline - time.monotonic() + (0.0 if place.is_main else GRACE_SECONDS)):
         if place.is_main:
             names = f"{'process' if len(missing) == 1 else 'processes'} {shorten(list(map(str, missing)), 8)}"
-            late = f"MASTER_ADDR: {names} of {place.size} did not come to {watch.own.host} in time."
+            late = f"MASTER_ADDR: {names} of {place.size} did not join {watch.own.host} in time."
             advice = "Start the same command on every machine, with this one's address; start_timeout allows more time."
             watch.fail(f"{late} {advice}", 2, GRACE_SECONDS)
         watch.close()
-        raise UserError(watch.verdict[0] if watch.verdict else "MASTER_ADDR: process 0 does not answer.")
+        raise UserError(watch.verdict[0] if watch.verdict else "MASTER_ADDR: process 0 does not respond.")
     return watch
 
 
 def _reach(host: str, address: str, port: int, deadline: float) -> socket.socket:
-    """A connection to the watch of process 0: at its only address, else at the one that the user gave, or by its name.
+    """Connect to the watch of process 0, at `address` or else at MASTER_ADDR or its host name.
 
     Raises:
-        UserError: there is none.
+        UserError: the watch cannot be reached.
     """
     while True:
-        for each in [address] if address else dict.fromkeys((os.environ.get("MASTER_ADDR") or host, host)):
+        for target in [address] if address else dict.fromkeys((os.environ.get("MASTER_ADDR") or host, host)):
             try:
-                return socket.create_connection((each, port), timeout=10)
+                return socket.create_connection((target, port), timeout=10)
             except OSError as error:
                 reason = error
         if time.monotonic() > deadline:
-            raise UserError(f"MASTER_ADDR: port {port} of {host}, where process 0 waits, cannot be reached: {reason}")
+            raise UserError(f"MASTER_ADDR: port {port} of {host}, where process 0 listens, cannot be reached: {reason}")
         time.sleep(1)
 
 
 def settle_meeting(place: World, environment: MutableMapping[str, str]) -> list[Problem]:
-    """Set the variables that `env://` reads; returns a problem for each that only the user can set."""
+    """Set the variables that `env://` reads; returns a problem for every variable that only the user can set."""
     values = {name: environment.get(name) or value for name, value in _usual_meeting(place, environment).items()}
     environment.update({name: value for name, value in values.items() if value})
     environment.update(zip(LAUNCHERS[0], map(str, astuple(place)), strict=True))
@@ -278,13 +279,13 @@ def settle_meeting(place: World, environment: MutableMapping[str, str]) -> list[
 
 
 def _usual_meeting(place: World, environment: Mapping[str, str]) -> dict[str, str]:
-    """Where processes meet unless the user sets it; empty if that is unknown."""
+    """Default rendezvous address and port; empty if unknown."""
     here, job = place.is_on_one_machine, number_in(environment, "SLURM_JOB_ID") or 0
     first = first_host(environment.get("SLURM_STEP_NODELIST", "")) or (LOOPBACK if here else "")
     return {"MASTER_ADDR": first, "MASTER_PORT": str(FIRST_PORT + job % PORTS) if here or job else ""}
 
 
 def first_host(nodes: str) -> str:
-    """The first of Slurm's list of hosts, such as `gpu[03-07,9],login`."""
-    found = re.match(r"([^\[,]*)(?:\[(\w+)[^\]]*\])?([^,]*)", nodes)
-    return "".join(part or "" for part in found.groups()) if found else ""
+    """The first host of a Slurm node list such as `gpu[03-07,9],login`."""
+    match = re.match(r"([^\[,]*)(?:\[(\w+)[^\]]*\])?([^,]*)", nodes)
+    return "".join(part or "" for part in match.groups()) if match else ""

@@ -1,4 +1,4 @@
-"""Training on several processes: they are started, fail and stop together.
+"""Training with several processes, which start, fail and stop together.
 
     simpletuner train ─► accelerate launch ─► simpletuner train (one per device)
 
@@ -33,9 +33,9 @@ from simpletuner.redaction import redact
 logger = logging.getLogger(__name__)
 
 EXTRA = "ACCELERATE_EXTRA_ARGS"
-# How long a failed process lingers, so that process 0 can print the error before a launcher ends all.
+# Seconds that a failed process lingers, so that process 0 can print the error before a launcher ends all processes.
 LINGER = 3.0
-LAUNCHER = "SIMPLETUNER_LAUNCHER"  # set for processes that this program starts, whose ends it reports
+LAUNCHER = "SIMPLETUNER_LAUNCHER"  # set for processes that this program starts, and whose deaths it reports
 
 
 def start_processes(launch: LaunchConfig, command: list[str]) -> None:
@@ -43,13 +43,13 @@ def start_processes(launch: LaunchConfig, command: list[str]) -> None:
 
     Raises:
         typer.Exit: one of them failed; process 0 has printed why.
-        UserError: ACCELERATE_EXTRA_ARGS are wrong, or accelerate refuses them.
+        UserError: ACCELERATE_EXTRA_ARGS is invalid, or accelerate cannot launch.
     """
     from accelerate.commands.launch import launch_command
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
     arguments = launch_arguments(launch, command)
-    # torch would repeat the messages of the processes.
+    # torch would print the errors of the processes again.
     logging.getLogger("torch.distributed").setLevel(logging.CRITICAL)
     os.environ[LAUNCHER] = "1"
     try:
@@ -57,7 +57,7 @@ def start_processes(launch: LaunchConfig, command: list[str]) -> None:
             launch_command(arguments)
     except ChildFailedError as failed:
         codes = [failure.exitcode for failure in failed.failures.values()]
-        if 0 in failed.failures and failed.failures[0].exitcode < 0:  # so it could not say anything
+        if 0 in failed.failures and failed.failures[0].exitcode < 0:  # killed, so it has not printed an error
             rank = int(arguments.machine_rank or 0) * launch.local_processes
             raise RemoteError(f"Process {rank} on {socket.gethostname()} {GONE}.", 1) from None
         raise typer.Exit(next((code for code in codes if code > 0), 1)) from None
@@ -66,24 +66,24 @@ def start_processes(launch: LaunchConfig, command: list[str]) -> None:
 
 
 def why_not_launched(error: str, arguments: Any, launch: LaunchConfig) -> str:
-    """An error of accelerate or torch about machines that do not meet, in terms of the settings."""
+    """Translate a rendezvous error of accelerate or torch into terms of the settings."""
     where = f"{arguments.main_process_ip}:{arguments.main_process_port}"
     if "EADDRINUSE" in error or "another process is utilizing it" in error:
         return f"{EXTRA}: {where} is in use by another run or program; choose another --main_process_port."
     if "timed out" in error.lower() or "timeout" in error.lower():
         return (
-            f"{EXTRA}: within {launch.start_timeout} s, {launch.num_machines} machines have not met at {where}. Start "
-            "the same command on all of them, with the first one's address, an open port and different machine_ranks; "
-            "start_timeout allows more time."
+            f"{EXTRA}: {launch.num_machines} machines did not connect to {where} within {launch.start_timeout} s. "
+            "Start the same command on all of them, with the first one's address, an open port and different "
+            "machine_ranks; start_timeout allows more time."
         )
     return f"accelerate launch: {error.partition(chr(10))[0]}"
 
 
 def launch_arguments(launch: LaunchConfig, command: list[str]) -> Any:
-    """The arguments of `accelerate launch`, as it parses them itself.
+    """The arguments of `accelerate launch`, parsed by its parser.
 
     Raises:
-        UserError: ACCELERATE_EXTRA_ARGS has unknown options, or lacks those of several machines.
+        UserError: ACCELERATE_EXTRA_ARGS has unknown options, or lacks options that several machines need.
     """
     from accelerate.commands.launch import launch_command_parser
 
@@ -100,7 +100,7 @@ def launch_arguments(launch: LaunchConfig, command: list[str]) -> Any:
         with Path(os.devnull).open("w") as nowhere, redirect_stderr(nowhere):  # argparse prints its usage
             arguments = launch_command_parser().parse_args([*words, "-m", "simpletuner", *command])
     except (ValueError, SystemExit):
-        raise UserError(f"{EXTRA}: {extra!r} is not what `accelerate launch` takes; see its --help.") from None
+        raise UserError(f"{EXTRA}: {extra!r} has options unknown to `accelerate launch`; see its --help.") from None
     if launch.num_machines > 1:
         needed = {"--machine_rank": arguments.machine_rank, "--main_process_ip": arguments.main_process_ip}
         missing = [name for name, value in needed.items() if value is None]
@@ -109,14 +109,14 @@ def launch_arguments(launch: LaunchConfig, command: list[str]) -> Any:
             needs = f"num_machines is {launch.num_machines}, so it must have {' and '.join(missing)}"
             raise UserError(f"{EXTRA}: {needs}, such as {example!r}; only machine_rank differs between the machines.")
     elif arguments.main_process_port is None:
-        arguments.main_process_port = 0  # any free one: another run may use the default
-    arguments.signals_to_handle = "SIGQUIT"  # torchrun leaves the others to `signals_passed_on`
+        arguments.main_process_port = 0  # any free port: another run may use the default
+    arguments.signals_to_handle = "SIGQUIT"  # `signals_passed_on` handles the others
     return arguments
 
 
 @contextmanager
 def signals_passed_on() -> Iterator[None]:
-    """Forward Ctrl-C and SIGTERM to the processes: in separate sessions, they get no signals from the terminal."""
+    """Forward Ctrl-C and SIGTERM to the processes, which run in separate sessions and get no terminal signals."""
     import psutil
 
     def pass_on(number: int, frame: FrameType | None) -> None:
@@ -130,16 +130,16 @@ def signals_passed_on() -> Iterator[None]:
 
 @contextmanager
 def joined(place: World, start_limit: float = START_SECONDS) -> Iterator[World]:
-    """The world of this process. What ends one process ends all of them, and process 0 prints why.
+    """Join the other processes within a context. An error in one process ends all, and process 0 prints it.
 
     Args:
-        place: as a launcher has set it.
+        place: rank and size set by a launcher.
         start_limit: seconds within which all processes must join.
     """
     missing = settle_meeting(place, os.environ)
     if missing:
         raise ConfigError(missing)
-    # Kept, because `leave_terminal` replaces it.
+    # Saved, because `leave_terminal` replaces it.
     terminal = sys.stderr
     if not place.is_leader:
         leave_terminal()
@@ -149,7 +149,7 @@ def joined(place: World, start_limit: float = START_SECONDS) -> Iterator[World]:
             watch.ended = complain
         else:
             leave_terminal()
-        # One on each machine reports that process 0 is gone; beside it `start_processes` does, or else process 1.
+        # One process per machine reports the loss of process 0; on its machine `start_processes` or process 1 does.
         if place.is_leader or (place.rank == 1 and LAUNCHER not in os.environ):
             watch.bereft = partial(print, file=terminal, flush=True)
 
@@ -158,67 +158,67 @@ def joined(place: World, start_limit: float = START_SECONDS) -> Iterator[World]:
             with signals_as_interrupt():
                 refuse_shared_gpus(world, own_gpu())
                 yield world
-        except BaseException as error:  # every error ends the other processes, too
+        except BaseException as error:  # every error also ends the other processes
             raise together(world, error) from error
 
 
 def own_gpu() -> str:
-    """UUID of the GPU of this process; empty if it computes on the CPU."""
+    """The UUID of this process's GPU; empty on a CPU."""
     import torch
 
     return str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid) if torch.cuda.is_available() else ""
 
 
 def refuse_shared_gpus(world: World, gpu: str) -> None:
-    """Each process plans for a whole GPU, and NCCL exchanges nothing between two on one.
+    """Check that no two processes share a GPU: each plans for a whole one, and NCCL does not support sharing.
 
     Raises:
-        UserError: several use the same; in every process.
+        UserError: processes share a GPU; raised in every process.
     """
     gpus = world.gather(gpu)
-    shared = [str(rank) for rank, each in enumerate(gpus) if each and gpus.count(each) > 1]
+    shared = [str(rank) for rank, uuid in enumerate(gpus) if uuid and gpus.count(uuid) > 1]
     if shared:
-        advice = "Start fewer, or let the launcher show each of them another one (CUDA_VISIBLE_DEVICES)."
-        raise UserError(f"Processes {', '.join(shared)} share GPUs; each needs one of its own. {advice}")
+        advice = "Start fewer, or let the launcher assign different GPUs (CUDA_VISIBLE_DEVICES)."
+        raise UserError(f"Processes {', '.join(shared)} share GPUs; each needs its own. {advice}")
 
 
 def leave_terminal() -> None:
-    """Discard output: only the first process prints once all have joined."""
+    """Discard output: once all processes have joined, only process 0 prints."""
     sys.stdout = sys.stderr = Path(os.devnull).open("w", encoding="utf-8")  # noqa: SIM115 - until the very end
 
 
 def together(world: ConnectedWorld, error: BaseException) -> BaseException:
-    """Announce a failure; returns the one that came first, as this process should raise it."""
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # a launcher sends it once the first of them has gone
+    """Announce a failure; returns the first failure, as this process should raise it."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # a launcher sends it once the first process has exited
     code = exit_code(error)
     if not world.is_main:
         return typer.Exit(world.watch.fail(_words_of(world, error, code), code, LINGER)[1])
-    known, own = world.first_failure(error), full_text(error)
-    first, first_code = world.watch.fail(known or own, code, LINGER)
-    return error if known is None and first == own else RemoteError(first, first_code)
+    known, text = world.first_failure(error), full_text(error)
+    first, first_code = world.watch.fail(known or text, code, LINGER)
+    return error if known is None and first == text else RemoteError(first, first_code)
 
 
 def _words_of(world: ConnectedWorld, error: BaseException, code: int) -> str:
-    """How a process that prints nothing words its failure for process 0."""
+    """The message that a process other than 0 sends to process 0, which prints it."""
     if code == Interrupted.exit_code or (code == 1 and isinstance(error, SimpleTunerError)):
-        # All end at once. The first process has more to finish, such as trackers, and its end ends this one.
+        # All processes end at once. Process 0 has more to finish, such as trackers, and its end ends this one.
         world.watch.known(GRACE_SECONDS if isinstance(error, Interrupted) else LINGER)
-    known, own = world.first_failure(error), full_text(error)
+    known, text = world.first_failure(error), full_text(error)
     if known is None and not isinstance(error, SimpleTunerError):
         logger.error("Process %d failed.", world.rank, exc_info=error)
-        own = f"{type(error).__name__}: {own} (the traceback is in debug.log)"
-    return known or f"Process {world.watch.own}: {own}"
+        text = f"{type(error).__name__}: {text} (the traceback is in debug.log)"
+    return known or f"Process {world.watch.own}: {text}"
 
 
 def exit_code(error: BaseException) -> int:
-    """The code with which an error ends a process."""
+    """The exit code for an error."""
     if isinstance(error, SimpleTunerError | typer.Exit):
         return error.exit_code
     return Interrupted.exit_code if isinstance(error, KeyboardInterrupt) else 1
 
 
 class RemoteError(SimpleTunerError):
-    """Another process has ended the run."""
+    """Another process ended the run."""
 
     def __init__(self, message: str, exit_code: int) -> None:
         super().__init__(message)
@@ -226,5 +226,5 @@ class RemoteError(SimpleTunerError):
 
 
 def complain(message: str, code: int) -> None:
-    """Print why all processes end."""
+    """Print the error that ends all processes."""
     print(redact(f"error: {message}" if code == UserError.exit_code else message), file=sys.stderr, flush=True)

@@ -1,22 +1,22 @@
 """Detects processes that died or hang, and ends the others; a thread in every process of a run.
 
-Process 0 keeps a connection to every other one, over which both sides report twice a second. What process 0 decides
-ends all; who loses process 0 decides alone. The reports need neither torch nor its store, whose calls block while the
-process that holds it is frozen.
+Process 0 holds a connection to every other process; both sides send a heartbeat twice a second. A decision of process 0
+ends all processes; a process that loses process 0 ends itself. Heartbeats need neither torch nor its store, whose
+calls block while the process that hosts it is frozen.
 
-| a process                   | is noticed by                                                  | after      |
+| a process                   | is detected by                                                 | after      |
 |-----------------------------|----------------------------------------------------------------|------------|
-| was killed                  | its kernel, which closes the connection                        | a second   |
-| lost its machine or network | what stays unacknowledged (TCP_USER_TIMEOUT)                   | 30 s       |
-| lost its launcher           | itself: it has another parent                                  | a second   |
-| is frozen (SIGSTOP)         | its silence, though its kernel acknowledges                    | 5 minutes  |
-| hangs in its main thread    | itself: no CPU time, no bytes, no exchange, and no wait for it | the limit  |
-| stays away from an exchange | those that wait in it                                          | the limit  |
-| waits, as all others do     | process 0, which hears that all of them are still              | the limit  |
+| was killed                  | its kernel closing the connection                              | a second   |
+| lost its machine or network | unacknowledged data (TCP_USER_TIMEOUT)                         | 30 s       |
+| lost its launcher           | its new parent process                                         | a second   |
+| is frozen (SIGSTOP)         | missing heartbeats, though its kernel acknowledges data        | 5 minutes  |
+| hangs in its main thread    | itself: no CPU time, no I/O, no exchange, not waiting for one  | the limit  |
+| misses an exchange          | the processes that wait in it                                  | the limit  |
+| waits, as all others do     | process 0: every heartbeat reports an idle main thread         | the limit  |
 
-C code that keeps the GIL (writing a file of 10 GB, importing from a slow disk) silences the threads of a process for
-minutes, in which its kernel still acknowledges: silence alone is judged late, and in looks instead of seconds, since a
-process that was starved itself has not looked.
+C code that holds the GIL (writing a file of 10 GB, importing from a slow disk) stops the threads of a process for
+minutes, while its kernel still acknowledges data. Missing heartbeats alone are therefore judged late, and counted in
+polls instead of seconds: a process that was starved of CPU time has not polled either.
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ from simpletuner.errors import shorten
 POLL_SECONDS = 0.5
 CUT_OFF_SECONDS = 30.0
 SILENT_SECONDS = 300.0
-GRACE_SECONDS = 20.0  # for a checkpoint that is being written, and for the last words
-BYTES_OF_LIFE = 100 << 20  # less may be a log or a display, which go on without the main thread
+GRACE_SECONDS = 20.0  # to finish writing a checkpoint, and to report the error
+BYTES_OF_LIFE = 100 << 20  # less I/O may come from a log or a display, which do not need the main thread
 LONGEST_BEAT = 1 << 16  # bytes
-UNREAD = 1 << 18  # bytes for the reports that a silent process has not read: a full buffer looks as if it were cut off
+UNREAD = 1 << 18  # bytes of buffer for unread heartbeats: a full buffer looks like a lost connection
 CUT_OFF = "cannot be reached any more: its machine or the network is down"
 GONE = "exited without reporting an error: it was killed, or it crashed"
 LAUNCHED = "TORCHELASTIC_RUN_ID"  # set by torchrun and accelerate
-# Modules in which a main thread waits for other processes. That of checkpoints writes files; it waits in another one.
+# Modules in which a main thread waits for other processes, and the module of checkpoints, which writes files.
 WAITING_IN, WRITING_IN = ("torch.distributed", "torch.autograd"), "torch.distributed.checkpoint"
 EXCHANGING = ("simpletuner.distributed.world", "simpletuner.annexes.processes.joining")
 Failure = tuple[str, int]
@@ -55,16 +55,17 @@ Failure = tuple[str, int]
 
 @dataclass(frozen=True)
 class Beat:
-    """The report of a process.
+    """The heartbeat of a process.
 
     Attributes:
-        key: shows that it belongs to this run.
-        doing: the exchange that it takes part in, and for how many seconds.
-        still: seconds without a sign of life, while its main thread waits for other processes.
-        stop: it was asked to stop.
+        key: identifies the run.
+        doing: the exchange in which the process waits; empty outside one.
+        seconds: time since the exchange began.
+        still: seconds without progress, while the main thread waits for other processes.
+        stop: a stop was requested in this process.
         ready: all processes are connected.
-        leaving: it will close the connection.
-        failure: a message and an exit code with which all end.
+        leaving: the process is about to close the connection.
+        failure: message and exit code with which all processes end.
     """
 
     rank: int
@@ -87,15 +88,15 @@ class Link:
     """A connection to the watch of another process.
 
     Attributes:
-        beat: the latest report.
-        silent: looks since then.
-        end: what it means if the connection is no longer open.
+        beat: the latest heartbeat.
+        silent: polls since then.
+        end: why the connection was closed.
     """
 
     def __init__(self, connection: socket.socket, beat: Beat | None = None) -> None:
         self.connection, self.beat = connection, beat
         self.silent, self.is_open, self.end, self._unread = 0, True, GONE, b""
-        # A frozen process stops reading; a write to it must not freeze this watch.
+        # A frozen process stops reading; writing to it must not block this watch.
         connection.settimeout(POLL_SECONDS)
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, UNREAD)
         if sys.platform == "linux":
@@ -103,27 +104,27 @@ class Link:
 
     @property
     def failure(self) -> Failure | None:
-        """The reported failure, with which all processes end."""
+        """The failure in the latest heartbeat."""
         return self.beat.failure if self.beat else None
 
     def read(self) -> None:
-        """Read the bytes that have arrived."""
+        """Read the received bytes."""
         try:
             arrived = self.connection.recv(LONGEST_BEAT)
             *lines, self._unread = (self._unread + arrived).split(b"\n")
             if lines:
-                # A request or a failure stays in all later reports, so the last one is enough.
+                # Later heartbeats repeat requests and failures, so the last one is enough.
                 self.beat, self.silent = Beat(**json.loads(lines[-1])), 0
-        except (ConnectionError, ValueError, TypeError):  # closed by a kernel, or a stranger
+        except (ConnectionError, ValueError, TypeError):  # closed by the kernel, or not a heartbeat
             arrived = b""
         except OSError as error:
-            if error.errno is None:  # nothing has arrived after all
+            if error.errno is None:  # timeout: nothing was received
                 return
-            arrived, self.end = b"", CUT_OFF  # nothing was acknowledged
+            arrived, self.end = b"", CUT_OFF  # data was not acknowledged
         self.is_open = self.is_open and bool(arrived) and len(self._unread) < LONGEST_BEAT
 
     def tell(self, beat: Beat) -> None:
-        """Report; a broken connection shows when it is read."""
+        """Send a heartbeat; a broken connection is detected when reading."""
         with suppress(OSError):
             self.connection.sendall(json.dumps(asdict(beat)).encode() + b"\n")
 
@@ -133,9 +134,9 @@ class Pulse:
     """Whether the main thread of this process makes progress.
 
     Attributes:
-        marks: counts what it does; see `Watch.mark`.
-        still: seconds without a sign of life.
-        idle: the same, without waiting for other processes.
+        marks: progress counter; see `Watch.mark`.
+        still: seconds without progress.
+        idle: seconds without progress, and without waiting for other processes.
     """
 
     marks: int = 0
@@ -145,26 +146,26 @@ class Pulse:
     _looked: float = 0.0
 
     def look(self, limit: float) -> None:
-        """Look again, as often as every `POLL_SECONDS`."""
+        """Update the durations; called every `POLL_SECONDS`."""
         now, seen = time.monotonic(), (self.marks, *signs_of_life(limit / 100))
-        passed = min(now - self._looked, 2 * POLL_SECONDS)  # more, and this process was stopped
+        passed = min(now - self._looked, 2 * POLL_SECONDS)  # longer if this process was stopped
         self.still = self.still + passed if seen == self._seen else 0.0
         self.idle = self.idle + passed if seen == self._seen and not where_it_is()[1] else 0.0
         self._seen, self._looked = seen, now
 
 
 def signs_of_life(unit: float) -> tuple[int, int]:
-    """CPU time of the main thread in units of some seconds, and the bytes that this process has read and written."""
+    """CPU time of the main thread in units of seconds, and the I/O of this process in units of `BYTES_OF_LIFE`."""
     if sys.platform != "linux":
         return int(time.process_time() / unit), 0
     clock, moved = time.pthread_getcpuclockid(threading.main_thread().ident or 0), 0
-    with suppress(OSError):  # some containers forbid it
+    with suppress(OSError):  # forbidden in some containers
         moved = sum(int(line.split()[1]) for line in Path("/proc/self/io").read_text().splitlines())
     return int(time.clock_gettime(clock) / unit), moved // BYTES_OF_LIFE
 
 
 def where_it_is() -> tuple[str, bool]:
-    """The line of this program that the main thread executes, and whether it waits there for other processes."""
+    """The line of this package that the main thread executes, and whether it waits there for other processes."""
     frame, waits = sys._current_frames().get(threading.main_thread().ident or 0), False
     while frame is not None:
         module = str(frame.f_globals.get("__name__"))
@@ -176,7 +177,7 @@ def where_it_is() -> tuple[str, bool]:
 
 
 class Links:
-    """Connections to other processes: to all of them in process 0, to process 0 elsewhere.
+    """Connections to other processes: in process 0 to all of them, in the others to process 0.
 
     Attributes:
         found: the connections by rank.
@@ -184,12 +185,12 @@ class Links:
 
     def __init__(self) -> None:
         self.found: dict[int, Link] = {}
-        self._strangers: list[Link] = []  # which have not reported yet
+        self._strangers: list[Link] = []  # connections without a heartbeat yet
         self._selector = selectors.DefaultSelector()
 
     def listen(self, address: str, size: int) -> int:
-        """Let `size` processes connect to an IPv4 address of this machine, or to all of them; returns the port."""
-        # MASTER_ADDR may resolve to either version.
+        """Listen for `size` processes at an IPv4 address, or at all addresses of this machine; returns the port."""
+        # MASTER_ADDR may resolve to IPv4 or IPv6.
         dual = not address and socket.has_dualstack_ipv6()
         family = socket.AF_INET6 if dual else socket.AF_INET
         listener = socket.create_server((address, 0), family=family, backlog=size, dualstack_ipv6=dual)
@@ -197,7 +198,7 @@ class Links:
         return int(listener.getsockname()[1])
 
     def add(self, link: Link, rank: int | None = None) -> None:
-        """Read from a connection, of which the rank may not be known yet."""
+        """Add a connection; its rank may not be known yet."""
         self._selector.register(link.connection, selectors.EVENT_READ, link)
         if rank is None:
             self._strangers.append(link)
@@ -205,9 +206,9 @@ class Links:
             self.found[rank] = link
 
     def hear(self, own: Beat) -> None:
-        """Read reports for `POLL_SECONDS`, or until a connection ends or a failure is reported."""
+        """Read heartbeats for `POLL_SECONDS`, or until a connection closes or a failure is reported."""
         deadline, eventful = time.monotonic() + POLL_SECONDS, False
-        # After an event, only what has arrived already: the watch must judge it now.
+        # After an event, only read what has already arrived: the watch must judge it now.
         while ready := self._selector.select(0.0 if eventful else max(0.0, deadline - time.monotonic())):
             for key, _ in ready:
                 if isinstance(link := key.data, Link):
@@ -218,33 +219,33 @@ class Links:
                         self._selector.unregister(key.fileobj)
                         link.connection.close()
                 elif isinstance(key.fileobj, socket.socket):
-                    with suppress(OSError):  # whoever called is gone again
+                    with suppress(OSError):  # the peer has disconnected
                         self.add(Link(key.fileobj.accept()[0]))
         for link in self._strangers:
             self._admit(link, own)
         self._strangers = [link for link in self._strangers if link.beat is None and link.is_open]
 
     def _admit(self, link: Link, own: Beat) -> None:
-        """Accept a process that has connected, or report why it does not belong here."""
+        """Accept a connected process, or send it the reason for its refusal."""
         beat = link.beat
-        if beat is None or beat.key != own.key:  # not of this run
+        if beat is None or beat.key != own.key:  # of another run
             return
         holder = own if beat.rank == own.rank else beat.rank in self.found and self.found[beat.rank].beat
-        refusal = f"process {holder} runs already, so {beat} is one too many" if holder else ""
+        refusal = f"process {holder} already runs, so {beat} is one too many" if holder else ""
         if beat.size != own.size:
             refusal = f"process {beat} is one of {beat.size}, {own} is one of {own.size}"
         if refusal:
-            message = f"MASTER_ADDR: {refusal}. Every process needs its own rank, every run its own MASTER_PORT."
+            message = f"MASTER_ADDR: {refusal}. Ranks must differ within a run, and MASTER_PORT between runs."
             link.tell(replace(own, failure=(message, 2)))
         else:
             self.found[beat.rank] = link
 
     def beats(self) -> list[Beat]:
-        """The latest reports of the others."""
+        """The latest heartbeats of the other processes."""
         return [link.beat for link in list(self.found.values()) if link.beat is not None]
 
     def tell(self, beat: Beat) -> None:
-        """Report to all others."""
+        """Send a heartbeat to all other processes."""
         for link in self.found.values():
             link.tell(beat)
 
@@ -257,15 +258,15 @@ class Links:
 
 
 class Watch:
-    """The thread of this process that watches the others.
+    """The thread of this process that monitors the others.
 
     Attributes:
-        limit: seconds that a process may wait for another one that does nothing.
+        limit: seconds that a process may wait for another one that makes no progress.
         ended: called with a message and an exit code before this process is ended because of another one.
-        bereft: called with a message when process 0, which speaks for all, is gone.
-        stop: shared with the other processes: a request made in one is made in all.
+        bereft: called with a message when process 0, which prints errors, is lost.
+        stop: a stop requested in one process is forwarded to all.
         writing: held while this process must not be ended.
-        verdict: why all processes end, and with which exit code.
+        verdict: message and exit code with which all processes end.
     """
 
     def __init__(self, rank: int, size: int, key: str, limit: float = EXCHANGE_SECONDS) -> None:
@@ -279,12 +280,12 @@ class Watch:
         self.own, self._parent = Beat(rank, size, socket.gethostname(), key), os.getppid()
         self._exchange: tuple[str, float] | None = None
         self._over, self._decided = threading.Event(), threading.Event()
-        self._left_alone = threading.Event()  # this process ends by itself
+        self._left_alone = threading.Event()  # the main thread ends this process itself
         self._left_alone.set()
         self._thread = threading.Thread(target=self._run, name="watch", daemon=True)
 
     def begin(self, seconds: float) -> list[int]:
-        """Start, and wait some seconds until all processes are connected; returns those that are not."""
+        """Start, and wait up to some seconds for all processes to connect; returns the missing ranks."""
         self._thread.start()
         deadline = time.monotonic() + seconds
         while (missing := self._missing()) and self.verdict is None and time.monotonic() < deadline:
@@ -298,18 +299,18 @@ class Watch:
         self._left_alone.clear()
 
     def close(self) -> None:
-        """Leave the others, which then do not take this process for killed."""
+        """Sign off from the others, which would otherwise report this process as killed."""
         self._over.set()
         if self._thread.is_alive():
             self._thread.join()
 
     def mark(self) -> None:
-        """The main thread has made progress."""
+        """Record progress of the main thread."""
         self.pulse.marks += 1
 
     @contextmanager
     def exchanging(self, what: str) -> Iterator[None]:
-        """A context that all processes enter, and in which they wait for each other."""
+        """A context that all processes enter and in which they wait for each other."""
         self.mark()
         self._exchange = what, time.monotonic()
         try:
@@ -318,17 +319,18 @@ class Watch:
             self._exchange = None
 
     def known(self, seconds: float) -> Failure | None:
-        """Wait up to some seconds for the verdict. From now on, the main thread itself ends this process."""
+        """Wait up to some seconds for the verdict. From now on, the main thread ends this process itself."""
         with self.writing:
             self._left_alone.set()
         self._decided.wait(seconds)
         return self.verdict
 
     def fail(self, message: str, code: int, linger: float = 0.0) -> Failure:
-        """Announce that this process fails; returns the message and the code of the one that failed first.
+        """Announce that this process fails; returns message and exit code of the first failure.
 
         Args:
-            linger: the most seconds to wait then: process 0 until the others know the verdict, those until it is gone.
+            linger: maximum seconds to wait afterwards: process 0 until the others have the verdict, the others until
+                process 0 has exited.
         """
         self._failure = self._failure or (message, code)
         first = self.known(GRACE_SECONDS) or (message, code)
@@ -343,7 +345,7 @@ class Watch:
         return [] if any(beat.ready for beat in self.links.beats()) else [0]
 
     def _is_needed(self) -> bool:
-        return bool(self.links.found) and (self.own.rank > 0 or not all(each.leaving for each in self.links.beats()))
+        return bool(self.links.found) and (self.own.rank > 0 or not all(beat.leaving for beat in self.links.beats()))
 
     def _run(self) -> None:
         since = time.monotonic()
@@ -352,7 +354,7 @@ class Watch:
             if self.verdict is None:
                 since = time.monotonic()
             else:
-                # A main thread that ends by itself has a minute, then it is taken for hanging.
+                # A main thread that ends the process itself has a minute; then it counts as hanging.
                 self._end(*self.verdict, is_late=time.monotonic() > since + 3 * GRACE_SECONDS)
         self.links.tell(replace(self._report(), leaving=True))
         self.links.close()
@@ -369,7 +371,7 @@ class Watch:
             self.links.tell(self._report())
 
     def _report(self) -> Beat:
-        # Idle without waiting for the rest is reported by `_judge_itself`, with the line of code.
+        # Idle time outside exchanges is reported by `_judge_itself`, with the line of code.
         still = 0.0 if self.pulse.idle else self.pulse.still
         what, since = self._exchange or ("", time.monotonic())
         report = replace(self.own, doing=what, seconds=time.monotonic() - since, still=still)
@@ -388,7 +390,7 @@ class Watch:
             del self.links.found[rank]
             why = "" if beat.leaving else link.end
         elif link.silent * POLL_SECONDS > SILENT_SECONDS:
-            why = f"has been silent for {SILENT_SECONDS:g} s: it or its machine is frozen"
+            why = f"has not responded for {SILENT_SECONDS:g} s: it or its machine is frozen"
         if why and self.verdict is None:
             message = f"Process {beat} {why}."
             self._decide(message, 1)
@@ -400,18 +402,18 @@ class Watch:
             self._failure = self._failure or (f"The launcher of process {self.own} was killed.", 1)
         self.pulse.look(self.limit)
         if self.pulse.idle > self.limit:
-            idle = f"Process {self.own} has done nothing for {self.limit:g} s in {where_it_is()[0]}."
+            idle = f"Process {self.own} has made no progress for {self.limit:g} s in {where_it_is()[0]}."
             self._failure = self._failure or (idle, 1)
         if self.own.rank == 0 and self._failure:
             self._decide(*self._failure)
 
     def _judge_exchange(self) -> None:
         beats = [self._report(), *self.links.beats()]
-        for late in (each for each in beats if each.doing and each.seconds > self.limit):
-            absent = shorten([str(each) for each in beats if not each.doing], 4)
+        for late in (beat for beat in beats if beat.doing and beat.seconds > self.limit):
+            absent = shorten([str(beat) for beat in beats if not beat.doing], 4)
             whom = f"process {absent}" if absent else "an exchange of tensors between the processes"
             self._decide(f"{late.doing} has waited {self.limit:g} s for {whom}.", 1)
-        if all(each.still > self.limit for each in beats):
+        if all(beat.still > self.limit for beat in beats):
             where = f"process {self.own} in {where_it_is()[0]}"
             self._decide(f"All processes have waited {self.limit:g} s for each other, {where}.", 1)
 
@@ -421,17 +423,17 @@ class Watch:
             self._decided.set()
 
     def _end(self, message: str, code: int, *, is_late: bool) -> None:
-        """End this process, whose main thread may be waiting in a library for a process that is gone."""
+        """End this process; its main thread may be blocked in a library, waiting for a lost process."""
         if self._left_alone.is_set():
             if is_late:
                 os._exit(code)
             return
         is_held = self.writing.acquire(timeout=GRACE_SECONDS)
-        if self._left_alone.is_set():  # meanwhile
+        if self._left_alone.is_set():  # set while waiting
             if is_held:
                 self.writing.release()
             return
-        # In another thread, since the main thread may hold a lock that this needs.
+        # In another thread, since the main thread may hold a lock that `ended` needs.
         last_words = threading.Thread(target=self.ended, args=(message, code), daemon=True)
         last_words.start()
         last_words.join(GRACE_SECONDS)

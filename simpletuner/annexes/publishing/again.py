@@ -1,4 +1,4 @@
-"""Publishes the result of a run that has ended, by its recorded settings and those on the command line."""
+"""Publishes the result of a run that has ended, with its recorded settings and those of the command line."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from simpletuner.training.manifest import find_checkpoints
 
 
 def publish_again(output_dir: Path, arguments: Arguments) -> None:
-    """Upload the result of a run, or what is missing of it.
+    """Upload the result of a run, or the rest of a failed upload.
 
     Raises:
-        UserError: the folder holds no run, or a setting is wrong.
+        UserError: the folder contains no run, or a setting is invalid.
         SimpleTunerError: an upload failed.
     """
     settings, recorded = recorded_settings(output_dir, arguments)
@@ -42,10 +42,10 @@ def publish_again(output_dir: Path, arguments: Arguments) -> None:
 
 
 def recorded_settings(output_dir: Path, arguments: Arguments) -> tuple[PublishConfig, dict[str, Any]]:
-    """How to publish, and all recorded settings of the run; warnings join those of the arguments.
+    """The publishing settings, and all recorded settings of a run; warnings are added to those of the arguments.
 
     Raises:
-        UserError: the folder holds no run, or a setting is wrong.
+        UserError: the folder contains no run, or a setting is invalid.
     """
     whole = find_checkpoints(output_dir)[0]
     recorded = result_of(read_json(whole[-1].path / "config.json")) if whole else None
@@ -55,13 +55,13 @@ def recorded_settings(output_dir: Path, arguments: Arguments) -> tuple[PublishCo
     given, keys = problems.take(canonical(arguments.layer())), PublishConfig.model_fields.keys()
     for key in sorted(given.keys() - keys):
         problems.append(Problem(key, "has no effect: only settings of the section Publishing are used here."))
-    # Secrets are not recorded: the keys of a store are read from the config file below.
+    # Secrets are not recorded; a store's credentials are read from the config file.
     old = {key: without_hidden(recorded[key]) for key in keys & recorded.keys()}
     if PUBLISHING_CONFIG not in given and old.get(PUBLISHING_CONFIG) != recorded.get(PUBLISHING_CONFIG):
         origin = whole[-1].manifest.identity.origins.get(PUBLISHING_CONFIG, "")
         old[PUBLISHING_CONFIG] = problems.take(_stores_with_keys(origin)) or old[PUBLISHING_CONFIG]
     settings = problems.take(build_group(PublishConfig, {**old, **given}))
-    # Calling this command asks for an upload, whatever `push_to_hub` was in training.
+    # This command uploads whatever `push_to_hub` was in training.
     if not settings.stores or "hub_model_id" in given:
         settings = settings.model_copy(update={"push_to_hub": True})
     problems.extend(check_unset(settings, fatal=True))
@@ -71,13 +71,13 @@ def recorded_settings(output_dir: Path, arguments: Arguments) -> tuple[PublishCo
 
 
 def _stores_with_keys(origin: str) -> Reading[Any]:
-    """`publishing_config` from the config file of the run, the only place that has its keys."""
+    """`publishing_config` from the config file of the run, the only place with its credentials."""
     of_file = Problems()
     values = of_file.take(canonical(of_file.take(read_config_file(Path(origin))))) if Path(origin).is_file() else {}
     yield from (each for each in of_file if each.where == PUBLISHING_CONFIG)
     stores = values.get(PUBLISHING_CONFIG)
     if stores is None:
-        nowhere = f", and {origin!r} does not hold them" if origin else ""
-        lost = f"its keys are not recorded{nowhere}"
-        yield warning(PUBLISHING_CONFIG, f"{lost}; give them again: --{PUBLISHING_CONFIG}=stores.json.")
+        missing = f", and {origin!r} does not contain them" if origin else ""
+        lost = f"its keys are not recorded{missing}"
+        yield warning(PUBLISHING_CONFIG, f"{lost}; pass them again: --{PUBLISHING_CONFIG}=stores.json.")
     return stores

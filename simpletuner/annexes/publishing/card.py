@@ -1,4 +1,4 @@
-"""The model card of a run: `model_card/` in its output folder, which is uploaded beside the weights.
+"""The model card of a run: `model_card/` in its output folder, uploaded with the weights.
 
 README.md                describes the run; the hub reads its front matter
 simpletuner_config.json  the settings, without secrets and paths of this machine
@@ -40,21 +40,21 @@ from simpletuner.training.manifest import PIPELINE_FOLDER, describe_errors, resu
 
 CARD_FOLDER, README, SETTINGS_FILE, ASSETS = "model_card", "README.md", "simpletuner_config.json", "assets"
 MOST_MEDIA = 32  # previews in a gallery
-UNPROMPTED = "unconditional (blank prompt)"  # the hub shows no gallery entry without a text
-# Owner in a card of a run that is not uploaded.
+UNPROMPTED = "unconditional (blank prompt)"  # the hub hides gallery entries without a text
+# The owner in cards of runs that are not uploaded.
 NOBODY = "your-name"
 PATH = re.compile(r"""(?:^|[\s"'=(\[,])(?:~|[A-Za-z]:|\\)?[/\\][^\s/\\]+[/\\]""")
 SPECIAL = re.compile(r"([\\`*_{}\[\]<>#|])")
 PIPELINE_TAGS = {"t2i": "text-to-image", "i2i": "image-to-image", "t2v": "text-to-video", "i2v": "image-to-video"}
-# Settings that concern one machine.
+# Settings of this machine.
 PRIVATE = ("webhook_config", "publishing_config", "post_checkpoint_script", "post_upload_script")
-# Names that optimum-quanto has for the precisions of a base model.
+# optimum-quanto's names for base model precisions.
 QUANTO_TYPES = {"int8": "qint8", "int4": "qint4", "int2": "qint2", "fp8": "qfloat8", "fp8uz": "qfloat8_e4m3fnuz"}
 DTYPE_NAMES = {"bf16": "bfloat16", "fp16": "float16", "no": "float32", "fp8": "bfloat16"}
 
 
 def describe_run(repository: str, plan: Plan, step: int, epoch: int) -> None:
-    """Replace the model card of a run: it describes the result if that is of this step, else the checkpoint.
+    """Replace the model card of a run; it describes the result if published at this step, else the checkpoint.
 
     Args:
         repository: `owner/name` on the hub.
@@ -62,14 +62,14 @@ def describe_run(repository: str, plan: Plan, step: int, epoch: int) -> None:
     Raises:
         DiskFullError: no space; the old card is kept.
     """
-    # Imported late: it takes as long as the whole command line.
+    # Imported here: the import takes as long as starting the command line.
     from huggingface_hub.repocard_data import ModelCardData
 
     config, negative = plan.config, plan.config.validation.validation_negative_prompt or ""
     facts, media = card_facts(plan, repository, step, epoch), _named(read_media(plan.output_dir / MEDIA_FILE), step)
     chosen = {key: value for key, value in config.flat.items() if config.is_explicit(key) and key not in PRIVATE}
     settings = public_settings(chosen)
-    # Equal for runs with equal settings, whatever their names.
+    # Equal for runs with equal settings, regardless of their names.
     recipe = hashlib.sha256(json.dumps(settings, sort_keys=True, default=str).encode()).hexdigest()[:16]
     values = {**facts, "gallery": bool(media), "recipe": recipe}
     with build_folder(plan.output_dir / CARD_FOLDER) as folder:
@@ -81,7 +81,7 @@ def describe_run(repository: str, plan: Plan, step: int, epoch: int) -> None:
             widget.append({"text": preview.prompt.strip() or UNPROMPTED, **shown})
         if len(facts["evaluation"]) > 1:
             draw_curve(facts["evaluation"]).save(folder / ASSETS / "evaluation_loss.png")
-        # A YAML writer quotes prompts safely.
+        # Written by a YAML library, which quotes prompts safely.
         front = ModelCardData(**redact_settings({**front_matter(plan, facts["base"]), "widget": widget or None}))
         text = f"---\n{front.to_yaml()}\n---\n\n{redact(_render('card.md.jinja', values))}"
         (folder / README).write_text(text, encoding="utf-8")
@@ -96,7 +96,7 @@ def read_notes(folder: Path) -> dict[str, Any]:
 
 
 def move_card(output_dir: Path, repository: str) -> None:
-    """Make the card in an output folder, if any, name another repository."""
+    """Change the repository in the card of an output folder, if there is a card."""
     folder = output_dir / CARD_FOLDER
     old = read_notes(folder).get("repository", repository)
     for path in (folder / README, folder / SETTINGS_FILE) if old != repository else ():
@@ -104,11 +104,11 @@ def move_card(output_dir: Path, repository: str) -> None:
 
 
 def _named(media: Sequence[MediaRecord], step: int) -> dict[str, MediaRecord]:
-    """Previews of a step by their names in `assets/`: image_<prompt>_<number>."""
-    here = [record for record in media if record.step == step]
-    prompts, counts = list(dict.fromkeys(record.short_name for record in here)), Counter[str]()
+    """The previews of a step by their names in `assets/`: image_<prompt>_<number>."""
+    previews = [record for record in media if record.step == step]
+    prompts, counts = list(dict.fromkeys(record.short_name for record in previews)), Counter[str]()
     named = {}
-    for record in here[:MOST_MEDIA]:
+    for record in previews[:MOST_MEDIA]:
         number, suffix = counts[record.short_name], Path(record.path).suffix
         named[f"image_{prompts.index(record.short_name)}_{number}{suffix}"] = record
         counts[record.short_name] += 1
@@ -128,14 +128,14 @@ def _is_private(value: Any) -> bool:
     if not isinstance(value, str):
         return False
     with suppress(OSError, ValueError):  # too long for a path
-        # A bare name is private if it is a file here; PATH recognises other paths.
+        # A bare name is private if such a file exists; PATH matches other paths.
         if home_path(value).exists():
             return True
     return HIDDEN in value or PATH.search(value) is not None
 
 
 def draw_curve(points: Sequence[tuple[int, float]]) -> Image.Image:
-    """A curve of losses by step, with the lowest marked."""
+    """Draw losses by step, with the lowest marked."""
     (first, _), (last, _), best = points[0], points[-1], min(points, key=lambda point: point[1])
     span, rise = max(last - first, 1), (max(loss for _, loss in points) - best[1]) or 1.0
 
@@ -154,18 +154,18 @@ def draw_curve(points: Sequence[tuple[int, float]]) -> Image.Image:
 
 
 def plain(text: object) -> str:
-    """Text as one line of Markdown with special characters escaped, also for tables."""
+    """Escape text as one line of Markdown, also for tables."""
     return SPECIAL.sub(r"\\\1", " ".join(str(text).split()))
 
 
 def fenced(text: str, language: str = "") -> str:
-    """Text as a block of code, in a fence with more backticks than any run in the text, which could close it."""
+    """Text as a code block, in a fence longer than any run of backticks in the text."""
     fence = "`" * max(3, *(len(run) + 1 for run in re.findall("`+", text)), 0)
     return f"{fence}{language}\n{text}\n{fence}"
 
 
 def _render(template: str, values: Mapping[str, Any]) -> str:
-    """A text from a template of Markdown, in which users' texts pass through `plain` or `fenced`."""
+    """Render a Markdown template; user texts pass through `plain` or `fenced`."""
     loader = FileSystemLoader(Path(__file__).parent)
     environment = Environment(loader=loader, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     environment.filters.update(plain=plain, fenced=fenced)
@@ -173,9 +173,9 @@ def _render(template: str, values: Mapping[str, Any]) -> str:
 
 
 def card_facts(plan: Plan, repository: str, step: int, epoch: int) -> dict[str, Any]:
-    """The values of the templates."""
+    """The values for the templates."""
     config, base = plan.config, plan.source["transformer"]
-    # A local path means nothing to others.
+    # A local path is meaningless to other users.
     base_name = plan.flavour.repository if base.is_local else base.location
     rows = (row for row in read_rows(plan.output_dir / METRICS_FILE) if row["step"] <= step)
     return {
@@ -193,7 +193,7 @@ def card_facts(plan: Plan, repository: str, step: int, epoch: int) -> dict[str, 
 
 
 def front_matter(plan: Plan, base: str) -> dict[str, Any]:
-    """The front matter, except for the gallery."""
+    """The front matter, without the gallery."""
     publish, kind, family = plan.config.publish, plan.config.model.model_type, plan.spec.name
     pipeline = PIPELINE_TAGS[plan.flavour.task]
     safety = "safe-for-work" if publish.model_card_safe_for_work else "not-for-all-audiences"
@@ -212,13 +212,13 @@ def front_matter(plan: Plan, base: str) -> dict[str, Any]:
 
 
 def published_result(plan: Plan, step: int) -> dict[str, str] | None:
-    """The published result of a finished run; None unless it is of `step`.
+    """The published result of a finished run; None unless it was published at `step`.
 
     Returns:
         path: file or folder, relative to the output folder.
-        size: in words.
-        snippet: a Python program that loads it and samples.
-        errors: in words, of a LoRA that was converted from another adapter.
+        size: size as text.
+        snippet: a Python program that loads the result and samples.
+        errors: conversion errors as text, for a LoRA converted from another adapter.
     """
     model_type = plan.config.model.model_type
     if result_step(plan.output_dir, model_type) != step:

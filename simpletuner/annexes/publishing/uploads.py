@@ -1,4 +1,4 @@
-"""Uploads a run and runs the user's scripts: in order, in a thread. No failure ends the run. Free of torch."""
+"""Uploads a run and runs the user's scripts, in order, in a thread. A failure never ends the run. Free of torch."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from simpletuner.annexes.publishing.card import CARD_FOLDER, NOBODY, describe_ru
 from simpletuner.atomic import TEMPORARY_SUFFIX, UNFINISHED_FOLDER_SUFFIX, sweep_folders
 from simpletuner.config.publishing import PLACEHOLDERS, BucketConfig, PublishConfig, repository_name
 from simpletuner.distributed.requests import FOLDER as REQUESTS
-from simpletuner.errors import Interrupted, UserError
+from simpletuner.errors import Interrupted, UserError, counted
 from simpletuner.reporting.events import UPLOADING, CheckpointSaved, Event, EventStream, Uploaded
 from simpletuner.run.companions import LEDGER_FILE, Companion, Ledger, Task, strike
 from simpletuner.run.lock import LOCK_FILE
@@ -31,12 +31,12 @@ if TYPE_CHECKING:
     from simpletuner.training.state import Assembly, TrainState
 
 
-# Seconds to wait after the first and the second attempt; the third is the last.
+# Seconds before the second and the third attempt, which is the last.
 WAITS = (5.0, 20.0)
 
 
 class UploadError(Exception):
-    """The last attempt to upload failed; the reason has been reported."""
+    """All attempts to upload failed; the reason has been reported."""
 
 
 def repeat_command(output_dir: Path) -> str:
@@ -46,14 +46,14 @@ def repeat_command(output_dir: Path) -> str:
 
 @dataclass
 class Uploads(Companion):
-    """Uploads checkpoints and the result, and runs the user's scripts.
+    """Companion that uploads checkpoints and the result, and runs the user's scripts.
 
     Attributes:
         run_name: value of `tracker_run_name`.
-        describe: writes the model card as of a step and an epoch; None leaves it as it is.
+        describe: writes the model card for a step and an epoch; None keeps the existing card.
         waits: seconds between attempts.
-        in_use: checkpoints that must not be deleted yet: an upload or a script needs them.
-        failed: a message for each failed upload.
+        in_use: checkpoints that an upload or a script needs, and that must not be deleted yet.
+        failed: messages of failed uploads.
     """
 
     publish: PublishConfig
@@ -67,7 +67,7 @@ class Uploads(Companion):
     failed: list[str] = field(default_factory=list, init=False)
     _plan: Plan | None = field(default=None, init=False)
     _saved: CheckpointSaved | None = field(default=None, init=False)
-    _due: CheckpointSaved | None = field(default=None, init=False)  # saved, and not uploaded yet
+    _due: CheckpointSaved | None = field(default=None, init=False)  # saved but not uploaded yet
     _jobs: queue.Queue[tuple[Callable[[], None], Path | None]] = field(default_factory=queue.Queue, init=False)
     _worker: threading.Thread | None = field(default=None, init=False)
 
@@ -81,7 +81,7 @@ class Uploads(Companion):
         self.events.subscribe(self)
 
     def __call__(self, event: Event) -> None:
-        """Remember a saved checkpoint, and run the user's script for it."""
+        """Queue a saved checkpoint for upload, and run the user's script for it."""
         if isinstance(event, CheckpointSaved):
             self._saved = self._due = event
             if script := self.publish.post_checkpoint_script:
@@ -89,12 +89,12 @@ class Uploads(Companion):
                 self._add(job, event.path)
 
     def on_step_end(self, assembly: Assembly, state: TrainState, report: StepReport) -> None:
-        """Upload the checkpoint that was completed last; that of the last step goes with the result."""
-        # Here and not in `__call__`: companions come after the previews, which the card shows.
+        """Upload the latest checkpoint; a checkpoint of the last step is uploaded with the result."""
+        # Not in `__call__`, because companions are called after the previews that the card shows.
         due, self._due = self._due, None
         if due is not None and self._is_pushed(due) and due.step < assembly.settings.total_steps:
             saved, epoch = due, state.epoch
-            # A bucket gets a copy of the whole output folder, once, with the result.
+            # Buckets get a copy of the whole output folder once, with the result.
             hubs = [place for place in self.destinations if not isinstance(place, BucketCopy)]
             self._add(lambda: self._send(saved.path, saved.step, epoch, [saved.path], hubs), saved.path)
             if not self.publish.push_to_hub_background:
@@ -106,15 +106,15 @@ class Uploads(Companion):
             self.join()
 
     def finish(self, ledger: Ledger) -> str:
-        """Write the model card and upload the result everywhere; returns when this is done, or has failed.
+        """Write the model card and upload the result to all destinations; returns when this is done or has failed.
 
         Raises:
-            KeyboardInterrupt: Ctrl-C; the next start does the rest.
+            KeyboardInterrupt: Ctrl-C; the next start uploads the rest.
         """
         if "card" not in ledger.tasks:
             return ""
         saved = self._saved
-        if saved is None:  # this session saved nothing: it finishes for one that was killed
+        if saved is None:  # this session saved nothing: it finishes a run that was killed after its last step
             folders = self._pushed(self._regular())
         else:
             folders = [saved.path] if saved.step == ledger.step and self._is_pushed(saved) else []
@@ -129,7 +129,7 @@ class Uploads(Companion):
     def unfinished(self) -> str:
         if not (self.failed and self.destinations):
             return ""
-        return f"Not everything was uploaded; the next command tries again: {repeat_command(self.output_dir)}"
+        return f"Not everything was uploaded; to try again: {repeat_command(self.output_dir)}"
 
     @property
     def repository(self) -> str | None:
@@ -137,7 +137,7 @@ class Uploads(Companion):
         return next((place.repository for place in self.destinations if isinstance(place, Hub)), None)
 
     def repeat(self) -> None:
-        """Upload the result of a run that has ended, else its last checkpoint.
+        """Upload the result of a run that has ended, or else its last checkpoint.
 
         Raises:
             UserError: the run has neither.
@@ -145,7 +145,7 @@ class Uploads(Companion):
         regular = self._regular()
         step = next(filter(None, (result_step(self.output_dir, kind) for kind in ("lora", "full"))), None)
         if step is None and not regular:
-            raise UserError(f"{str(self.output_dir)!r} holds no result and no checkpoint to upload.")
+            raise UserError(f"{str(self.output_dir)!r} contains no result and no checkpoint to upload.")
         folder, step = (regular[-1].path, regular[-1].step) if step is None else (self.output_dir, step)
         if self.repository:
             move_card(self.output_dir, self.repository)
@@ -169,14 +169,14 @@ class Uploads(Companion):
         return [checkpoint.path for checkpoint in checkpoints] if self.publish.push_checkpoints_to_hub else []
 
     def _is_pushed(self, saved: CheckpointSaved) -> bool:
-        """Whether to upload a checkpoint; rolling ones are for resuming only."""
+        """Whether to upload a checkpoint; rolling ones serve only to resume."""
         wanted = self.publish.push_to_hub and self.publish.push_checkpoints_to_hub
         return wanted and not saved.path.name.endswith("-rolling")
 
     def _add(self, job: Callable[[], None], folder: Path | None = None) -> None:
-        """Queue a job; `folder` may not be deleted until it is done."""
+        """Queue a job; `folder` must not be deleted until it is done."""
         if self._worker is None:
-            # A daemon, because a hanging connection must not keep an interrupted run from ending.
+            # A daemon, so that a hanging connection does not keep an interrupted run alive.
             self._worker = threading.Thread(target=self._work, daemon=True)
             self._worker.start()
         self.in_use += [folder] if folder else []
@@ -200,7 +200,7 @@ class Uploads(Companion):
     def _send(
         self, folder: Path, step: int, epoch: int, checkpoints: Sequence[Path], places: Sequence[Destination]
     ) -> None:
-        # In the worker, in turn: an upload before this one still needs the card of its step.
+        # In the worker, since an earlier upload still needs the card of its step.
         if self.describe and self._plan:
             self.describe(self._plan, step, epoch)
         files, message = contents(self.output_dir, folder, step, checkpoints)
@@ -214,7 +214,7 @@ class Uploads(Companion):
                     self._run_script("post_upload_script", script, folder, step, url)
 
     def _attempt(self, name: str, upload: Callable[[], str]) -> str:
-        # None: no attempt follows.
+        # None marks the last attempt.
         for wait in (*self.waits, None):
             try:
                 return upload()
@@ -234,25 +234,25 @@ class Uploads(Companion):
         """Run a program without a shell; a failure is a warning."""
         values = dict(zip(PLACEHOLDERS, (str(folder.resolve()), url, str(step), self.run_name), strict=True))
         names = re.compile("|".join(rf"\{{{name}\}}" for name in values))
-        # Each value stays one word of the command.
+        # Replaced after splitting, so that every value stays a single argument.
         command = [names.sub(lambda match: values[match[0][1:-1]], word) for word in shlex.split(script)]
         try:
             subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=600.0, check=True)
         except subprocess.CalledProcessError as error:
-            said = (error.stderr or error.stdout).strip()[-500:]
-            self.events.say(f"{key} ended with code {error.returncode}: {said}", warning=True)
+            output = (error.stderr or error.stdout).strip()[-500:]
+            self.events.say(f"{key} exited with code {error.returncode}: {output}", warning=True)
         except (OSError, ValueError, subprocess.TimeoutExpired) as error:
             self.events.say(f"{key} failed: {error}", warning=True)
 
 
-# What users load from a checkpoint or an output folder, besides the LoRA.
+# Files that users load from a checkpoint or an output folder.
 LOADED = ("*_weights.safetensors", "lycoris_config.json", "ema/*", "transformer/*", "transformer_ema/*")
-# Left out of copies of the output folder: caches, and files that concern this machine only.
+# Not copied with the output folder: caches, and files of this machine.
 LEFT_OUT = ("cache", REQUESTS, LOCK_FILE, LEDGER_FILE)
 MODIFIED = "modified"  # metadata of an object: mtime of its file in nanoseconds, by this machine's clock
 FORBIDDEN = {
     401: "the hub does not accept the token (log in with `hf auth login`, or set HF_TOKEN), so it cannot write",
-    403: "the token of the hub has no permission to write",
+    403: "the hub token has no permission to write",
 }
 
 
@@ -269,15 +269,15 @@ def _relative(root: Path, paths: Iterable[Path]) -> dict[str, Path]:
 
 
 def contents(output_dir: Path, folder: Path, step: int, checkpoints: Iterable[Path]) -> tuple[dict[str, Path], str]:
-    """One commit: local files by their path in the repository, and the message, whose first line is the title.
+    """The content of a commit: local files by their path in the repository, and a message with a title line.
 
-    The weights of `folder` go to the root, beside the model card, and checkpoints into folders of their names.
+    The weights of `folder` go to the root, beside the model card, and checkpoints into folders named after them.
     """
     card = output_dir / CARD_FOLDER
     files = loaded_files(folder) | _relative(card, card.rglob("*"))
     for checkpoint in checkpoints:
         files |= {f"{checkpoint.name}/{path}": local for path, local in loaded_files(checkpoint).items()}
-    return files, read_notes(card).get("summary", f"Trained for {step} steps.")
+    return files, read_notes(card).get("summary", f"Trained for {counted(step, 'step')}.")
 
 
 @dataclass
@@ -285,7 +285,7 @@ class Hub:
     """A repository on the Hugging Face hub; `HF_ENDPOINT` may name another server.
 
     Attributes:
-        repository: `owner/name`; the owner is that of the login unless given.
+        repository: `owner/name`; without an owner, `prepare` adds the logged-in user.
     """
 
     repository: str
@@ -302,23 +302,23 @@ class Hub:
         return HfApi()
 
     def prepare(self) -> str:
-        """Check the login and the permission to write, and create the repository; returns a warning, or nothing.
+        """Check the login and the permission to write, and create the repository; returns a warning, or "".
 
         Raises:
-            UserError: nothing can be uploaded there.
+            UserError: the hub cannot be reached or refuses uploads.
         """
         from huggingface_hub import get_session, get_token
         from huggingface_hub.errors import HfHubHTTPError
 
         try:
             login = self._api.whoami()
-            # Fine-grained tokens have another role; the request below tests what they may do.
+            # Fine-grained tokens have a different role; the request below tests their permissions.
             if (login.get("auth", {}).get("accessToken") or {}).get("role") == "read":
-                raise UserError("push_to_hub: the hub token is read-only; log in with one that may write.")
+                raise UserError("push_to_hub: the hub token is read-only; log in with a write token.")
             if "/" not in self.repository:
                 self.repository = f"{login['name']}/{self.repository}"
             self._api.create_repo(self.repository, private=self.private, exist_ok=True)
-            # This succeeds even if an existing repository is read-only for this login.
+            # `create_repo` succeeds even if an existing repository is read-only for this login.
             address = f"{self._api.endpoint}/api/models/{self.repository}/auth-check/write"
             answer = get_session().get(address, headers={"authorization": f"Bearer {get_token()}"})
             if answer.status_code in (401, 403):
@@ -336,7 +336,7 @@ class Hub:
         return warning if self.private and is_public else ""
 
     def upload(self, files: Mapping[str, Path], message: str) -> str:
-        """Upload in one commit, which skips large files that are on the hub already; returns the address."""
+        """Upload in one commit, skipping large files that are already on the hub; returns the URL."""
         from huggingface_hub import CommitOperationAdd
 
         added = [CommitOperationAdd(path, local) for path, local in files.items()]
@@ -347,7 +347,7 @@ class Hub:
 
 @dataclass
 class BucketCopy:
-    """A copy of the output folder in a bucket of S3, or of a store that speaks its protocol."""
+    """A copy of the output folder in an S3-compatible bucket."""
 
     store: BucketConfig
     output_dir: Path
@@ -358,7 +358,7 @@ class BucketCopy:
 
     @property
     def prefix(self) -> str:
-        """The common start of all keys, without the slash at its end."""
+        """The common prefix of all keys, without a trailing slash."""
         return "/".join(filter(None, (self.store.base_path.strip("/"), self.output_dir.resolve().name)))
 
     @cached_property
@@ -366,32 +366,32 @@ class BucketCopy:
         return self.store.client()
 
     def prepare(self) -> str:
-        """Check that the bucket can be written to.
+        """Check that the bucket is writable.
 
         Raises:
-            UserError: it cannot.
+            UserError: the bucket is not writable.
         """
         from botocore.exceptions import BotoCoreError, ClientError
 
         try:
-            # Only writing shows that writing is allowed.
+            # Only a write can test the permission to write.
             self._client.put_object(Bucket=self.store.bucket, Key=f"{self.prefix}/.simpletuner", Body=b"")
         except (BotoCoreError, ClientError, ValueError) as error:
             raise UserError(f"publishing_config: {self.title} cannot be written: {error}") from None
         return ""
 
     def upload(self, files: Mapping[str, Path], message: str) -> str:
-        """Upload the files of the output folder that are new or changed; returns the address."""
+        """Upload new and changed files of the output folder; returns the URL."""
         from boto3.s3.transfer import TransferConfig
 
-        # S3 takes at most 5 GiB in one part.
+        # S3 accepts at most 5 GiB in one part.
         whole = {"multipart_threshold": 5 * 2**30} if self.store.force_single_part else {}
         bucket, settings = self.store.bucket, TransferConfig(**whole)
         pages = self._client.get_paginator("list_objects_v2").paginate(Bucket=bucket, Prefix=f"{self.prefix}/")
         sizes = {entry["Key"]: entry["Size"] for page in pages for entry in page.get("Contents", ())}
         for path, local in copied_files(self.output_dir).items():
             key, facts = f"{self.prefix}/{path}", local.stat()
-            # The store's own times are useless: its clock may differ from this machine's.
+            # The modification time is stored as metadata: the store's clock may differ from this machine's.
             written = {MODIFIED: str(facts.st_mtime_ns)}
             same_size = sizes.get(key) == facts.st_size
             if not same_size or self._client.head_object(Bucket=bucket, Key=key)["Metadata"] != written:
@@ -401,7 +401,7 @@ class BucketCopy:
 
 
 def copied_files(folder: Path) -> dict[str, Path]:
-    """The files of an output folder without caches and unfinished ones."""
+    """The files of an output folder, without caches and unfinished files."""
     unfinished = (TEMPORARY_SUFFIX, UNFINISHED_FOLDER_SUFFIX)
     return {
         path: local
@@ -416,13 +416,13 @@ Destination = Hub | BucketCopy
 def prepared_destinations(
     publish: PublishConfig, project: str, output_dir: Path, events: EventStream
 ) -> list[Destination]:
-    """The destinations of a run, the hub first, checked to be writable.
+    """The destinations of a run, the hub first, after checking that they are writable.
 
     Args:
         project: value of `tracker_project_name`.
 
     Raises:
-        UserError: one of them is not.
+        UserError: a destination is not writable.
     """
     name = repository_name(publish.hub_model_id or project)
     hubs = [Hub(name, publish.model_card_private)] if publish.push_to_hub else []
@@ -436,7 +436,7 @@ def open_uploads(plan: Plan, destinations: Sequence[Destination], events: EventS
     """The companion that uploads a run with its model card.
 
     Args:
-        destinations: prepared ones.
+        destinations: the result of `prepared_destinations`.
     """
     publish, tracking = plan.config.publish, plan.config.tracking
     uploads = Uploads(publish, plan.output_dir, tracking.tracker_run_name, destinations, events)

@@ -81,7 +81,8 @@ def prepare(folder: Path, arguments: Arguments) -> tuple[Failure, Plan]:
         raise UserError(f"--replay has the settings of the failed run; leave out {', '.join(arguments.selectors)}.")
     kept = failure.checkpoint and Path(failure.checkpoint).is_dir()  # it may have been removed since
     settings = [("resume_from_checkpoint", failure.checkpoint if kept else "latest"), *arguments.settings]
-    plan, _ = ready_plan(replace(arguments, settings=settings, selectors={"config_path": str(folder / CONFIG_FILE)}))
+    selectors = {"config_path": str(folder / CONFIG_FILE)}
+    plan = ready_plan(replace(arguments, settings=settings, selectors=selectors)).plan
     if (launch := plan.config.launch).num_processes > 1:
         size = launch.data_processes * plan.config.schedule.train_batch_size
         whole = " sequence_parallel_size=1" if launch.sequence_parallel_size > 1 else ""

@@ -108,7 +108,7 @@ def has_accelerator(data: Mapping[str, Any]) -> bool:
 def settings_of(config: RunConfig) -> list[dict[str, Any]]:
     """All options of a run in the order of the reference page, with secrets hidden: what set each (`default`, `family
     default`, a file, the command line), and whether it differs from the global default."""
-    values = redact_settings(config.flat)
+    values, keys_set = redact_settings(config.flat), config.keys_set()
     return [
         {
             "key": name,
@@ -116,7 +116,7 @@ def settings_of(config: RunConfig) -> list[dict[str, Any]]:
             "default": option.default_note.replace("`", "") or ("" if option.required else _worded(option.default)),
             "section": option.section,
             "origin": config.origins.get(name, "default"),
-            "changed": values[name] != option.default and config.is_set(name),
+            "changed": values[name] != option.default and name in keys_set,
         }
         for name, option in all_options().items()
     ]

@@ -85,7 +85,7 @@ def _check_captions(material: Material, model: str | None, *, captions: bool) ->
     if not captions and missing and (captioned or material.sources):
         first = material.uncaptioned[0]
         advice = "writes them with the model's own Qwen2.5-VL, or put a .txt file of the same name beside each."
-        message = f"{missing} of {missing + captioned} files have no caption ({first} is the first). --caption {advice}"
+        message = f"no caption for {missing} of {missing + captioned} files ({first} is the first). --caption {advice}"
         yield Problem("", message)
 
 
@@ -99,7 +99,9 @@ def _as_json(settings: Mapping[str, object]) -> dict[str, Any]:
 
 
 def _choose_model(talk: Talk, starts: Mapping[str, Start], given: str | None) -> str:
-    """The model; those that fit the machine come first."""
+    """The model; those that fit the machine come first. A tiny one is never chosen unasked."""
+    if talk.defaults and given is None:
+        starts = {model: start for model, start in starts.items() if not start.is_demo}
     judged = len(starts) > 1 and given is None
     verdicts = {model: start.verdict() if judged else (True, "") for model, start in starts.items()}
     choices = {model: verdicts[model][1] for model in sorted(starts, key=lambda model: not verdicts[model][0])}

@@ -19,19 +19,22 @@ from typing import Any, TypeVar
 from unicodedata import category
 
 from simpletuner.annexes.figures import duration
-from simpletuner.annexes.fitting.ready import weigh_plan
+from simpletuner.annexes.fitting.ready import needs_consent, ready_plan
 from simpletuner.atomic import write_json
+from simpletuner.budget.budget import Budget
 from simpletuner.budget.device import find_device
 from simpletuner.config.schema import render_config
 from simpletuner.config.sources import EXAMPLES, Arguments, configured
+from simpletuner.data.buckets import PixelGrid
 from simpletuner.data.captions import read_caption_file
 from simpletuner.data.clips import CLIP_SUFFIXES, ClipFacts, fitting_frames, probe_clip
 from simpletuner.data.discovery import Scan, is_readable, pair_key, scan
 from simpletuner.data.files import LeftOutError, MediaError
 from simpletuner.data.media import PICTURE_SUFFIXES, probe
-from simpletuner.errors import ConfigError, Problems, UserError, shorten
+from simpletuner.errors import ConfigError, UserError, shorten
 from simpletuner.models.registry import FAMILIES
 from simpletuner.models.spec import FamilySpec
+from simpletuner.validation.prompts import SMALLEST_SIDE
 
 T = TypeVar("T")
 # The packaged examples whose settings models start from; the first suits most people.
@@ -104,11 +107,14 @@ class Material:
 
     @cached_property
     def models(self) -> dict[str, str]:
-        """Models that can learn from it, with their examples; without a GPU, also a tiny one to try everything with."""
+        """Models that can learn from it, with their examples."""
         examples = EDITS if self.sources else CLIPS if self.holds_clips else PICTURES
-        if not (self.sources or find_device().is_gpu):
-            examples += (DEMOS[self.holds_clips],)
-        return {example.removesuffix("-lora"): example for example in examples}
+        return {example.removesuffix("-lora"): example for example in (*examples, self.tiny) if example}
+
+    @cached_property
+    def tiny(self) -> str:
+        """Without a GPU, a tiny model that can learn from it, to try everything with; else empty."""
+        return "" if self.sources or find_device().is_gpu else DEMOS[self.holds_clips]
 
     @property
     def purposes(self) -> Sequence[str]:
@@ -180,7 +186,7 @@ class Material:
         Args:
             longest: frames of a clip, at most.
         """
-        resolution = self.resolution(entry["resolution"], square=entry["crop_aspect"] == "square")
+        resolution = self.resolution(entry["resolution"], square=entry.get("crop_aspect") == "square")
         fitted = {**entry, "resolution": resolution}
         if "video" in entry:
             frames = self.frames(spec, longest)
@@ -214,6 +220,9 @@ TRIGGER = "zkt"  # no word, and a single token in no language
 # at eight noise levels and eight times, which takes about as long as twenty steps.
 ENOUGH_FILES, HELD_OUT_SHARE, MOST_HELD_OUT = 16, 8, 4  # the default of num_eval_images
 CHECKPOINTS = 8  # to choose from at the end; see docs/CHOOSING.md
+# Sampling steps of two previews for each training step. Guided, they are four forward passes, a training step is about
+# three: with so many, previews take a fifth of the run.
+SAMPLING_STEPS = 3 / 4 / 4
 OF_EXAMPLES = ("preservation_", "tracker_run_name")  # prefixes of keys that concern the example's files
 FILES = {"data_backend_config": "multidatabackend.json", "user_prompt_library": "user_prompt_library.json"}
 
@@ -250,7 +259,9 @@ class Recipe:
 
     def values(self, steps: int, trigger: str) -> dict[str, Any]:
         """The keys of config.json; without a preview prompt if the recipe has none."""
-        prompt = self.prompt.format(phrase=self.phrase.format(trigger=trigger))
+        phrase = self.phrase.format(trigger=trigger)
+        # What follows a comma is an apposition, which ends with one.
+        prompt = self.prompt.format(phrase=f"{phrase}," if "," in phrase else phrase).removesuffix(",")
         return {
             "max_train_steps": steps,
             "checkpoint_step_interval": checkpoint_interval(steps),
@@ -331,9 +342,8 @@ class Start:
             **self.recipe.values(self.steps, self.trigger),
         }
         if isinstance(steps, int) and steps > 0:
-            config["checkpoint_step_interval"] = checkpoint_interval(steps)
-        # Every preview has its checkpoint.
-        config["validation_step_interval"] = config["checkpoint_step_interval"]
+            config |= {"max_train_steps": steps, "checkpoint_step_interval": checkpoint_interval(steps)}
+        config |= self._previews(config)
         what = self.phrase.partition(", ")[2]
         if self.purpose == "subject" and what:
             # Preserves the class of the subject, without further pictures.
@@ -362,6 +372,30 @@ class Start:
             others[0]["instance_data_dir"] = self._written(self.material.sources)
         # A key of the dataset would override the same key of the command line.
         return [{key: value for key, value in trained.items() if key not in self.settings}, *others]
+
+    def _previews(self, config: Mapping[str, Any]) -> dict[str, Any]:
+        """The size and the interval of previews: each has its checkpoint, and all take about a fifth of the run.
+
+        Pictures get as many pixels as are trained. Clips keep the example's, which may decide how positions are scaled.
+
+        Args:
+            config: with the example's size.
+        """
+        steps, size = config["max_train_steps"], config["validation_resolution"]
+        resolution = {**self.settings, **self.datasets()[0]}["resolution"]
+        pixels = 1.0  # that are trained, as a share of the example's; unknown if the user's resolution is no number
+        if isinstance(resolution, int) and resolution >= SMALLEST_SIDE:
+            pixels = (resolution / read_example(self.example, "multidatabackend.json")[0]["resolution"]) ** 2
+        if pixels != 1 and not self.material.holds_clips:
+            width, height = map(int, size.split("x"))
+            size = "{}x{}".format(*PixelGrid(resolution, "pixel_area", self.spec.size_multiple).size(width / height))
+            pixels = 1.0
+        inputs = config["num_eval_images"] if self.material.sources else 1
+        rounds = SAMPLING_STEPS * steps * pixels / (inputs * config["validation_num_inference_steps"])
+        # The first round is that of the untrained model.
+        skipped = next((each for each in (1, 2, 4) if 1 + CHECKPOINTS / each <= rounds), CHECKPOINTS)
+        interval = min(skipped * config["checkpoint_step_interval"], steps)
+        return {"validation_resolution": size, "validation_step_interval": interval}
 
     def _captions(self) -> dict[str, Any]:
         """Keys of the dataset that put the words for what is learned into its captions."""
@@ -398,23 +432,32 @@ class Start:
             advice = f" Make {final.parent} writable, or start in another folder." if is_denied else ""
             raise UserError(f"{self.folder} cannot be written: {error.strerror}.{advice}") from None
 
-    def verdict(self) -> tuple[bool, str]:
-        """Whether the run fits this machine, and how long it takes, in a few words."""
-        if self.is_demo:
-            return True, "tiny: minutes on a CPU, no download; it draws simple shapes, to try everything with"
-        if not find_device().is_gpu:
-            return True, "no GPU here"
-        problems = Problems()
+    def ready(self) -> Budget:
+        """The plan with its estimate; nothing is written.
+
+        Raises:
+            ConfigError: with all problems at once, including a run that does not fit.
+        """
         # Missing captions, which will be written, are no reason against a model.
         judged = replace(self, captions=not self.material.uncaptioned)
-        with TemporaryDirectory() as name, suppress(ConfigError):
+        with TemporaryDirectory() as name:
             judged.write(Path(name))
             files: list[tuple[str, object]] = [(key, f"{name}/{file}") for key, file in FILES.items()]
-            plan, budget = weigh_plan(Arguments(files, problems=problems, base=configured(judged.config())))
-            fits = not any(problem.where == "memory" for problem in problems)
-            time = duration(budget.step_seconds * plan.length.total_steps)
-            return fits, f"fits, about {time} without previews" if fits else "does not fit this GPU"
-        return False, "cannot be planned"
+            return ready_plan(Arguments(files, base=configured(judged.config())))
+
+    def verdict(self) -> tuple[bool, str]:
+        """Whether the run suits this machine, and how long it takes, in a few words."""
+        if self.is_demo:
+            return True, "tiny: minutes on a CPU, no download; it draws simple shapes, to try everything with"
+        try:
+            budget = self.ready()
+        except ConfigError as error:
+            is_large = any(problem.where == "memory" for problem in error.problems)
+            return False, "does not fit this machine" if is_large else "cannot be planned"
+        time = duration(budget.step_seconds * budget.plan.length.total_steps)
+        if not budget.device.is_gpu:
+            return not needs_consent(budget), f"no GPU here: about {time} on the CPU, without previews"
+        return True, f"fits, about {time} without previews"
 
 
 def checkpoint_interval(steps: int) -> int:

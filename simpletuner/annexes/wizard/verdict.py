@@ -16,8 +16,7 @@ from simpletuner.atomic import write_json
 from simpletuner.budget.budget import Budget
 from simpletuner.budget.device import gigabytes
 from simpletuner.config.sources import DATASET_FILE, Arguments, configured
-from simpletuner.errors import ConfigError, Problem, Problems
-from simpletuner.plan.build import Plan
+from simpletuner.errors import ConfigError, Problem, Problems, counted
 from simpletuner.validation.clip_writer import write_mp4
 
 NO_GPU = "There is no GPU here. For an estimate, name plan_device_memory_gb below and enter the memory of yours."
@@ -36,7 +35,7 @@ def judge(draft: Draft, device_gigabytes: float | None) -> tuple[list[str], list
         if device_gigabytes is not None:
             settings.append(("plan_device_memory_gb", device_gigabytes))
         try:
-            plan, budget = weigh_plan(Arguments(settings, {}, collect_cached, problems, configured(draft.values)))
+            budget = weigh_plan(Arguments(settings, {}, collect_cached, problems, configured(draft.values)))
         except ConfigError:  # its problems are among those of the arguments
             return [], problems
     device = budget.device
@@ -47,15 +46,15 @@ def judge(draft: Draft, device_gigabytes: float | None) -> tuple[list[str], list
     worst = max(budget.phases, key=lambda phase: phase.device)
     fits = "does not fit" if any(problem.where == "memory" for problem in problems) else "fits"
     memory = f"On {device.name} ({room}) this {fits}: at most {gigabytes(worst.device)}, while {worst.name}."
-    return [memory, run_time(plan, budget, has_data=has_data)], problems
+    return [memory, run_time(budget, has_data=has_data)], problems
 
 
-def run_time(plan: Plan, budget: Budget, *, has_data: bool) -> str:
+def run_time(budget: Budget, *, has_data: bool) -> str:
     """How long a step takes, and the run if its length is known."""
-    steps, time = plan.length.total_steps, f"about {duration(budget.step_seconds)} a step"
+    steps, time = budget.plan.length.total_steps, f"about {duration(budget.step_seconds)} a step"
     # Without files, the steps of an epoch are unknown.
-    if has_data or plan.config.schedule.max_train_steps:
-        time += f", {duration(budget.step_seconds * steps)} for {steps} steps"
+    if has_data or budget.config.schedule.max_train_steps:
+        time += f", {duration(budget.step_seconds * steps)} for {counted(steps, 'step')}"
     return f"{time}{'' if has_data else ', for samples of the usual size'}, without previews."
 
 

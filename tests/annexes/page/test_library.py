@@ -169,7 +169,7 @@ def test_the_run_that_uses_the_old_caption_is_named(
     ("content", "shown"),
     [
         ("a\nb\n".encode("utf-16"), "a\nb</textarea>"),
-        (b"caf\xe9", "It has a caption file that is not UTF-8 text"),
+        (b"caf\xe9", "This file has a caption file that is not UTF-8 text"),
     ],
 )
 def test_captions_in_other_encodings(content: bytes, shown: str, page: TestClient, folder: Path) -> None:
@@ -280,7 +280,7 @@ def test_captions_from_elsewhere_are_not_edited(
 def test_packaged_examples_are_only_shown(page: TestClient) -> None:
     asked = {"config": "examples/demo", "dataset": "glimmers"}
     html = page.get("/library", params=asked).text
-    assert "copy it to change it" in html
+    assert "copy the example to change it" in html
     assert "<textarea" not in html
     assert "96x96 → 96x96" in html
     body = {**asked, "file": "glimmer-01.png"}

@@ -226,7 +226,7 @@ def test_the_server_starts_jobs_and_a_second_one_says_who_does(
 
 def test_a_damaged_queue_hides_nothing_else(page: TestClient, project: Workspace, finished: Path) -> None:
     project.path(queues.QUEUE_FILE).write_text("[")
-    assert "is no queue" in page.get("/queue").text
+    assert "is not a valid queue" in page.get("/queue").text
     post(page, "queue", 422, config="config")
     assert project.path(queues.QUEUE_FILE).read_text() == "["
 

@@ -118,7 +118,7 @@ def test_the_plan_tells_a_problem_once_and_has_buttons(
     browser: Any, project: Workspace, planned: dict[str, Any]
 ) -> None:
     project.write_config(train_batch_size=0)
-    batch = "train_batch_size 8 would be as fast a step: the GPU waits for the host"
+    batch = "with train_batch_size 8 a step would take as long: the GPU waits for the host"
     missing = "these folders do not exist or cannot be listed: pictures: 'datasets/pictures'."
     with opened(browser, project.folder) as page:
         told = page.locator("[data-key=train_batch_size] .told .bad")

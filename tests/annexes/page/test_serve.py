@@ -24,7 +24,6 @@ from simpletuner.annexes.page.guard import Access
 from simpletuner.annexes.page.project import Project
 from simpletuner.cli.app import main
 from simpletuner.cli.server import find_access
-from simpletuner.plan.build import Plan
 from tests.annexes.page.page import serving
 from tests.processes import PATIENCE, free_port
 from tests.workspace import Workspace
@@ -128,7 +127,7 @@ def test_everybody_is_let_in_with_a_warning_in_red(
 ) -> None:
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
     assert find_access("127.0.0.1", None, no_auth=True) == Access("127.0.0.1")
-    assert capsys.readouterr().err.startswith("\x1b[31mwarning: --no-auth lets everybody who can reach 127.0.0.1 use")
+    assert capsys.readouterr().err.startswith("\x1b[31mwarning: --no-auth lets anyone who can reach 127.0.0.1 use")
     assert main(["train", "--no-auth"]) == 2
     assert "--no-auth needs --page" in capsys.readouterr().err
 
@@ -218,7 +217,7 @@ def test_page_of_a_run_is_up_while_it_lasts(workspace: Workspace, monkeypatch: p
     seen: list[Any] = []
     monkeypatch.chdir(workspace.folder)
 
-    def look(plan: Plan, *rest: object, **more: object) -> None:
+    def look(budget: object, *rest: object, **more: object) -> None:
         seen.append(fetch(str(port)))
         seen.append(signal.getsignal(signal.SIGINT))
         with pytest.raises(OSError, match="403"):

@@ -328,6 +328,9 @@ def test_what_was_dropped_is_described_with_a_draft_for_each_model(page: TestCli
     told = page.post("/api/training/validate", json=draft).json()["problems"]
     assert [each for each in told if each["fatal"]] == []
     assert list(look(page, folder="datasets/my-cats", purpose="style").json()["drafts"]) == ["kandinsky5-image", "demo"]
+    (clips := cats.with_name("clips")).mkdir()
+    (cats / "a.mp4").rename(clips / "a.mp4")
+    assert len(look(page, folder="datasets/clips").json()["drafts"]) == 4
 
 
 @pytest.mark.parametrize(
