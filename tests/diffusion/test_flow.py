@@ -260,5 +260,5 @@ def test_slowed_inputs_are_noisier_than_the_model_is_told() -> None:
 
 
 def test_extra_noise_without_a_place_is_refused() -> None:
-    with pytest.raises(ValueError, match="place in the run"):
+    with pytest.raises(ValueError, match="position in the run"):
         make_noisy(batch(), torch.tensor([0.5, 0.5]), torch.zeros(2, 4, 1, 6, 5), LossConfig(noise_offset=0.1))
