@@ -148,7 +148,7 @@ def test_a_sweep_marks_the_best_and_goes_on_where_it_was(trained: Workspace, cap
     trained.path("datasets/held").rename(trained.path("datasets/away"))
     assert trained.run(*command) == 0
     told = " ".join(capsys.readouterr().out.split())
-    assert "3 of 4 cells are there already" in told
+    assert "3 of 4 cells exist already" in told
     assert sorted(trained.path("sweep/cells").glob("*.png")) == cells
     # Read and encoded first: a text encoder and the transformer together may not fit.
     assert told.index("strength is not measured: instance_data_dir: these folders") < told.index("Sweeping")
@@ -174,7 +174,7 @@ def test_losses_that_would_not_fit_are_not_measured(trained: Workspace, capsys: 
         (["outptu", *PROMPT], ["'outptu' does not exist. Did you mean 'output'?"]),
         (["~nouser/x", *PROMPT, "--image", "~nouser/y.png"], ["'~nouser/x' does not exist", "'~nouser/y.png' cannot"]),
         (["output", *PROMPT, "--output", "~nouser/x"], ["--output: '~nouser/x' starts with the home folder"]),
-        (["output/cache", *PROMPT], ["holds no result (pytorch_lora_weights.safetensors). It has no checkpoints"]),
+        (["output/cache", *PROMPT], ["contains no result (pytorch_lora_weights.safetensors). It has no checkpoints"]),
         (["bare", *PROMPT], ["Its checkpoints: checkpoint-2; choose one with --checkpoint"]),
         (["output", *PROMPT, "--checkpoint", "3"], ["'3' is not a complete checkpoint", "checkpoint-2, checkpoint-4"]),
         (["output", *PROMPT, "--image", "datasets/held/p0.png", "gudance=3"], ["starts from noise", "gudance"]),
