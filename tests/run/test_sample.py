@@ -108,7 +108,7 @@ def test_a_dora_at_strength_0_is_the_base_model(trained: Workspace, t2i_checkpoi
     assert "magnitudes" not in capsys.readouterr().out
     assert sampled(trained, "dora-0", *source, "--strength", "0") == base != whole
     said = " ".join(capsys.readouterr().out.split())
-    assert "strength: scales the update of a DoRA and not its magnitudes, as in the stock pipeline" in said
+    assert "strength: scales the update of a DoRA but not its magnitudes, as in the stock pipeline" in said
 
 
 def test_a_checkpoint_that_does_not_say_what_was_set(trained: Workspace) -> None:
@@ -231,8 +231,8 @@ def test_a_run_that_does_not_fit_is_refused_before_torch(trained: Workspace, cap
     ("losses", "verdict", "best"),
     [
         ({}, "No evaluation loss was measured", None),
-        ({100: 0.5, 200: 0.4, 300: 0.55}, "lowest at step 200 (0.4) and rises after it, to 0.55 at step 300", 150),
-        ({100: 0.5, 200: 0.4, 300: 0.35}, "lowest at the last step measured (0.35 at step 300)", 290),
+        ({100: 0.5, 200: 0.4, 300: 0.55}, "lowest at step 200 (0.4) and then rises to 0.55 at step 300", 150),
+        ({100: 0.5, 200: 0.4, 300: 0.35}, "lowest at the last measured step (0.35 at step 300)", 290),
     ],
 )
 def test_what_the_evaluation_loss_says(
