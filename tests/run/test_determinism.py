@@ -24,8 +24,8 @@ def cache_files(workspace: Workspace) -> dict[str, bytes]:
     return {str(path.relative_to(workspace.folder)): path.read_bytes() for path in paths}
 
 
-def test_two_cold_runs_agree(workspace: Workspace, finished: Workspace) -> None:
-    one, two = finished, workspace
+def test_two_cold_runs_agree(tmp_path: Path, t2i_checkpoint: Path, finished: Workspace) -> None:
+    one, two = finished, Workspace.create(tmp_path / "run", t2i_checkpoint)
     assert two.train() == 0
     assert cache_files(one) == cache_files(two)
     assert len(cache_files(one)) > 8
