@@ -12,12 +12,12 @@ if TYPE_CHECKING:
     from simpletuner.api import sample as sample
     from simpletuner.api import train as train
 
-STARTED = time.monotonic()  # when the process began, but for the start of the interpreter
+STARTED = time.monotonic()  # start of the process, without the interpreter's start-up
 
 
 def __getattr__(name: str) -> Any:
-    """The functions of `simpletuner.api`, imported when they are used: the commands do not need them."""
-    if name == "plan":  # also the name of a room, which calls the function
+    """The functions of `simpletuner.api`, imported lazily, since the commands do not need them."""
+    if name == "plan":  # also the name of a package, which calls the function
         return import_module("simpletuner.plan")
     if name in ("train", "sample"):
         return getattr(import_module("simpletuner.api"), name)

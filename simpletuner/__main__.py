@@ -1,4 +1,4 @@
-"""The command `simpletuner`, also as `python -m simpletuner`."""
+"""The command `simpletuner`, also `python -m simpletuner`."""
 
 import sys
 
@@ -6,7 +6,7 @@ import sys
 def run() -> None:
     """Run the command line of this process."""
     try:
-        from simpletuner.cli.app import run as run_commands  # here, since Ctrl-C may come while it is imported
+        from simpletuner.cli.app import run as run_commands  # imported here, since Ctrl-C may come during the import
     except KeyboardInterrupt:
         print("Interrupted.", file=sys.stderr)
         sys.exit(130)

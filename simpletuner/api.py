@@ -1,6 +1,6 @@
 """The commands as functions, for programs and notebooks: `simpletuner.train`, `plan` and `sample`.
 
-Nothing is printed unless `show` is set. A mistake raises `ConfigError`, whose `problems` holds all of them.
+Nothing is printed unless `show` is set. A configuration error raises `ConfigError`, with all `problems`.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ from simpletuner.reporting.events import EventStream, Subscriber
 from simpletuner.reporting.metrics import MEDIA_FILE, METRICS_FILE, read_media, read_rows
 from simpletuner.training.manifest import PIPELINE_FOLDER
 
-WRITTEN_DATASETS = "data_backend_config.json"  # in the output folder: datasets that were given as a list
+WRITTEN_DATASETS = "data_backend_config.json"  # in the output folder: datasets passed as a list
 
-PARAMETERS = {"prompt": "prompts", "image": "images"}  # of `sample` that are lists
+PARAMETERS = {"prompt": "prompts", "image": "images"}  # list parameters of `sample`
 
 
 @dataclass(frozen=True)
@@ -44,10 +44,10 @@ class TrainResult:
 
     Attributes:
         output_dir: the folder of the run.
-        file: the LoRA; of a full fine-tune the folder of the pipeline.
-        step: the last one.
-        losses: the last value of each, by its logged name (`train_loss`).
-        previews: pictures or clips, in the order in which they were rendered.
+        file: the LoRA, or the pipeline folder of a full fine-tune.
+        step: the last step.
+        losses: last value of every loss, by logged name (`train_loss`).
+        previews: pictures or clips, in the order of rendering.
     """
 
     output_dir: Path
@@ -58,7 +58,7 @@ class TrainResult:
 
     @classmethod
     def of(cls, plan: Plan) -> TrainResult:
-        """Read from the record of a run, which also has the steps of earlier sessions."""
+        """The result from the record of a run, which includes earlier sessions."""
         folder, losses = plan.output_dir, dict[str, float]()
         for row in read_rows(folder / METRICS_FILE):
             losses |= {name: value for name, value in row.items() if "loss" in name and is_number(value)}
@@ -70,21 +70,21 @@ class TrainResult:
 def train(
     config: Mapping[str, Any], *, on_event: Subscriber | None = None, show: bool = False, yes: bool = False
 ) -> TrainResult:
-    """Train in this process, as `simpletuner train` does: an interrupted run is resumed, a finished one returned.
+    """Train in this process, like `simpletuner train`: resumes an interrupted run, and returns a finished one.
 
     Args:
-        config: keys of config.json. `data_backend_config` may also be the list of datasets itself, which is written to
-            the output folder. With `example`, `env` or `config`, as on the command line, that configuration is taken,
-            and the other keys override it.
-        on_event: called with every event (`simpletuner.reporting.events`) in the thread that it happens in; an
-            exception ends the run.
-        show: print what the command prints.
+        config: keys of config.json. `data_backend_config` may also be a list of datasets, which is written to the
+            output folder. `example`, `env` or `config` select a configuration, as on the command line, and all other
+            keys override it.
+        on_event: called with every event (`simpletuner.reporting.events`) in the thread that publishes it; an exception
+            ends the run.
+        show: print the output of the command.
         yes: train on a CPU even if that takes days.
 
     Raises:
         ConfigError: with all problems, before a weight is loaded.
-        UserError: something else that the user can fix; checkpoints are kept.
-        Interrupted: Ctrl-C or a request to stop; the last step is kept as a checkpoint.
+        UserError: another error that the user can fix; checkpoints are kept.
+        Interrupted: Ctrl-C or a request to stop; the last step is saved as a checkpoint.
     """
     configure_torch()
     budget = ready_plan(_arguments(config))
@@ -100,9 +100,9 @@ def train(
 
 
 def plan(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The document of `simpletuner plan --json`: what a run would do, how long it takes and what it needs.
+    """The document of `simpletuner plan --json`: what a run would do, its duration and its memory.
 
-    A run that does not fit has a document too, with `ok` false and the reasons in `problems`. Imports no torch.
+    If the run does not fit, `ok` is false and `problems` has the reasons. Imports no torch.
 
     Args:
         config: see `train`.
@@ -120,18 +120,18 @@ def sample(
     strength: float = 1.0, checkpoint: int | str | None = None, ema: bool = False,
     output: str | os.PathLike[str] = "samples", on_event: Subscriber | None = None, show: bool = False, **settings: Any,
 ) -> list[Path]:  # fmt: skip
-    """Render from a result, as `simpletuner sample` does; returns the new files.
+    """Render from a result, like `simpletuner sample`; returns the new files.
 
     Args:
         source: an output folder, a checkpoint or a LoRA file; None for the base model of `model_family` or `example`.
-        images: pictures to start from (i2i, i2v).
-        strength: of the LoRA.
+        images: source pictures (i2i, i2v).
+        strength: strength of the LoRA.
         checkpoint: a step or `latest`; by default the result.
-        ema: take the moving average of the weights.
-        output: folder for what is rendered.
+        ema: use the moving average of the weights.
+        output: folder for the files.
         on_event, show: see `train`.
-        settings: override those of the run: `resolution`, `frames`, `steps`, `guidance`, `seed`, `negative_prompt`, and
-            keys of config.json.
+        settings: override settings of the run: `resolution`, `frames`, `steps`, `guidance`, `seed`, `negative_prompt`,
+            and keys of config.json.
 
     Raises:
         ConfigError: with all problems, before a weight is loaded.
@@ -148,14 +148,14 @@ def sample(
 
             return render_samples(plan, weights[0], [strength], events)
     except ConfigError as error:
-        # As the caller wrote them.
+        # With the caller's parameter names.
         raise ConfigError(replace(each, where=names.get(each.where, each.where)) for each in error.problems) from None
 
 
 def _arguments(config: object, label: str = ARGUMENTS) -> Arguments:
-    """The settings in an argument of a function, which messages call `label`.
+    """The settings in a function argument, called `label` in messages.
 
-    A `config` is a whole configuration, unless it selects one that its other keys override. Other arguments override.
+    A `config` is a whole configuration, unless it selects one for its other keys to override. Other arguments override.
     """
     set_environment()
     plain, arguments = _as_json(config), replace(command_settings([]), label=label)
@@ -168,7 +168,7 @@ def _arguments(config: object, label: str = ARGUMENTS) -> Arguments:
 
 
 def _as_json(config: object) -> dict[str, Any]:
-    """The dict as config.json would have it: paths as text, a list of datasets as the name of its file."""
+    """The dict as in config.json: paths as text, a list of datasets as the name of its file."""
     if not isinstance(config, Mapping):
         message = f"{config!r:.80} is not a dict; for a file write {{'config': 'config/config.json'}}."
         raise ConfigError([Problem("config", message)])
@@ -179,7 +179,7 @@ def _as_json(config: object) -> dict[str, Any]:
 
 
 def _written(datasets: list[Any], output_dir: object) -> str:
-    """The file that a list of datasets is written to: the plan, the record and a resumed run name it."""
+    """Write a list of datasets to a file, which the plan, the record and a resumed run refer to; returns its path."""
     folder = Path(output_dir if isinstance(output_dir, str) else all_options()["output_dir"].default).expanduser()
     prepare_output(folder)
     write_json(folder / WRITTEN_DATASETS, datasets)
@@ -188,7 +188,7 @@ def _written(datasets: list[Any], output_dir: object) -> str:
 
 @contextmanager
 def _events(on_event: Subscriber | None, show: bool) -> Iterator[EventStream]:
-    """A stream of events with the subscriber, and with a display if that is wanted."""
+    """An event stream with the subscriber, and a display if wanted."""
     setup_logging(None, console=show)
     with closing(make_display()) if show else nullcontext() as display:
         yield EventStream(*(each for each in (on_event, display) if each))

@@ -1,8 +1,8 @@
-"""Files and folders that appear whole or not at all, whatever kills the process.
+"""Atomic writes of files and folders, even if the process is killed.
 
 A file is written under a temporary name in the same folder and then renamed; a folder is built under a name that ends
-in `-tmp` and then renamed. The previous version stays until the new one is complete. A full disk is reported as
-`DiskFullError` with the path, a read-only folder as `WriteError`; no partial file is left behind.
+in `-tmp` and then renamed. The previous version stays until the new one is complete. A full disk raises `DiskFullError`
+with the path, a read-only folder `WriteError`; no partial file remains.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ DISK_FULL_CODES = frozenset({errno.ENOSPC, errno.EDQUOT})
 NOT_PERMITTED = frozenset({errno.EACCES, errno.EPERM})
 # Not permitted, read-only, or a failing disk or network.
 UNWRITABLE_CODES = NOT_PERMITTED | {errno.EROFS, errno.EIO, errno.ENXIO, errno.ENODEV, errno.ESTALE, errno.ENOTCONN}
-# The names that `open_atomically` makes; temporary files of other programs stay.
+# Names created by `open_atomically`; temporary files of other programs are kept.
 STRAY_FILE = re.compile(rf"\..+\.[0-9a-f]{{12}}{re.escape(TEMPORARY_SUFFIX)}")
-# Writers in native code (safetensors, torch) report the system's error code only as text.
+# Native writers (safetensors, torch) report the system's error only as text.
 DISK_FULL_WORDS = ("no space left on device", "disk quota exceeded", "not enough space on the disk")
 
 
@@ -40,31 +40,30 @@ def write_atomically(path: Path, content: bytes | str, *, durable: bool = True) 
     """Write a whole file, text as UTF-8.
 
     Args:
-        path: the file; its folder is created when missing.
+        path: the file; its folder is created if missing.
         content: the whole content.
-        durable: also survive a power cut right after. Costs an fsync, so leave it out for files whose damage is
-            detected and repaired on reading.
+        durable: fsync, to survive a power cut. Not needed for files whose damage is detected and repaired on reading.
 
     Raises:
-        DiskFullError: no space or quota left; the file that was there is kept.
+        DiskFullError: no space or quota left; an existing file is kept.
     """
     with open_atomically(path, durable=durable) as file:
         file.write(content.encode() if isinstance(content, str) else content)
 
 
 def write_json(path: Path, value: Any, *, durable: bool = True) -> None:
-    """Write a JSON file as `write_atomically` does, indented and ending in a newline."""
+    """Write indented JSON with `write_atomically`, ending with a newline."""
     write_atomically(path, json.dumps(value, indent=2, ensure_ascii=False) + "\n", durable=durable)
 
 
 @contextmanager
 def open_atomically(path: Path, *, durable: bool = True) -> Iterator[BinaryIO]:
-    """A binary file to write to; it gets its name when the block ends without an exception.
+    """A context with a writable binary file, renamed to `path` when the block ends without an exception.
 
     Raises:
         DiskFullError: as in `write_atomically`.
     """
-    # A random part, since several threads or processes may write the same file at once.
+    # Random, since several threads or processes may write the same file at once.
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(6)}{TEMPORARY_SUFFIX}")
     with writing_to(path):
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -79,14 +78,14 @@ def open_atomically(path: Path, *, durable: bool = True) -> Iterator[BinaryIO]:
             temporary.unlink(missing_ok=True)
             raise
     if durable:
-        _flush(path.parent)  # the rename itself is an entry of the folder
+        _flush(path.parent)  # makes the rename durable
 
 
 @contextmanager
 def changing(path: Path) -> Iterator[None]:
-    """Lock a file that the block reads, changes and writes, against other processes that do the same.
+    """Lock a file for a read-modify-write in the block.
 
-    The lock is a file beside it, `.<name>.lock`, since writing replaces the file itself.
+    The lock is a separate file, `.<name>.lock`, since writing replaces the file itself.
 
     Raises:
         DiskFullError, WriteError: as in `writing_to`.
@@ -103,7 +102,7 @@ def hold(file: BinaryIO, *, wait: bool = True) -> bool:
     """Take an exclusive lock on an open file, held until it is closed; does nothing on Windows.
 
     Args:
-        wait: for whoever has it; otherwise the answer is False.
+        wait: wait for the lock; otherwise return False if another process holds it.
     """
     if sys.platform != "win32":
         import fcntl
@@ -117,14 +116,14 @@ def hold(file: BinaryIO, *, wait: bool = True) -> bool:
 
 @contextmanager
 def build_folder(final: Path) -> Iterator[Path]:
-    """An empty folder to fill; it gets its name when the block ends without an exception.
+    """A context with an empty folder, renamed to `final` when the block ends without an exception.
 
     Yields:
-        the folder `<final>-tmp`. After an exception it is removed; after a kill it stays, and the next build of the
-        same folder removes it.
+        the folder `<final>-tmp`. It is removed after an exception; after a kill it remains until the next build of the
+        same folder.
 
     Raises:
-        DiskFullError: no space or quota left; the folder that was there is kept.
+        DiskFullError: no space or quota left; an existing folder is kept.
     """
     temporary = final.with_name(final.name + UNFINISHED_FOLDER_SUFFIX)
     with writing_to(final):
@@ -139,12 +138,12 @@ def build_folder(final: Path) -> Iterator[Path]:
 
 
 def _replace_folder(temporary: Path, final: Path) -> None:
-    """Rename a finished folder to its final name, after flushing everything in it to the disk.
+    """Flush a finished folder to the disk and rename it to its final name.
 
-    An existing folder of that name is moved aside first and deleted afterwards: rename cannot replace a folder that is
-    not empty. A kill exactly between the two renames leaves the old one as `<final>-old-tmp`, see `sweep_folders`.
+    An existing folder is first moved aside and later deleted, since rename cannot replace a folder that is not empty. A
+    kill between the two renames leaves the old folder as `<final>-old-tmp`, see `sweep_folders`.
     """
-    # Contents before the name: after a power cut, a rename may have reached the disk before the data.
+    # Contents first: without a flush, a rename may reach the disk before the data.
     _flush_tree(temporary)
     aside = final.with_name(final.name + OLD_FOLDER_SUFFIX)
     if final.exists():
@@ -157,11 +156,11 @@ def _replace_folder(temporary: Path, final: Path) -> None:
 
 @contextmanager
 def writing_to(path: Path) -> Iterator[None]:
-    """Turn a full or failing disk or a missing permission inside the block into an error that names the path.
+    """Translate write errors inside the block to errors that name the path.
 
     Raises:
         DiskFullError: no space left.
-        WriteError: no permission, or a disk that is read-only or fails.
+        WriteError: no permission, or a read-only or failing disk.
     """
     try:
         yield
@@ -177,7 +176,7 @@ def writing_to(path: Path) -> Iterator[None]:
 
 
 def why_unwritable(error: BaseException, folder: Path) -> str:
-    """Why a folder cannot be written to, by an error or its causes; empty if they are about something else.
+    """Why a folder cannot be written to, according to an error or its causes; empty for unrelated errors.
 
     A source file that cannot be read does not count.
     """
@@ -185,7 +184,7 @@ def why_unwritable(error: BaseException, folder: Path) -> str:
         if isinstance(each, FileNotFoundError) and not folder.is_dir():
             return "its folder was moved or deleted"
         if isinstance(each, OSError) and each.errno in UNWRITABLE_CODES:
-            is_ours = each.errno not in NOT_PERMITTED  # the others name no file if writing itself fails
+            is_ours = each.errno not in NOT_PERMITTED  # other errors have no file name if the write itself fails
             if each.filename is not None:
                 is_ours = Path(each.filename).is_relative_to(folder) or folder.is_relative_to(each.filename)
             return os.strerror(each.errno or 0) if is_ours else ""
@@ -193,9 +192,9 @@ def why_unwritable(error: BaseException, folder: Path) -> str:
 
 
 def is_disk_full(error: BaseException) -> bool:
-    """Whether a writer failed because the disk or the quota is full.
+    """Whether a write failed because the disk or the quota is full.
 
-    torch.save fails a second time while closing its archive, so the chain of earlier errors is searched too.
+    torch.save fails a second time when it closes its archive, so the chain of causes is searched too.
     """
     return any(
         (isinstance(each, OSError) and each.errno in DISK_FULL_CODES)
@@ -205,22 +204,22 @@ def is_disk_full(error: BaseException) -> bool:
 
 
 def causes(error: BaseException | None) -> Iterator[BaseException]:
-    """An error and its causes, up to one that `from None` hides."""
+    """An error and its causes, up to one suppressed by `from None`."""
     while error is not None:
         yield error
         error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
 
 
 def sweep_files(folder: Path, *, deep: bool = False, older_than: float = 0.0) -> None:
-    """Remove the unfinished files that a killed process left in a folder.
+    """Remove temporary files of killed processes from a folder.
 
     Args:
-        deep: in its sub-folders, too.
-        older_than: seconds; another process may still be writing younger files.
+        deep: include subfolders.
+        older_than: minimum age in seconds; another process may still be writing younger files.
     """
     for parent, _, names in os.walk(folder):
         for path in (Path(parent, each) for each in names if each[0] == "." and STRAY_FILE.fullmatch(each)):
-            # In a shared cache, its writer may have renamed it since the folder was listed.
+            # In a shared cache, another process may have renamed the file since the listing.
             with suppress(FileNotFoundError):
                 if path.stat().st_mtime <= time.time() - older_than:
                     path.unlink()
@@ -229,7 +228,7 @@ def sweep_files(folder: Path, *, deep: bool = False, older_than: float = 0.0) ->
 
 
 def sweep_folders(parent: Path, name: re.Pattern[str]) -> None:
-    """Remove unfinished folders whose names match, and restore one that a kill left between two renames."""
+    """Remove unfinished folders with matching names, and restore a folder that a kill left between two renames."""
     for path in parent.glob(f"*{UNFINISHED_FOLDER_SUFFIX}"):
         old = path.name.endswith(OLD_FOLDER_SUFFIX)
         final = path.with_name(path.name.removesuffix(OLD_FOLDER_SUFFIX if old else UNFINISHED_FOLDER_SUFFIX))
@@ -241,9 +240,9 @@ def sweep_folders(parent: Path, name: re.Pattern[str]) -> None:
 
 
 def _flush_tree(folder: Path) -> None:
-    # Some libraries write files that only their owner can read; give all of them the mode that the umask allows.
+    # Some libraries write files that only the owner can read; apply the mode that the umask allows.
     mode = folder.stat().st_mode & 0o666
-    # Folders as well: a new file's name is an entry of its folder, which is flushed on its own.
+    # Folders too, since a new file's name is an entry of its folder.
     for path in sorted(folder.rglob("*")):
         if path.is_file():
             path.chmod(mode)
@@ -252,9 +251,9 @@ def _flush_tree(folder: Path) -> None:
 
 
 def _flush(path: Path) -> None:
-    """fsync a file or the entries of a folder, if supported.
+    """fsync a file or a folder, if supported.
 
-    Windows cannot do it for folders; some network file systems return EINVAL.
+    Windows does not support folders; some network file systems return EINVAL.
     """
     if os.name != "posix":
         return
@@ -269,6 +268,6 @@ def _flush(path: Path) -> None:
 
 
 def free_path(wanted: Path, number: str = "-{}") -> Path:
-    """The path itself, or with a number if a file, folder or link has taken it."""
+    """The path, numbered if it already exists."""
     numbered = (wanted.with_stem(wanted.stem + number.format(each)) for each in count(2))
     return next(path for path in chain([wanted], numbered) if not os.path.lexists(path))

@@ -1,11 +1,11 @@
-"""Every way in which simpletuner stops, and the exit code that goes with it.
+"""Problems, exceptions and their exit codes.
 
-| exit code | meaning                                              |
-|-----------|------------------------------------------------------|
-| 0         | done                                                 |
-| 1         | something went wrong that the user could not foresee |
-| 2         | the user can fix it: a message and no traceback      |
-| 130       | interrupted with Ctrl-C                              |
+| exit code | meaning                                                        |
+|-----------|----------------------------------------------------------------|
+| 0         | success                                                        |
+| 1         | error that the user could not foresee                          |
+| 2         | error that the user can fix; a message without a traceback     |
+| 130       | interrupted with Ctrl-C                                        |
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ T = TypeVar("T")
 
 
 def visible(text: str) -> str:
-    """The text with control characters escaped: a file name or key could otherwise move the terminal's cursor."""
-    # Cc: controls; Cf: formats, such as overrides of the writing direction.
+    """Escape control characters: a file name or key could otherwise move the terminal's cursor."""
+    # Cc: control characters; Cf: format characters, such as overrides of the writing direction.
     return "".join(repr(each)[1:-1] if unicodedata.category(each) in ("Cc", "Cf") else each for each in text)
 
 
 @dataclass(frozen=True)
 class Problem:
-    """One thing the user should know, worded so that it can be fixed without reading the source.
+    """An error or warning for the user, worded so that it can be fixed without reading the source.
 
-    `where` names the key or file; `message` gives the wrong value and what is allowed.
+    `where` is the key or file; `message` has the wrong value and the allowed values.
     A problem that does not prevent the run is a `warning`.
-    `remedy` holds the settings that solve it, where they are known; None removes a key. Page and wizard apply it.
+    `remedy` holds settings that solve it, if known; None removes a key. Page and wizard can apply it.
     """
 
     where: str
@@ -50,7 +50,7 @@ class Problem:
         return {"key": self.where, "message": self.message, "fatal": self.fatal, **remedy}
 
     def within(self, place: str) -> Problem:
-        """The problem of a part with separate keys, such as a dataset; a remedy would set keys of the whole."""
+        """The problem prefixed with a part that has separate keys, such as a dataset; drops the remedy."""
         return replace(self, where=f"{place}.{self.where}", remedy={})
 
 
@@ -61,33 +61,33 @@ def warning(where: str, message: str) -> Problem:
 
 @dataclass(frozen=True)
 class NoEffect(Problem):
-    """A key that changes nothing with these settings: a greyed field, and a warning if the user set it."""
+    """A key without effect under these settings: a greyed field, and a warning if the user set it."""
 
     fatal: bool = False
 
 
-# The type of readers, checks and builders: they yield problems on the way, and return the result. `yield from` passes
-# both on, and `Problems.take` collects.
+# Return type of readers, checks and builders: generators that yield problems and return the result. `yield from` passes
+# both on; `Problems.take` collects the problems.
 Reading = Generator[Problem, None, T]
 
 
 class SimpleTunerError(Exception):
-    """Base of all errors that are raised on purpose."""
+    """Base class of all deliberate errors."""
 
     exit_code = 1
 
 
 class UserError(SimpleTunerError):
-    """Something the user can fix; printed without a traceback."""
+    """An error that the user can fix; printed without a traceback."""
 
     exit_code = 2
 
 
 class ConfigError(UserError):
-    """Carries every problem of the configuration and the datasets at once.
+    """All problems of the configuration and the datasets.
 
     Args:
-        problems: what was found; only fatal ones are printed as errors.
+        problems: all problems; only fatal ones are printed as errors.
     """
 
     def __init__(self, problems: Iterable[Problem]) -> None:
@@ -96,13 +96,13 @@ class ConfigError(UserError):
 
 
 class Problems(list[Problem]):
-    """Collects the problems that rules and readers yield."""
+    """Collects problems yielded by rules and readers."""
 
     def take(self, reading: Reading[T]) -> T:
-        """The result of a reading, whose problems are added.
+        """Run a reading: collect its problems and return its result.
 
         Raises:
-            ConfigError: it cannot go on; with everything that was found before.
+            ConfigError: the reading cannot continue; includes all problems so far.
         """
         try:
             while True:
@@ -115,25 +115,25 @@ class Problems(list[Problem]):
 
     @property
     def are_fatal(self) -> bool:
-        """Whether any of them prevents the run."""
+        """Whether any problem is fatal."""
         return any(problem.fatal for problem in self)
 
     def raise_if_fatal(self) -> None:
-        """Raise all of them in one message if any is fatal."""
+        """Raise a ConfigError with all problems if any is fatal."""
         if self.are_fatal:
             raise ConfigError(self)
 
 
 def result_of(reading: Reading[T]) -> T:
-    """The result of a reading whose problems are reported elsewhere, or do not matter."""
+    """The result of a reading, discarding its problems."""
     return Problems().take(reading)
 
 
 def required(reading: Reading[T]) -> T:
-    """The result of a reading that must find no error.
+    """The result of a reading that must not find a fatal problem.
 
     Raises:
-        ConfigError: with all that it found.
+        ConfigError: with all problems of the reading.
     """
     problems = Problems()
     result = problems.take(reading)
@@ -142,7 +142,7 @@ def required(reading: Reading[T]) -> T:
 
 
 def within(place: str, reading: Reading[T]) -> Reading[T]:
-    """A reading of a part, see `Problem.within`."""
+    """A reading with its problems prefixed, see `Problem.within`."""
     problems = Problems()
     result = problems.take(reading)
     yield from (problem.within(place) for problem in problems)
@@ -150,7 +150,7 @@ def within(place: str, reading: Reading[T]) -> Reading[T]:
 
 
 class WriteError(UserError):
-    """A path that cannot be written; files that were complete before are kept."""
+    """A path is not writable; complete files are kept."""
 
 
 class DiskFullError(WriteError):
@@ -158,23 +158,23 @@ class DiskFullError(WriteError):
 
 
 class NonFiniteError(SimpleTunerError):
-    """A loss, gradient or weight became NaN or infinite; raised before it was trained on or stored."""
+    """A loss, gradient or weight is NaN or infinite; raised before it is used for training or stored."""
 
 
 class Interrupted(SimpleTunerError):
-    """Ctrl-C, raised at a point where everything worth keeping is on disk."""
+    """Ctrl-C, raised when everything worth keeping is on disk."""
 
     exit_code = 130
 
 
-# Of native code: torch's allocators, CUDA's libraries, and the system's mapping of files and libraries.
+# Messages of native code: torch's allocators, CUDA's libraries, and mapping of files and libraries.
 OUT_OF_MEMORY = re.compile(
     "can(not|'t) allocate memory|not enough memory|out of memory|alloc_failed|bad_alloc|failed to map segment", re.I
 )
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an error means that memory ran out, on any device."""
+    """Whether an error means out of memory, on any device."""
     if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":  # torch's, without importing it
         return True
     is_native = isinstance(error, RuntimeError | ImportError | OSError)
@@ -182,20 +182,20 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def full_text(error: BaseException) -> str:
-    """The message of an error and its notes, such as where the details of a failure are."""
+    """The message of an error with its notes."""
     text, notes = str(error) or type(error).__name__, vars(error).get("__notes__", ())
     return ". ".join([text.removesuffix("."), *notes]) if notes else text
 
 
-SHORTEST_ABBREVIATION = 3  # letters; one or two occur in nearly every word
+SHORTEST_ABBREVIATION = 3  # letters; one or two letters occur in nearly every word
 
 
 def nearest(word: str, known: Iterable[str], cutoff: float = 0.6) -> str | None:
-    """The known word most similar to `word`, else the only one that it shortens (txt: textfile), else None."""
+    """The known word most similar to `word`, else the only word that it abbreviates (txt: textfile), else None."""
     return _nearest(word, tuple(known), cutoff)
 
 
-@functools.lru_cache(1000)  # the page judges the same misspelt key after every change, and comparing takes 20 ms
+@functools.lru_cache(1000)  # the page checks a misspelt key after every change, and comparing takes 20 ms
 def _nearest(word: str, words: tuple[str, ...], cutoff: float) -> str | None:
     if matches := difflib.get_close_matches(word, words, n=1, cutoff=cutoff):
         return matches[0]
@@ -221,6 +221,6 @@ def counted(number: int, word: str, words: str = "") -> str:
 
 
 def shorten(names: Sequence[str], most: int = 10) -> str:
-    """Comma-separated names; a long list is cut to the first ones and a count of the rest."""
+    """Comma-separated names; a long list is cut to the first names and a count of the rest."""
     shown = ", ".join(names[:most])
     return shown if len(names) <= most else f"{shown} and {len(names) - most} more"

@@ -1,7 +1,7 @@
-"""The header of a safetensors file: eight bytes of length, then JSON, then the data of all tensors.
+"""Headers of safetensors files: eight bytes of length, then JSON, then the data of all tensors.
 
 The safetensors library writes metadata in an order that varies between processes. Where equal content must give equal
-bytes, the header is rewritten here with sorted keys. Free of torch.
+bytes, this module rewrites the header with sorted keys. Imports no torch.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from typing import Any, BinaryIO
 
 METADATA = "__metadata__"
 LENGTH_BYTES = 8
-# Real headers take kilobytes to a few megabytes; a larger claim means that the file is not safetensors.
+# Bytes. Real headers take up to a few megabytes; with a larger claim, the file is not safetensors.
 LONGEST_HEADER = 100_000_000
-# Bits of a number, by the format's names of dtypes.
+# Bits per number, by the format's dtype names.
 BITS = {
     "F4": 4,
     **dict.fromkeys(("F6_E2M3", "F6_E3M2"), 6),
@@ -25,8 +25,8 @@ BITS = {
     **dict.fromkeys(("U32", "I32", "F32"), 32),
     **dict.fromkeys(("U64", "I64", "F64", "C64"), 64),
 }
-# Unsigned integers as wide as a dtype of weights, and the bits that are all set in NaN and infinity and in no other
-# value: the exponent's, and in F8_E4M3, which has no infinity, all but the sign. Numpy itself has no bfloat16.
+# Unsigned integers as wide as a weight dtype, and the bits that are all set in NaN and infinity only: the exponent, and
+# in F8_E4M3, which has no infinity, all but the sign. NumPy has no bfloat16.
 EXPONENTS = {
     "F64": ("<u8", 0x7FF << 52),
     "F32": ("<u4", 0xFF << 23),
@@ -48,10 +48,10 @@ def read_header(path: Path) -> dict[str, Any]:
 
 
 def read_head(file: BinaryIO) -> tuple[bytes, dict[str, Any]]:
-    """The bytes before the data of the tensors, and the header in them; the data are read next.
+    """The bytes before the tensor data, and the parsed header; leaves the file at the data.
 
     Raises:
-        ValueError: there is no readable header.
+        ValueError: the header is not readable.
     """
     length = file.read(LENGTH_BYTES)
     size = int.from_bytes(length, "little")
@@ -62,10 +62,10 @@ def read_head(file: BinaryIO) -> tuple[bytes, dict[str, Any]]:
 
 
 def _parse(text: bytes) -> dict[str, Any]:
-    """A header whose metadata are texts, and whose tensors have known dtypes and as many bytes as their shapes take.
+    """Parse a header: metadata must be texts, dtypes known, and byte ranges must match shapes.
 
     Raises:
-        ValueError: it is anything else.
+        ValueError: the header is not valid.
     """
     try:
         header: dict[str, Any] = json.loads(text)
@@ -74,7 +74,7 @@ def _parse(text: bytes) -> dict[str, Any]:
         for name, entry in header.items():
             if name != METADATA:
                 _check_entry(name, **entry)
-    # Whatever a file that is no header does to the parser; `_check_entry(**entry)` raises TypeError for other keys.
+    # Errors from parsing arbitrary bytes; `_check_entry(**entry)` raises TypeError for unknown keys.
     except (TypeError, AttributeError, RecursionError, json.JSONDecodeError, UnicodeDecodeError):
         raise ValueError("its header cannot be read") from None
     return header
@@ -83,7 +83,7 @@ def _parse(text: bytes) -> dict[str, Any]:
 def _check_entry(name: str, dtype: str, shape: list[int], data_offsets: list[int]) -> None:
     if dtype not in BITS:
         raise ValueError(f"{name} has the unknown dtype {dtype!r}")
-    # Not isinstance: true is an int.
+    # Not isinstance, since True is an int.
     are_numbers = all(type(number) is int and number >= 0 for number in (*shape, *data_offsets))
     bits = math.prod(shape) * BITS[dtype] if are_numbers else 0
     if not are_numbers or len(data_offsets) != 2 or bits != 8 * (data_offsets[1] - data_offsets[0]):
@@ -91,8 +91,8 @@ def _check_entry(name: str, dtype: str, shape: list[int], data_offsets: list[int
 
 
 def not_finite(header: dict[str, Any], data: memoryview) -> list[str]:
-    """The names of weights with a value that is NaN or infinite, in the data that follows a header."""
-    import numpy as np  # not above: commands that read no tensors start without it
+    """The names of tensors with NaN or infinite values, in the data that follows a header."""
+    import numpy as np  # imported late: commands that read no tensors do not need it
 
     guilty = []
     for name, entry in header.items():
@@ -106,7 +106,7 @@ def not_finite(header: dict[str, Any], data: memoryview) -> list[str]:
 
 
 def join_header(header: dict[str, Any], data: bytes | memoryview) -> bytes:
-    """The bytes of a file with this header, keys sorted, and this data."""
+    """The bytes of a file with this header, with sorted keys, and this data."""
     text = json.dumps(header, sort_keys=True, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-len(text) % 8)  # the format aligns the data to 8 bytes
     return b"".join((len(text).to_bytes(LENGTH_BYTES, "little"), text, data))

@@ -1,4 +1,4 @@
-"""Keeps tokens, keys, passwords and webhook addresses out of everything that is written or shown."""
+"""Hides tokens, keys, passwords and webhook addresses in all output."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ SECRET_NAME = re.compile(
     r"|(?:^|[_\-.])key$|webhook[_-]?url|callback[_-]?url",
     re.IGNORECASE,
 )
-# Shorter values ("1", "true", "none"), a bare "https://" and "--------" are no secrets, and hiding them would garble
-# every line of the log.
+# Shorter values ("1", "true", "none"), a bare "https://" and "--------" are not secrets, and hiding them would garble
+# the log.
 SHORTEST_SECRET, FEWEST_CHARACTERS = 8, 5
-# A text that is being typed into a form is often a word that the page needs, too: "training", "learning_rate".
+# A text being typed into a form is often a word that the page uses too: "training", "learning_rate".
 LONGEST_WORD = 15
 WORD = re.compile(r"[A-Z]?[a-z]+(?:[ _.-][a-z]+)*")
 
-# Secrets that are recognised by their shape, anywhere in a text. The group `secret` is hidden.
+# Patterns of secrets anywhere in a text; the group `secret` is hidden.
 # Hugging Face, wandb, git hosts and OpenAI, AWS; user:password in an address, Discord, Slack; headers and settings.
 SHAPES = tuple(
     re.compile(pattern, re.IGNORECASE)
@@ -45,7 +45,7 @@ SHAPES = tuple(
     )
 )
 
-# The name of a variable is no secret; its value is hidden when it is read.
+# The name of a variable is not secret; its value is hidden when it is read.
 REFERENCE = re.compile(r"\{env:[^}]*\}")
 
 _known_secrets: set[str] = set()
@@ -53,7 +53,7 @@ _passing_secrets: ContextVar[set[str] | None] = ContextVar("_passing_secrets", d
 
 
 def hide(secret: str) -> None:
-    """Hide this exact text from now on, for secrets that no pattern can recognise (a webhook's own address)."""
+    """Hide this exact text from now on, for secrets that no pattern can recognise, such as webhook addresses."""
     passing = _passing_secrets.get()
     if not is_worth_hiding(secret):
         return
@@ -65,7 +65,7 @@ def hide(secret: str) -> None:
 
 @contextmanager
 def hidden_for_now() -> Iterator[None]:
-    """Forget at the end what the block hides, and hide no words: they occur in the answers to other requests."""
+    """A context whose hidden texts are forgotten on exit; hides no words, which other responses may contain."""
     before = _passing_secrets.set(set())
     try:
         yield
@@ -85,7 +85,7 @@ def is_word(text: str) -> bool:
 
 
 def hide_secrets(settings: Mapping[str, Any]) -> None:
-    """Hide the values of nested settings with telling names, wherever they are shown."""
+    """Hide the values of nested settings with secret-like names, wherever they appear."""
     for key, value in settings.items():
         if isinstance(value, Mapping):
             hide_secrets(value)
@@ -96,21 +96,21 @@ def hide_secrets(settings: Mapping[str, Any]) -> None:
 
 
 def redact(text: str) -> str:
-    """The text with every secret replaced by `[hidden]`.
+    """Replace every secret in a text by `[hidden]`.
 
-    A secret is what was given to `hide`, the value of an environment variable with a telling name (HF_TOKEN,
-    WANDB_API_KEY), and what looks like one (`Bearer …`, `api_key=…`, `hf_…`, a webhook address).
+    Secrets are texts passed to `hide`, values of environment variables with secret-like names (HF_TOKEN,
+    WANDB_API_KEY), and text that matches a pattern (`Bearer …`, `api_key=…`, `hf_…`, a webhook address).
     """
     return _hide_in(text, _secrets())
 
 
 def redact_texts(values: Mapping[str, Any]) -> dict[str, Any]:
-    """A copy of nested values in which secrets inside texts are hidden."""
+    """A copy of nested values with secrets hidden in texts."""
     return _redacted(values, _secrets(), by_name=False)
 
 
 def redact_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """A copy of nested settings in which values under telling names, and secrets inside texts, are hidden."""
+    """A copy of nested settings with secrets hidden in texts and under secret-like names."""
     return _redacted(settings, _secrets(), by_name=True)
 
 
@@ -137,12 +137,12 @@ def _hide_in(text: str, secrets: list[str]) -> str:
 
 
 def _secrets() -> list[str]:
-    """All known secrets, the longest first: one may be a part of another."""
+    """All known secrets, longest first, since one may contain another."""
     values = filter(is_worth_hiding, (os.environ[name] for name in os.environ if _is_secret_name(name)))
     return sorted(_known_secrets | (_passing_secrets.get() or set()) | {*values}, key=len, reverse=True)
 
 
-@cache  # each payload and log line asks for every environment variable
+@cache  # called for every environment variable with each payload and log line
 def _is_secret_name(name: str) -> bool:
     return SECRET_NAME.search(name) is not None
 

@@ -1,6 +1,6 @@
-"""Clients for S3 and stores that speak its protocol, from credentials or from boto3's own sources of them.
+"""Clients for S3 and compatible stores, with explicit credentials or those that boto3 finds.
 
-boto3 is in the extra `[s3]` and imported when a client is made.
+boto3 is in the extra `[s3]` and imported when a client is created.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ from typing import Any
 
 @dataclass(frozen=True)
 class S3Login:
-    """Where a store is and how to log in; values that are None come from boto3 (profiles, variables, instance roles).
+    """Address and credentials of a store; boto3 fills in None (profiles, variables, instance roles).
 
     Attributes:
-        endpoint_url: of a store other than Amazon's; buckets are then part of the path and not of the host's name.
-        region: signed with requests; stores other than Amazon's take any, such as `auto`.
-        pool: connections at a time.
-        headers: sent with every request.
+        endpoint_url: address of a store other than Amazon's; buckets are then part of the path, not of the host name.
+        region: signed with requests; other stores accept any, such as `auto`.
+        pool: maximum number of connections.
+        headers: headers of every request.
     """
 
     endpoint_url: str | None = None
@@ -32,10 +32,10 @@ class S3Login:
     headers: Mapping[str, str] = field(default_factory=dict)
 
     def client(self) -> Any:
-        """A boto3 client; it may be shared by threads.
+        """A thread-safe boto3 client.
 
         Raises:
-            botocore.exceptions.BotoCoreError: the profile does not exist, or the address is none.
+            botocore.exceptions.BotoCoreError: the profile does not exist, or the address is invalid.
         """
         import boto3
         from botocore.config import Config
@@ -44,9 +44,9 @@ class S3Login:
             max_pool_connections=self.pool,
             retries={"mode": "standard", "max_attempts": 5},
             connect_timeout=10,
-            # A bucket as a host name needs DNS and a certificate that covers it, which few other stores have.
+            # Bucket host names need DNS entries and a matching certificate, which few other stores have.
             s3={"addressing_style": "path" if self.endpoint_url else "auto"},
-            # By default boto3 adds checksums that other stores do not know.
+            # By default, boto3 adds checksums that other stores do not support.
             request_checksum_calculation="when_required",
             response_checksum_validation="when_required",
         )

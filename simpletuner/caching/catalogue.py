@@ -1,7 +1,7 @@
-"""The cache entries that a run needs, and which of them exist. Free of torch, since the plan shows them.
+"""The cache entries that a run needs, and which of them exist. Imports no torch, since the plan uses it.
 
-The catalogue is the only place where a sample or a caption becomes a cache key; filling, planning and loading all use
-it and therefore agree.
+The catalogue is the only place that maps samples and captions to cache keys. Filling, planning and loading all use it,
+so they always agree.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 FEATURES = "features"  # the tensor in an entry of features
-# When latents are encoded: before training; at first use, then cached; or at every use, never cached.
+# When latents are encoded: before training; on first use, then cached; or at every use, never cached.
 Storage = Literal["ahead", "ondemand", "never"]
 
 
@@ -52,14 +52,14 @@ class FeatureKind:
     """Per-sample data that a technique needs, computed once and cached beside the latents.
 
     Attributes:
-        name: its key in `Batch.features`.
-        maker: its dependencies besides the latents and the encoder's content, such as a size.
-        load: (adapter, loader of the VAE, device) -> its encoder; called only if an entry is missing.
-        encoder: the model that computes it.
+        name: key in `Batch.features`.
+        maker: dependencies besides the latents and the encoder's content, such as a size.
+        load: (adapter, loader of the VAE, device) -> encoder; called only if an entry is missing.
+        encoder: the model that computes the features.
         cost: (frames, rows, columns of tokens) -> cost per sample.
-        unneeded: ids of datasets without it.
-        is_cached: computed once, before training; otherwise in every step, by its technique.
-        spared_by: settings with which they need no space; empty if the user has decided.
+        unneeded: ids of datasets that do not need the features.
+        is_cached: computed once, before training; otherwise in every step, by the technique.
+        spared_by: settings that avoid storing the features; empty if the user has decided.
     """
 
     name: str
@@ -73,16 +73,16 @@ class FeatureKind:
 
     @cached_property
     def identity(self) -> tuple[tuple[str, str | float], ...]:
-        """Everything it depends on besides the latents; its encoder must be on this machine."""
-        # The content, since another checkpoint may take the same name.
+        """All dependencies besides the latents; the encoder must be on this machine."""
+        # By content, since another checkpoint may have the same name.
         place = self.encoder.local() if self.encoder else None
         content = {"encoder": checkpoint_identity(place)} if place else {}
         return tuple(sorted((self.maker | content).items()))
 
 
-@dataclass(slots=True, unsafe_hash=True)  # not frozen, as keys are not
+@dataclass(slots=True, unsafe_hash=True)  # not frozen, for speed, like keys
 class LatentEntry:
-    """The latents of one sample, their folder, whether they are written compressed, and when they are encoded."""
+    """The latents of one sample, with their folder, compression and time of encoding."""
 
     key: LatentKey
     folder: Path
@@ -97,7 +97,7 @@ class LatentEntry:
 
 @dataclass(frozen=True, slots=True)
 class FeatureEntry:
-    """The features of one kind of one sample, kept like the latents they are computed from."""
+    """The features of one kind for one sample, stored like the latents they are computed from."""
 
     key: FeatureKey
     folder: Path
@@ -109,7 +109,7 @@ class FeatureEntry:
 
 @dataclass(slots=True, unsafe_hash=True)  # not frozen, as keys are not
 class TextEntry:
-    """The embeddings of one caption, and their folder; `picture` is the one in the prompt (i2i).
+    """The embeddings of one caption, with their folder; `picture` is part of the prompt (i2i).
 
     `bare` is true for negative prompts and for dropped captions.
     """
@@ -129,35 +129,35 @@ CacheEntry = TypeVar("CacheEntry", bound=AnyEntry)
 
 @dataclass(frozen=True)
 class Share:
-    """One of `count` parts of all entries, which as many processes or machines encode.
+    """One of `count` shares of all entries, encoded by as many processes or machines.
 
-    The entry's key alone decides, whatever is cached and whatever else is to be encoded.
+    Depends only on the key of an entry, not on which entries are cached or missing.
     """
 
     index: int = 0
     count: int = 1
 
     def holds(self, entry: AnyEntry) -> bool:
-        """Whether the entry belongs to it. Features belong to the share of the latents they are computed from."""
+        """Whether the entry is in this share. Features belong to the share of their latents."""
         key = entry.latents.key if isinstance(entry, FeatureEntry) else entry.key
-        # Digests are uniform, so shares are about equal, and processes agree on them without communicating.
+        # Digests are uniform, so shares have about equal sizes, and processes agree without communicating.
         return int(key.digest(), 16) % self.count == self.index
 
     def of(self, entries: Iterable[CacheEntry]) -> list[CacheEntry]:
-        """The entries that belong to it."""
+        """The entries in this share."""
         return [entry for entry in entries if self.holds(entry)]
 
 
 @dataclass(frozen=True)
 class DatasetCaches:
-    """Where the entries of a dataset are, and how they are made.
+    """The cache folders of a dataset, and how its entries are made.
 
     Attributes:
         latents, texts: folders.
-        compress: whether entries are written compressed.
+        compress: whether to compress new entries.
         storage: when latents are encoded.
         complete: completes a caption; None leaves it unchanged.
-        preserve: turns a caption into the one whose prediction is preserved, if one is.
+        preserve: maps a caption to the caption whose prediction is preserved; None without preservation.
     """
 
     latents: Path
@@ -170,16 +170,16 @@ class DatasetCaches:
 
 @dataclass(frozen=True)
 class Catalogue:
-    """Cache entries of samples and captions, created at each call: keeping all would take much memory.
+    """Cache entries of samples and captions, created on demand: storing all would take much memory.
 
     Attributes:
         datasets: the caches of each dataset, by id.
         prompts: text cache of prompts that belong to no dataset.
-        compress: whether these are written compressed.
-        vae, text_encoder: which models encode.
+        compress: whether to compress new entries of these prompts.
+        vae, text_encoder: identities of the encoders.
         template: the prompt template around a caption.
         bare_template: the template of negative prompts and of the empty caption; None if it is the same.
-        clean: cleans a caption before it is encoded.
+        clean: cleans a caption before encoding.
         prompt_holds_picture: the prompt contains the source picture (i2i).
     """
 
@@ -195,39 +195,39 @@ class Catalogue:
     bare_template: str | None = None
 
     def latent(self, sample: Sample) -> LatentEntry:
-        """The entry of a sample's latents, whether it exists or not."""
+        """The entry of a sample's latents, existing or not."""
         place, caches = sample.geometry, self.datasets[sample.dataset_id]
-        # The first frame is the same at every rate.
+        # A single frame is independent of the rate.
         time = sample.frames, sample.frame_rate if sample.frames > 1 else None, sample.read_as
         key = LatentKey(sample.content, place.size, place.resized, place.crop, self.vae, *time)
         return LatentEntry(key, caches.latents, sample, caches.compress, caches.storage)
 
     def feature(self, kind: FeatureKind, sample: Sample) -> FeatureEntry:
-        """The entry of a sample's features, whether it exists or not."""
+        """The entry of a sample's features, existing or not."""
         latents = self.latent(sample)
         key = FeatureKey(kind.name, latents.key.digest(), kind.identity)
         return FeatureEntry(key, latents.folder, latents.source, latents.compress, kind, latents)
 
     def condition(self, sample: Sample) -> LatentEntry | None:
-        """The latents that a sample is conditioned on: its partner's, or its frame 0 encoded alone (i2v)."""
+        """The latents that a sample is conditioned on: the latents of its partner, or frame 0 encoded alone (i2v)."""
         if sample.partner is not None:
             return self.latent(sample.partner)
-        # Alone, as the pipelines encode the user's picture: latent 0 of a whole clip differs from it.
+        # Alone, as pipelines encode the user's picture: latent 0 of a whole clip is different.
         return self.latent(sample.first_frame) if sample.is_i2v else None
 
     def text(
         self, dataset_id: str | None, caption: str, picture: Sample | None, source: str = "", *, negative: bool = False
     ) -> TextEntry:
-        """The entry of a caption's embeddings, whether it exists or not.
+        """The entry of a caption's embeddings, existing or not.
 
         Args:
             dataset_id: the dataset of the caption; None for validation prompts.
-            picture: the paired source picture; ignored by flavours whose prompt contains none.
-            source: where the caption comes from, for messages.
+            picture: the paired source picture; ignored by flavours without a picture in the prompt.
+            source: origin of the caption, for messages.
             negative: whether it is a negative prompt.
         """
         folder, compress = self.prompts, self.compress
-        # Elsewhere samples with one caption share its entry, whatever their pictures.
+        # Without pictures in the prompt, samples with the same caption share an entry.
         picture = picture if self.prompt_holds_picture else None
         if dataset_id is not None:
             caches = self.datasets[dataset_id]
@@ -236,8 +236,8 @@ class Catalogue:
                 caption = caches.complete(caption)
         cleaned = self.clean(caption)
         if cleaned == caption:
-            cleaned = caption  # one text in memory, not two
-        # A dropped caption stands for the negative prompt of guidance; an empty validation prompt is an ordinary one.
+            cleaned = caption  # shares one string in memory
+        # A dropped caption plays the negative prompt of guidance; an empty validation prompt is an ordinary prompt.
         bare = negative or (dataset_id is not None and not cleaned)
         template = (self.bare_template if bare else None) or self.template
         fingerprint = None if picture is None else picture_fingerprint(picture)
@@ -245,7 +245,7 @@ class Catalogue:
         return TextEntry(key, folder, caption, source or repr(caption[:60]), compress, picture, bare)
 
     def latents_of(self, datasets: Iterable[Dataset]) -> Iterator[LatentEntry]:
-        """All latents of datasets, possibly with duplicates: of samples and of their conditions."""
+        """All latents of samples and their conditions, possibly with duplicates."""
         for dataset in datasets:
             for sample in dataset.samples:
                 yield self.latent(sample)
@@ -271,7 +271,7 @@ class Catalogue:
             for sample in dataset.samples:
                 for caption in (*sample.captions, *(map(preserve, sample.captions) if preserve else ())):
                     yield self.text(dataset.id, caption, sample.partner, sample.full_name)
-            # With a picture in the prompt, the empty caption differs from sample to sample.
+            # With a picture in the prompt, the empty caption differs between samples.
             if with_empty:
                 for sample in dataset.samples if self.prompt_holds_picture else dataset.samples[:1]:
                     yield self.text(dataset.id, "", sample.partner, sample.full_name)
@@ -282,7 +282,7 @@ class Entries(Generic[CacheEntry]):
     """Cache entries without duplicates: samples may share a picture or a caption.
 
     Attributes:
-        make: generates them, with duplicates; they are not kept, to save memory.
+        make: generates the entries, with duplicates; they are not stored, to save memory.
     """
 
     make: Callable[[], Iterable[CacheEntry]]
@@ -290,7 +290,7 @@ class Entries(Generic[CacheEntry]):
     def __iter__(self) -> Iterator[CacheEntry]:
         seen: set[tuple[str, Path]] = set()
         for entry in self.make():
-            # Datasets may share a caption and keep it in different caches.
+            # Datasets may have the same caption in different caches.
             mark = entry.key.digest(), entry.folder
             if mark not in seen:
                 seen.add(mark)
@@ -301,7 +301,7 @@ class Entries(Generic[CacheEntry]):
 
     @property
     def missing(self) -> list[CacheEntry]:
-        """The entries absent from their cache at the first call of this or of `len`."""
+        """The entries missing from their cache at the first call of this method or of `len`."""
         return self._looked_up[1]
 
     @cached_property
@@ -310,8 +310,8 @@ class Entries(Generic[CacheEntry]):
 
 
 def look_up(entries: Iterable[CacheEntry]) -> tuple[int, list[CacheEntry]]:
-    """The number of distinct entries, and the absent ones; each folder is listed once."""
-    # A listing per folder instead of a `stat` per entry, which on a network disk is a round trip.
+    """The number of distinct entries, and the missing entries; every folder is listed once."""
+    # One listing per folder instead of one `stat` per entry, which is a round trip on a network disk.
     folders: dict[Path, dict[str, bool]] = {}  # key -> is one of these entries
     absent = []
     for entry in entries:
@@ -325,7 +325,7 @@ def look_up(entries: Iterable[CacheEntry]) -> tuple[int, list[CacheEntry]]:
 
 
 def missing(entries: Iterable[CacheEntry]) -> list[CacheEntry]:
-    """The entries that are not in their cache, without duplicates."""
+    """The entries missing from their cache, without duplicates."""
     return look_up(entries)[1]
 
 

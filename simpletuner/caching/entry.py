@@ -1,8 +1,8 @@
-"""The bytes and the path of one cache entry. Free of torch.
+"""The file format and path of one cache entry. Imports no torch.
 
-An entry is a safetensors file inside one zstd frame, which any tool can unpack. Its metadata holds the provenance,
-the entry's own key and a checksum over everything else, so that bit rot, truncation and renamed files are detected on
-reading.
+An entry is a safetensors file inside one zstd frame, which standard tools can unpack. Its metadata holds the
+provenance, the entry's key and a checksum over everything else, so that reading detects bit rot, truncation and renamed
+files.
 """
 
 from __future__ import annotations
@@ -24,23 +24,23 @@ from simpletuner.headers import METADATA, join_header, not_finite, read_head
 
 ENTRY_SUFFIX = ".safetensors.zst"
 ENTRY_NAME = re.compile(rf"([0-9a-f]{{64}}){re.escape(ENTRY_SUFFIX)}")
-# The lower the level, the faster; at STORED_LEVEL zstd stores blocks uncompressed.
+# Lower levels are faster; at STORED_LEVEL, zstd stores blocks uncompressed.
 ZSTD_LEVEL, STORED_LEVEL = 3, -10_000
-# Far above real entries: ten seconds at 1280x768 take 60 MB.
+# Bytes; far above real entries: ten seconds at 1280x768 take 60 MB.
 LARGEST_ENTRY = 1 << 30
 
-# Errors from parsing arbitrary bytes. Not MemoryError, which is not the file's fault.
+# Errors from parsing arbitrary bytes. Not MemoryError, since the file may be intact.
 UNREADABLE = (zstandard.ZstdError, ValueError, LookupError, TypeError, AttributeError)
 
 KEY, CHECKSUM = "key", "checksum"
 
 
 class DamagedEntryError(SimpleTunerError):
-    """An entry exists but is not what was written; it must be encoded again."""
+    """An entry exists but differs from what was written; it must be encoded again."""
 
 
 def entry_path(folder: Path, key: str) -> Path:
-    """The path of an entry: in one of 256 folders by the first two digits of its key, so that none grows large."""
+    """The path of an entry, in one of 256 subfolders by the first two digits of its key, which keeps folders small."""
     return folder / key[:2] / (key + ENTRY_SUFFIX)
 
 
@@ -51,24 +51,24 @@ def list_keys(folder: Path) -> Iterator[str]:
     """
     for fan in sorted(folder.glob("[0-9a-f][0-9a-f]/")):
         names, start = map(ENTRY_NAME.fullmatch, os.listdir(fan)), fan.name  # noqa: PTH208 - iterdir takes far longer
-        # Its path would never lead to an entry in a wrong folder.
+        # `entry_path` would not find an entry in the wrong subfolder.
         yield from sorted(name[1] for name in names if name and name[1].startswith(start))
 
 
 def store_entry(folder: Path, key: str, blob: bytes, provenance: dict[str, str], *, compress: bool) -> None:
     """Write a safetensors file as an entry, with key, provenance and checksum in its metadata.
 
-    It is one zstd frame with its content size in the header, and with uncompressed blocks unless `compress` is set.
-    Entries are not fsynced: one that is torn by a power cut fails its checksum and is encoded again.
+    The entry is one zstd frame with its content size in the header, and with uncompressed blocks unless `compress` is
+    set. Entries are not fsynced: an entry torn by a power cut fails its checksum and is encoded again.
 
     Raises:
-        DiskFullError: no partial entry is left, and an existing one is kept.
+        DiskFullError: no space left; no partial entry remains, and an existing entry is kept.
     """
     head, header = read_head(BytesIO(blob))
     header[METADATA] = {**provenance, KEY: key}
     data = memoryview(blob)[len(head) :]
     header[METADATA][CHECKSUM] = _checksum(header, data)
-    # A frame in both cases, so that readers need not know how an entry was written.
+    # A frame in both cases, so that readers need not distinguish them.
     packer = zstandard.ZstdCompressor(level=ZSTD_LEVEL if compress else STORED_LEVEL)
     write_atomically(entry_path(folder, key), packer.compress(join_header(header, data)), durable=False)
 
@@ -77,8 +77,8 @@ def read_entry(folder: Path, key: str) -> bytes:
     """Read and verify one entry: the safetensors file, uncompressed.
 
     Raises:
-        DamagedEntryError: it is not what was written under this key, or holds NaN or infinity.
-        FileNotFoundError: there is none.
+        DamagedEntryError: the content differs from what was written under this key, or holds NaN or infinity.
+        FileNotFoundError: the entry does not exist.
     """
     path = entry_path(folder, key)
     try:
@@ -86,11 +86,11 @@ def read_entry(folder: Path, key: str) -> bytes:
             raise ValueError("larger than any entry")
         source = zstandard.ZstdDecompressor().stream_reader(path.read_bytes())
         head, header = read_head(source)
-        # A frame of a few kilobytes can decompress to any number of gigabytes.
+        # Check first: a frame of a few kilobytes can decompress to gigabytes.
         end = max((entry["data_offsets"][1] for name, entry in header.items() if name != METADATA), default=0)
         if end > LARGEST_ENTRY:
             raise ValueError(f"it claims {end:,} bytes")
-        data = source.read(end + 1)  # one byte more, so that extra data at the end fails the checksum
+        data = source.read(end + 1)  # one extra byte, so that trailing data fails the checksum
         provenance = header[METADATA]
         checksum = provenance.pop(CHECKSUM)
         sound = checksum == _checksum(header, data) and provenance.pop(KEY) == key
@@ -108,8 +108,8 @@ def read_provenance(path: Path) -> dict[str, str]:
     """The provenance in an entry's header; the data is not read or verified.
 
     Raises:
-        DamagedEntryError: there is no readable header.
-        FileNotFoundError: there is no entry.
+        DamagedEntryError: the header is not readable.
+        FileNotFoundError: the entry does not exist.
     """
     try:
         with path.open("rb") as file:
@@ -120,5 +120,5 @@ def read_provenance(path: Path) -> dict[str, str]:
 
 
 def _checksum(header: dict[str, Any], data: bytes | memoryview) -> str:
-    """CRC-32 of the header (without the checksum) and the data: fast, and sufficient against accidental damage."""
+    """CRC-32 of the header (without the checksum) and the data; fast, and sufficient against accidental damage."""
     return f"{zlib.crc32(data, zlib.crc32(canonical_json(header).encode())):08x}"

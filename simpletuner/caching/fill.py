@@ -1,12 +1,12 @@
-"""Encode missing entries, once.
+"""Encodes missing entries, each once.
 
     decode threads ─► bounded queue ─► encoder (this thread) ─► writer threads
 
 One encoder is on the device at a time; without missing entries, none is loaded. Each entry is written as soon as it is
 encoded, so a killed run loses at most the current batch, and the next run continues after it.
 
-If memory runs out, the same work is done in smaller pieces, or the run stops with advice. None of this changes an
-entry, so no key depends on free memory. Tiling would change latents, so the message only suggests it.
+If memory runs out, the same work is retried in smaller pieces, or the run stops with advice. Smaller pieces do not
+change an entry, so no key depends on free memory. Tiling would change latents, so the message only suggests it.
 """
 
 from __future__ import annotations
@@ -50,22 +50,22 @@ CPU = torch.device("cpu")
 WRITERS = 2
 Decoded = tuple[LatentEntry, np.ndarray]
 Decoding = tuple[LatentEntry, Future[np.ndarray]]
-Failures = dict[tuple[str, str], str]  # why files cannot be decoded, by dataset id and name
+Failures = dict[tuple[str, str], str]  # reason why a file cannot be decoded, by dataset id and name
 
-# Bytes of decoded pictures and clips in the queue, besides the ones being decoded.
+# Bytes of decoded pictures and clips in the queue, without those being decoded.
 WAITING_BYTES = 1 << 30
 
 
 @dataclass
 class ShrinkingEncoder(Generic[Item, Encoded]):
-    """Encodes batches as large as memory allows, and remembers the size for later batches.
+    """Encodes batches as large as memory allows, and keeps the size for later batches.
 
     Attributes:
         encode: one result per item; items do not influence each other.
         name: name of an item, for messages.
-        advice: what the user can do if nothing is left to try.
+        advice: advice for the user if nothing is left to try.
         relieve: called if a single item does not fit; lowers peak memory without changing results, or returns False.
-        most: items at a time, once known.
+        most: maximum batch size, once known.
     """
 
     encode: Callable[[Sequence[Item]], Sequence[Encoded]]
@@ -83,7 +83,7 @@ class ShrinkingEncoder(Generic[Item, Encoded]):
         """
         done: list[Encoded] = []
         while len(done) < len(items):
-            # The items encoded before memory ran out are kept.
+            # Items encoded before memory ran out are kept.
             part = items[len(done) : len(done) + (self.most or len(items))]
             made = self._tried(part)
             if made is None:
@@ -93,11 +93,11 @@ class ShrinkingEncoder(Generic[Item, Encoded]):
         return done
 
     def at_once(self, items: Sequence[Item]) -> int:
-        """How many of these items are encoded together, as far as is known."""
+        """Batch size for these items, as far as known."""
         return min(len(items), self.most or len(items))
 
     def _tried(self, items: Sequence[Item]) -> Sequence[Encoded] | None:
-        """The results, or None if memory ran out. The error, whose frames keep tensors alive, is gone on return."""
+        """The results, or None if memory ran out. Drops the error, whose frames keep tensors alive."""
         try:
             return self.encode(items)
         except (RuntimeError, MemoryError) as error:
@@ -107,8 +107,8 @@ class ShrinkingEncoder(Generic[Item, Encoded]):
         return None
 
     def _shrink(self, items: Sequence[Item]) -> None:
-        gc.collect()  # exceptions and their frames form cycles that may keep tensors alive
-        # Blocks that were cached for the larger batch do not fit the smaller one.
+        gc.collect()  # cycles of exceptions and frames may keep tensors alive
+        # Blocks cached for the larger batch do not fit the smaller one.
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
         if len(items) > 1:
@@ -130,7 +130,7 @@ class ChangedFileError(UserError):
 
 
 def fill_texts(entries: Sequence[TextEntry], encoder: TextEncoder, size: int, bar: ProgressBar) -> list[str]:
-    """Encode missing captions, `size` at once; returns notes about truncated captions.
+    """Encode missing captions in batches of `size`; returns notes about truncated captions.
 
     Raises:
         UserError: a caption does not fit into memory, or the encoder's output is not finite.
@@ -139,8 +139,8 @@ def fill_texts(entries: Sequence[TextEntry], encoder: TextEncoder, size: int, ba
     notes = []
     with _writing() as write:
         for group in _of_one_length(entries, encoder, size):
-            # Padded to a fixed batch: kernels round differently by batch size, and an entry must not depend on the rest
-            # of its batch, so that an interrupted fill continues with the same bytes.
+            # Padded to a fixed batch size: kernels round differently by batch size, and an entry must not depend on the
+            # rest of its batch, so that an interrupted fill continues with the same bytes.
             filled = group + group[-1:] * (size - len(group))
             for entry, embeds in zip(group, encode(filled), strict=False):
                 write(entry, embeds, encode.most or size)
@@ -156,8 +156,8 @@ def fill_latents(
 ) -> Failures:
     """Encode pictures and clips; returns the files that could not be decoded.
 
-    Threads and order never change a latent. With `vae_batch_size` above 1, batches of samples of one size and length
-    change the rounding, so an entry records its batch size.
+    Threads and order never change a latent. With `vae_batch_size` above 1, samples of one size and length are batched,
+    which changes the rounding, so an entry records its batch size.
 
     Raises:
         UserError: a sample does not fit into memory, or the VAE's output is not finite.
@@ -168,8 +168,8 @@ def fill_latents(
     failures: Failures = {}
     with ExitStack() as stack, _writing() as write:
         decoders = ThreadPoolExecutor(min(config.max_workers, os.cpu_count() or 1))
-        stack.callback(decoders.shutdown, cancel_futures=True)  # also when an error or Ctrl-C ends the filling
-        # At least one batch, since the encoder waits for a whole one.
+        stack.callback(decoders.shutdown, cancel_futures=True)  # also after an error or Ctrl-C
+        # At least one batch, since the encoder waits for a full batch.
         ahead = max(config.image_processing_batch_size, config.vae_batch_size)
         decoding = _decode_ahead(entries, ahead, decoders)
         for group in _batches(decoding, config.vae_batch_size, failures):
@@ -189,10 +189,10 @@ def _shrinking(encoder: LatentEncoder, config: CachingConfig) -> ShrinkingEncode
 
 
 def encode_now(entry: LatentEntry, encoder: LatentEncoder, config: CachingConfig) -> Tensor:
-    """Decode and encode one sample; the same latents as `fill_latents` writes with a `vae_batch_size` of 1.
+    """Decode and encode one sample; the same latents as `fill_latents` with a `vae_batch_size` of 1.
 
     Raises:
-        UserError: it cannot be decoded, does not fit into memory, or the VAE's output is not finite.
+        UserError: the sample cannot be decoded or does not fit into memory, or the VAE's output is not finite.
     """
     try:
         pixels = _decode(entry.sample)
@@ -208,10 +208,10 @@ def fill_features(
     read: Callable[[LatentEntry], Tensor],
     bar: ProgressBar,
 ) -> None:
-    """Compute the features that techniques cache, from latents that are already cached.
+    """Compute the features that techniques cache, from cached latents.
 
     Args:
-        entries: the missing ones, grouped by kind.
+        entries: the missing entries, grouped by kind.
         load: loads the encoder of an entry's kind; called once per kind.
         read: reads the latents of a sample onto the encoder's device.
 
@@ -221,7 +221,7 @@ def fill_features(
     encoder = None
     for number, entry in enumerate(entries):
         if encoder is None or entry.kind != entries[number - 1].kind:
-            encoder = None  # free the last one before loading the next
+            encoder = None  # free the last encoder before loading the next
             encoder = load(entry)
         with torch.no_grad():
             features = encoder.encode(read(entry.latents))
@@ -232,7 +232,7 @@ def fill_features(
 
 
 def _encode_texts(encoder: TextEncoder, group: Sequence[TextEntry]) -> list[TextEmbeds]:
-    # A batch is filled up with its last entry, whose picture is decoded once.
+    # Without the duplicates that pad a batch, so that their picture is decoded once.
     requests = {each: TextRequest(each.caption, _picture(each.picture), each.bare) for each in dict.fromkeys(group)}
     embeds = encoder.encode([requests[entry] for entry in group])
     tensors = [embedding.values() for embedding in embeds]
@@ -242,7 +242,7 @@ def _encode_texts(encoder: TextEncoder, group: Sequence[TextEntry]) -> list[Text
 
 def _encode_latents(encoder: LatentEncoder, group: Sequence[Decoded]) -> list[Tensor]:
     pixels = np.stack([array for _, array in group])
-    # A seed per entry: its draw from the posterior depends neither on the batch nor on the order.
+    # One seed per entry, so that its draw from the posterior is independent of batch and order.
     latents = encoder.encode(to_pixels(pixels, encoder.device), [entry.key.seed() for entry, _ in group])
     _stop_if_not_finite("VAE", [[latent] for latent in latents], [entry for entry, _ in group], "vae_dtype fp32")
     return list(latents)
@@ -272,16 +272,18 @@ def _stop_if_not_finite(
 
 
 def to_pixels(frames: np.ndarray, device: torch.device = CPU) -> Tensor:
-    """Frames `... F H W 3` (or one, `H W 3`) of 0..255 as `... 3 F H W` in [-1, 1], float32, rounded as in the
-    pipelines. They go to the device as bytes."""
+    """Convert frames `... F H W 3` (or one frame, `H W 3`) of 0..255 to `... 3 F H W` in [-1, 1], float32.
+
+    Rounds as the pipelines do. Frames are uploaded as bytes.
+    """
     pixels = upload(torch.tensor(frames if frames.ndim > 3 else frames[None]), device).float()
-    # In place, since a clip of 10 seconds takes a gigabyte in float32; the order of the operations is the pipelines'.
-    # By a tensor: instead of dividing by a number, CUDA multiplies by its reciprocal, which rounds differently.
+    # In place, since a clip of 10 seconds takes a gigabyte in float32; the operations are in the pipelines' order.
+    # Divided by a tensor: for a number, CUDA multiplies by the reciprocal, which rounds differently.
     return pixels.div_(torch.full((), 255.0, device=device)).mul_(2.0).sub_(1.0).movedim(-1, -4)
 
 
 def prepared_picture(sample: Sample) -> Image.Image:
-    """A sample's picture, or frame 0 of its clip, resized and cropped to its geometry."""
+    """The picture of a sample, or frame 0 of its clip, resized and cropped to its geometry."""
     return Image.fromarray(clips.fit_clip(sample.first_frame.images(), sample.geometry)[0])
 
 
@@ -293,7 +295,7 @@ def _batches(decoding: Iterable[Decoding], size: int, failures: Failures) -> Ite
 
 
 def _decoded(decoding: Iterable[Decoding], failures: Failures) -> Iterator[Decoded]:
-    """Entries with their pixels; files that cannot be decoded are added to the failures."""
+    """Entries with their pixels; files that cannot be decoded are added to `failures`."""
     for entry, decoded in decoding:
         try:
             yield entry, decoded.result()
@@ -308,15 +310,15 @@ def _decoded(decoding: Iterable[Decoding], failures: Failures) -> Iterator[Decod
 
 
 def _decode_ahead(entries: Sequence[LatentEntry], most: int, decoders: ThreadPoolExecutor) -> Iterator[Decoding]:
-    """Entries grouped by shape, each with the future of its pixels; decodes ahead up to `most` or `WAITING_BYTES`."""
-    # By shape, since the VAE encodes batches of one shape.
+    """Entries grouped by shape, with the future of their pixels; decodes ahead up to `most` or `WAITING_BYTES`."""
+    # Grouped, since the VAE encodes batches of one shape.
     shapes: dict[tuple[Size, int], list[LatentEntry]] = defaultdict(list)
     for entry in entries:
         shapes[entry.sample.geometry.size, entry.sample.frames].append(entry)
     waiting: deque[Decoding] = deque()
     held = 0
     for entry in chain.from_iterable(shapes.values()):
-        # At least two, however large: while one is encoded, the next is decoded.
+        # At least two, however large, so that one is decoded while another is encoded.
         while len(waiting) > 1 and (len(waiting) >= most or held + _bytes(entry.sample) > WAITING_BYTES):
             held -= _bytes(waiting[0][0].sample)
             yield waiting.popleft()
@@ -326,37 +328,37 @@ def _decode_ahead(entries: Sequence[LatentEntry], most: int, decoders: ThreadPoo
 
 
 def _bytes(sample: Sample) -> int:
-    """Size of its decoded pixels."""
+    """Size of a sample's decoded pixels."""
     width, height = sample.geometry.size
     return 3 * width * height * sample.frames
 
 
 def _decode(sample: Sample) -> np.ndarray:
-    """Its pixels 0..255, `F H W 3`.
+    """The pixels of a sample, 0..255, `F H W 3`.
 
     Raises:
         MediaError: the file is damaged.
-        UserError: the file is not the one that the key was computed from, or cannot be read.
+        UserError: the file has changed since its key was computed, or cannot be read.
     """
     if sample.clip is None:
-        # The bytes that are hashed are those that are decoded, so no change can come in between.
+        # Hashes the same bytes that are decoded, so the file cannot change in between.
         data = files.read_file(sample.path, files.LARGEST_PICTURE)
         _check_same(sample, hashlib.sha256(data).hexdigest())
         return media.fit(media.decode(data), sample.geometry)[None]
     try:
         return clips.retry_once(lambda: clips.fit_clip(sample.images(), sample.geometry))
-    finally:  # afterwards, since readers open a clip by name: a change in between would show in the hash
+    finally:  # afterwards, since readers open a clip by name; the hash reveals changes in between
         _check_same(sample, files.content_hash(sample.path))
 
 
 def _check_same(sample: Sample, content: str) -> None:
-    """Make sure that latents are not stored under the hash of an earlier version of the file."""
+    """Raise if a file has changed, so that latents are not stored under the hash of an earlier version."""
     if content != sample.content:
         raise ChangedFileError(sample)
 
 
 def _picture(sample: Sample | None) -> Image.Image | None:
-    """The picture that a prompt contains."""
+    """The picture in a prompt."""
     if sample is None:
         return None
     try:
@@ -366,9 +368,9 @@ def _picture(sample: Sample | None) -> Image.Image | None:
 
 
 def write_entry(entry: AnyEntry, tensors: dict[str, Tensor], together: int = 1) -> None:
-    """Write the output of an encoder to the cache; `together` entries were encoded at once."""
+    """Write the output of an encoder to the cache; `together` is the batch size of the encoding."""
     provenance = provenance_of(entry.key, entry.source)
-    # Not part of the key: another batch size changes only the rounding.
+    # Not part of the key, since another batch size changes only the rounding.
     if together > 1:
         provenance["encoded_together"] = str(together)
     CacheStore(entry.folder, entry.compress).write(entry.key.digest(), tensors, provenance)
@@ -376,7 +378,7 @@ def write_entry(entry: AnyEntry, tensors: dict[str, Tensor], together: int = 1) 
 
 @contextmanager
 def _writing() -> Iterator[Callable[[AnyEntry, dict[str, Tensor], int], None]]:
-    """`write_entry` in threads; the error of a failed write (a full disk) is raised by a later call or at the end."""
+    """`write_entry` in threads; the error of a failed write, such as a full disk, is raised later or at the end."""
     pending = deque[Future[None]]()
     with ThreadPoolExecutor(WRITERS) as writers:
 
@@ -393,7 +395,7 @@ def _writing() -> Iterator[Callable[[AnyEntry, dict[str, Tensor], int], None]]:
 def _of_one_length(entries: Sequence[TextEntry], encoder: TextEncoder, size: int) -> Iterator[list[TextEntry]]:
     """Groups of at most `size` prompts of one length, with pictures of one size.
 
-    The longest come first, so that running out of memory shows up at once.
+    The longest prompts come first, so that running out of memory shows immediately.
     """
 
     def order(entry: TextEntry) -> tuple[int, int, int, bool]:

@@ -1,8 +1,8 @@
 """The dependencies of a cache entry, and the key derived from them.
 
 An entry's key is the SHA-256 of everything that determines its content: the bytes of the file, its preparation, and the
-encoder. So files of the same name never collide, edits and other sizes get new entries, and nothing is encoded twice.
-Free of torch: the plan counts cached entries before anything is loaded.
+encoder. Files of the same name never collide, edits and other sizes get new entries, and nothing is encoded twice.
+Imports no torch: the plan counts cached entries before any model is loaded.
 """
 
 from __future__ import annotations
@@ -17,25 +17,25 @@ from json.encoder import encode_basestring_ascii as quoted
 from pathlib import Path
 from typing import Any, Literal
 
-# Incremented when the meaning of entries changes, so that old ones do not match.
+# Increment it when the meaning of entries changes, so that old entries do not match.
 VERSION = 1
 
-# What an entry depends on, one level deep: "encoder.dtype" -> "bf16".
+# Flattened dependencies of an entry: "encoder.dtype" -> "bf16".
 Ingredients = dict[str, Any]
 
 
 @dataclass(frozen=True)
 class EncoderIdentity:
-    """Which model computed an entry, and how.
+    """The model that computes an entry, and its settings.
 
     Attributes:
         family: value of `model_family`.
-        checkpoint: `checkpoint_identity` of all folders involved (tokenizers included).
-        dtype: of the computation, such as "bf16".
+        checkpoint: `checkpoint_identity` of all folders involved, including tokenizers.
+        dtype: compute dtype, such as "bf16".
         quantisation: value of the precision key, "no_change" for none.
-        tiling: the picture was encoded in tiles.
-        tf32: False if a GPU computed in full float32; omitted if None, on a CPU or in another dtype. Older GPU entries,
-            which lack it, were computed in TF32.
+        tiling: the picture is encoded in tiles.
+        tf32: False if a GPU computes in full float32; omitted if None, on a CPU or in another dtype. Older GPU entries
+            without it were computed in TF32.
     """
 
     family: str
@@ -47,26 +47,26 @@ class EncoderIdentity:
 
     @cached_property
     def text(self) -> str:
-        """Its part of a key's text."""
+        """The encoder's part of a key's text."""
         values = {f"encoder.{field.name}": getattr(self, field.name) for field in fields(self)}
-        # Without braces, to be spliced into a key's text where `encoder.` comes in sorted order.
+        # Without braces, to be spliced into a key's text at the sorted position of `encoder.`.
         return canonical_json({name: value for name, value in values.items() if value is not None})[1:-1]
 
 
-# Not frozen, which halves the time to build the keys of 100,000 files at every start. Nothing changes them.
+# Not frozen, which halves the time to build the keys of 100,000 files at every start, but treated as immutable.
 class CacheKey:
-    """Identity of one entry: its fields are all dependencies."""
+    """Identity of one entry; every field is a dependency."""
 
     __slots__ = ()
 
     def text(self) -> str:
-        """The text that is hashed: `canonical_json` of the ingredients."""
+        """The text to hash: `canonical_json` of the ingredients."""
         raise NotImplementedError
 
     def ingredients(self) -> Ingredients:
-        """The fields flattened to one level, tuples as lists, with kind and version."""
-        found: Ingredients = json.loads(self.text())
-        return found
+        """The flattened fields, with tuples as lists, and with kind and version."""
+        ingredients: Ingredients = json.loads(self.text())
+        return ingredients
 
     def digest(self) -> str:
         """The name of the entry: 64 hexadecimal digits."""
@@ -81,10 +81,10 @@ class LatentKey(CacheKey):
         content: SHA-256 of the picture's or clip's bytes.
         size: encoded width and height.
         resized: width and height of the whole picture before cropping.
-        crop: left and top corner of the crop in the resized picture; its size is `size`.
+        crop: left and top of the crop in the resized picture; its size is `size`.
         frames: number of encoded frames; 1 for pictures.
-        rate: frames per second at which they were taken; None for pictures.
-        encoder: which VAE.
+        rate: frames per second at which the clip is sampled; None for pictures.
+        encoder: the VAE.
         read_as: `Sample.read_as`; omitted if empty, so that older entries stay valid.
     """
 
@@ -98,8 +98,8 @@ class LatentKey(CacheKey):
     read_as: tuple[str, ...] = ()
 
     def text(self) -> str:
-        """Written out for speed; an empty `read_as` is left out."""
-        # The very bytes of `canonical_json`, keys sorted: another order or space would orphan every cached latent.
+        """Written out for speed; an empty `read_as` is omitted."""
+        # The exact bytes of `canonical_json`, keys sorted: any change would orphan every cached latent.
         (left, top), (wide, high), (width, height) = self.crop, self.resized, self.size
         rate = "null" if self.rate is None else canonical_json(self.rate)
         read_as = f'"read_as":{canonical_json(self.read_as)},' if self.read_as else ""
@@ -110,7 +110,7 @@ class LatentKey(CacheKey):
         )
 
     def seed(self) -> int:
-        """A seed in [0, 2^63) for sampling the VAE's posterior: the same entry always gets the same draw."""
+        """A seed in [0, 2^63) for sampling the VAE's posterior, so that an entry always gets the same draw."""
         return int(self.digest()[:16], 16) >> 1  # torch takes signed 64-bit seeds
 
 
@@ -120,9 +120,9 @@ class TextKey(CacheKey):
 
     Attributes:
         caption: cleaned, as passed to the encoder.
-        template: the prompt template around it, or a name that changes whenever the template does.
-        max_length: tokens after which it is cut.
-        encoder: which text encoders.
+        template: the prompt template around it, or a name that changes with the template.
+        max_length: maximum number of tokens.
+        encoder: the text encoders.
         picture: `catalogue.picture_fingerprint` of the picture in the prompt, if any.
     """
 
@@ -146,8 +146,8 @@ class FeatureKey(CacheKey):
     """Identity of a feature that a technique caches for one sample.
 
     Attributes:
-        feature: name of the kind.
-        latents: `LatentKey.digest` of its source latents.
+        feature: name of the feature kind.
+        latents: `LatentKey.digest` of the source latents.
         maker: other dependencies by name: the encoder's identity, sizes.
     """
 
@@ -162,7 +162,7 @@ class FeatureKey(CacheKey):
 
 
 def provenance_of(key: CacheKey, source: str) -> dict[str, str]:
-    """Metadata that explains an entry later.
+    """Metadata that documents an entry.
 
     Args:
         source: `dataset/relative path` of a file or of a caption's file; informative, not part of the identity.
@@ -193,10 +193,10 @@ def hash_file(path: Path) -> str:
 
 WHOLE_FILES = frozenset({".json", ".txt", ".model", ".jinja"})
 WEIGHT_FILES = frozenset({".bin", ".pt", ".pth", ".ckpt", ".gguf", ".msgpack"})
-# Notes of the program that saved a config, irrelevant to the model.
+# Keys about the program that saved a config, irrelevant to the model.
 IGNORED_KEYS = frozenset({"_name_or_path", "_diffusers_version", "transformers_version"})
 
-# Checkpoints of tens of gigabytes are identified by slices: reading them whole would delay every start by minutes.
+# Bytes per slice. Checkpoints are identified by slices, since reading tens of gigabytes would delay every start.
 SLICE_BYTES = 256
 SLICES_PER_TENSOR = 4
 SLICES_PER_FILE = 256
@@ -215,15 +215,15 @@ def checkpoint_identity(*folders: Path) -> str:
 
 def _folder_identity(folder: Path) -> str:
     paths = [folder] if folder.is_file() else sorted(folder.rglob("*"))
-    found = [(path, _file_identity(path)) for path in paths if path.is_file()]
-    parts = [[path.relative_to(folder).as_posix(), identity] for path, identity in found if identity is not None]
+    files = [(path, _file_identity(path)) for path in paths if path.is_file()]
+    parts = [[path.relative_to(folder).as_posix(), identity] for path, identity in files if identity is not None]
     if not parts:
         raise FileNotFoundError(f"{folder}: no checkpoint here")
     return hash_text(canonical_json(parts))
 
 
 def _file_identity(path: Path) -> str | None:
-    """Hash of the relevant content of a file, or None for files that are not part of a model (README, pictures)."""
+    """Hash of the relevant content of a file; None for files that are not part of a model (README, pictures)."""
     if path.suffix == ".json":
         return _json_identity(path)
     if path.suffix in WHOLE_FILES:
@@ -240,7 +240,7 @@ def _json_identity(path: Path) -> str:
     content = path.read_bytes()
     try:
         value = json.loads(content)
-    except ValueError:  # loading it will report the error
+    except ValueError:  # the error is reported on loading
         return hashlib.sha256(content).hexdigest()
     if isinstance(value, dict):
         value = {key: inner for key, inner in value.items() if key not in IGNORED_KEYS}
@@ -248,12 +248,12 @@ def _json_identity(path: Path) -> str:
 
 
 def _safetensors_identity(path: Path) -> str:
-    """Hash of the size, the header and slices of each tensor. Even a truncated file gets a distinct identity."""
+    """Hash of the size, the header and slices of each tensor; distinguishes truncated files too."""
     size = path.stat().st_size
-    # A buffer would read kilobytes for every slice.
+    # Unbuffered, since a buffer would read kilobytes per slice.
     with path.open("rb", buffering=0) as file:
         length = int.from_bytes(file.read(8), "little")
-        # The length of a damaged file may be any number.
+        # In a damaged file, the length may be any number.
         header = file.read(min(length, size))
         try:
             offsets = [entry["data_offsets"] for name, entry in json.loads(header).items() if name != "__metadata__"]
@@ -265,13 +265,13 @@ def _safetensors_identity(path: Path) -> str:
 
 
 def _slices_identity(file: RawIOBase, prefix: bytes, spans: list[tuple[int, int]], count: int) -> str:
-    """Hash of `count` slices spread evenly over each span, including its first and last bytes."""
+    """Hash of `count` evenly spaced slices per span, including its first and last bytes."""
     hasher = hashlib.sha256(prefix)
     for start, end in spans:
         room = max(end - start - SLICE_BYTES, 0)
         for position in sorted({start + room * n // max(count - 1, 1) for n in range(count)}):
             file.seek(position)
             hasher.update(file.read(min(SLICE_BYTES, end - position)))
-        # Spans of other sizes may have the same slices.
+        # Spans of different sizes may have the same slices.
         hasher.update(f"{start}-{end}".encode())
     return hasher.hexdigest()

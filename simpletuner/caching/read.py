@@ -1,4 +1,4 @@
-"""Cache entries as tensors, written atomically and verified on reading; and batches read from them."""
+"""Cache entries as tensors, written atomically and verified on reading, and batches read from them."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ from simpletuner.errors import UserError
 class CacheStore:
     """Entries of one cache folder.
 
-    Several threads or processes may read and write at once, even the same key: an entry appears complete under its
-    name, and all writers of a key write the same content. A killed writer leaves at most a temporary file, which is
-    never read and which `cache gc` finds.
+    Threads and processes may read and write concurrently, even the same key: entries appear atomically, and all writers
+    of a key write the same content. A killed writer leaves at most a temporary file, which is never read and which
+    `cache gc` finds.
 
     Args:
         folder: created with the first entry.
-        compress: whether to compress new entries; both kinds can be read.
+        compress: whether to compress new entries; reading supports both.
     """
 
     def __init__(self, folder: Path, compress: bool = True) -> None:
@@ -38,23 +38,23 @@ class CacheStore:
         self.compress = compress
 
     def read(self, key: str) -> dict[str, Tensor]:
-        """The tensors of an entry, exactly as written, on the CPU.
+        """The tensors of an entry, bit-identical as written, on the CPU.
 
         Raises:
-            FileNotFoundError: there is no such entry.
-            DamagedEntryError: it is not what was written.
+            FileNotFoundError: the entry does not exist.
+            DamagedEntryError: the entry differs from what was written.
         """
         return safetensors.torch.load(read_entry(self.folder, key))
 
     def write(self, key: str, tensors: Mapping[str, Tensor], provenance: dict[str, str]) -> None:
-        """Write an entry, or replace the one of that key.
+        """Write or replace an entry.
 
         Args:
-            tensors: of any dtype and device.
+            tensors: on any device, of any dtype.
             provenance: see `keys.provenance_of`.
 
         Raises:
-            DiskFullError: no partial entry is left, and an existing one is kept.
+            DiskFullError: no space left; no partial entry remains, and an existing entry is kept.
         """
         # Contiguous copies on the CPU: safetensors refuses tensors that share memory.
         copies = {
@@ -69,8 +69,8 @@ class BatchReader:
     """Reads the entries of a batch; features are read only for training.
 
     Attributes:
-        caption_dropout: probability that a sample is trained with the empty caption.
-        seed: of the run; with the position in the run it decides which captions are dropped.
+        caption_dropout: probability of training a sample with the empty caption.
+        seed: seed of the run; together with the position, determines which captions are dropped.
         restore: encodes a damaged or missing entry again.
         encode: encodes latents that are never cached.
     """
@@ -94,15 +94,15 @@ class BatchReader:
         return replace(batch, other_embeds=self._other_embeds(planned), features=features)
 
     def read_sample(self, sample: Sample) -> Batch:
-        """A batch of one sample with its first caption, which is never dropped."""
+        """A batch of one sample with its first caption, without caption dropout."""
         caption = sample.captions[0]
         return self._batch([sample], [self.read(self.catalogue.text(sample.dataset_id, caption, sample.partner))])
 
     def _batch(self, samples: Sequence[Sample], embeds: list[TextEmbeds]) -> Batch:
-        # Either all samples of a dataset have a condition, or none; likewise masks.
-        found = [entry for sample in samples if (entry := self.catalogue.condition(sample)) is not None]
+        # All samples of a dataset have a condition, or none; likewise for masks.
+        conditions = [entry for sample in samples if (entry := self.catalogue.condition(sample)) is not None]
         latents = torch.stack([self._latents(self.catalogue.latent(sample)) for sample in samples])
-        condition = torch.stack([self._latents(entry) for entry in found]) if found else None
+        condition = torch.stack([self._latents(entry) for entry in conditions]) if conditions else None
         masks = [mask_weights(sample.mask, latents) for sample in samples if sample.mask]
         names, mask = [sample.full_name for sample in samples], torch.stack(masks) if masks else None
         return Batch(latents, embeds, names, samples[0].dataset_id, condition, mask)
@@ -112,7 +112,7 @@ class BatchReader:
 
     def _embeds(self, planned: PlannedBatch, index: int) -> TextEmbeds:
         sample, slot = planned.samples[index], planned.slots[index]
-        # By the place in the global batch, as the sampler draws captions.
+        # By the position in the global batch, as the sampler draws captions.
         dropped = fraction(self.seed, planned.epoch, planned.index, slot, "caption dropout") < self.caption_dropout
         caption = "" if dropped else planned.captions[index]
         return self.read(self.catalogue.text(sample.dataset_id, caption, sample.partner))
@@ -132,19 +132,19 @@ class BatchReader:
 def read_or_restore(entry: AnyEntry, restore: Callable[[AnyEntry], None]) -> dict[str, Tensor]:
     """The tensors of an entry; a damaged or missing entry is encoded again.
 
-    A damaged entry is replaced, not deleted first: another thread or process may just have restored it.
+    A damaged entry is replaced without deleting it first: another thread or process may just have restored it.
     """
     store, key = CacheStore(entry.folder), entry.key.digest()
     try:
         return store.read(key)
     except (DamagedEntryError, FileNotFoundError):
-        # Once only: an entry that is damaged as soon as it is written is an error.
+        # Only once: an entry that is damaged right after writing is an error.
         restore(entry)
         return store.read(key)
 
 
 def mask_weights(mask: Sample, latents: Tensor) -> Tensor:
-    """A mask averaged to latent positions, `1 F H W`; read from its file, since it is small.
+    """A mask averaged to latent positions, `1 F H W`; read from its file, not cached, since it is small.
 
     Raises:
         UserError: the file can no longer be read.

@@ -1,7 +1,7 @@
-"""What happens in a run, as one stream of events. Free of torch.
+"""The event stream of a run. Imports no torch.
 
-Encoding, training, rendering and saving publish; the display, the record, the trackers and the report subscribe.
-Subscribers do not change training and do not know each other.
+Encoding, training, rendering and saving publish events; the display, the record, the trackers and the report subscribe.
+Subscribers do not affect training and are independent of each other.
 """
 
 from __future__ import annotations
@@ -21,25 +21,26 @@ from simpletuner.reporting.metrics import TIMESTEPS, MediaRecord, Value, shares
 
 RunState = Literal["starting", "running", "stopping", "finished", "failed", "interrupted"]
 ENDED: frozenset[RunState] = frozenset({"finished", "failed", "interrupted"})
-# States whose message a display shows. The command line reports why a run failed or was interrupted.
+# States whose message a display shows. The command line reports failures and interruptions.
 SHOWN: frozenset[RunState] = frozenset({"starting", "stopping", "finished"})
 # Kinds of phases that recur during training.
 CACHING, EVALUATION, PREVIEWS, SAVING, UPLOADING = "caching", "evaluation", "previews", "saving", "uploading"
 
 
 class Event:
-    """Something that happened in a run."""
+    """Base class of all events."""
 
 
-@dataclass(frozen=True, eq=False)  # compared by identity: two phases may have the same title
+@dataclass(frozen=True, eq=False)  # compared by identity, since two phases may have the same title
 class PhaseStarted(Event):
-    """Work outside the training steps begins.
+    """Work outside of training steps has started.
 
     Attributes:
-        title: for people.
-        total, unit: its size (None if unknown), and what is counted (`captions`).
-        kind: of a recurring phase, whose duration predicts the next: `caching`, `evaluation`, `previews`; else empty.
-        stage: name for programs (`init_vae_cache`), the same in every run.
+        title: title for users.
+        total, unit: amount of work (None if unknown) and its unit (`captions`).
+        kind: kind of a recurring phase, whose duration predicts the next: `caching`, `evaluation`, `previews`; or
+            empty.
+        stage: machine-readable name (`init_vae_cache`), the same in every run.
     """
 
     title: str
@@ -51,7 +52,7 @@ class PhaseStarted(Event):
 
 @dataclass(frozen=True)
 class PhaseAdvanced(Event):
-    """`done` units are done; the note names the current one (a file name)."""
+    """`done` units are done; `note` names the current unit (a file name)."""
 
     phase: PhaseStarted
     done: int
@@ -60,7 +61,7 @@ class PhaseAdvanced(Event):
 
 @dataclass(frozen=True)
 class PhaseEnded(Event):
-    """A phase has ended; `complete` is false if an error or a stop request cut it short."""
+    """A phase has ended; `complete` is false if an error or a stop request interrupted it."""
 
     phase: PhaseStarted
     done: int
@@ -70,24 +71,24 @@ class PhaseEnded(Event):
 
 @dataclass(frozen=True)
 class StepReport(Event):
-    """One finished optimizer step, for callbacks and subscribers. `Recorder` adds what the step does not know.
+    """One finished optimizer step, for callbacks and subscribers. `Recorder` fills in fields that the step lacks.
 
     Attributes:
-        step: counted from 1, over all sessions of the run.
-        epoch: of its last sample, counted from 1.
-        metrics: losses, learning rate and gradient size by their logged names.
+        step: step number, counted from 1, across all sessions of the run.
+        epoch: epoch of its last sample, counted from 1.
+        metrics: losses, learning rate and gradient magnitude, by logged name.
         seconds: wall time of the step, including the wait for data.
-        data_seconds: part of `seconds` in which the next batch was not ready.
-        weights_seconds: part of `seconds` spent waiting for streamed weights; None if none are streamed.
-        timesteps: of the samples of this step.
+        data_seconds: part of `seconds` spent waiting for the next batch.
+        weights_seconds: part of `seconds` spent waiting for streamed weights; None without streaming.
+        timesteps: timesteps of the samples of this step.
         epochs_done: epochs completed by the end of this step.
         flops: model FLOPs of these samples; None if the family's cost is unknown.
         shapes: latent shape of each micro-batch, smallest first.
-        passes: forward passes, with those of techniques; steps of equal shapes and passes take comparable time.
-        densities: share of the pairs of tiles that block-sparse attention visited, by tokens of a sample.
+        passes: forward passes, including those of techniques; steps of equal shapes and passes are comparable.
+        densities: share of tile pairs visited by block-sparse attention, by tokens of a sample.
         mfu: model FLOP utilisation, relative to the device's measured matmul rate; None if unknown.
-        memory_bytes: peak memory of the device, on a CPU of this process; None if not measured.
-        reserved_bytes: peak of what torch's allocator held of a GPU, fragments included.
+        memory_bytes: peak memory of the device, or of this process on a CPU; None if not measured.
+        reserved_bytes: peak memory reserved by torch's CUDA allocator, including fragmentation.
         epochs: planned epochs; None if the run is counted in steps.
     """
 
@@ -110,14 +111,14 @@ class StepReport(Event):
 
     @property
     def row(self) -> dict[str, Value]:
-        """The line of this step in the record."""
+        """The record row of this step."""
         times = {"seconds": self.seconds, "data_seconds": self.data_seconds, "weights_seconds": self.weights_seconds}
         parts = shares(self.seconds, self.data_seconds, self.weights_seconds)
         timing = times | {"mfu": self.mfu} | {f"{name}_share": share for name, share in parts.items()}
         peaks = {"peak_memory_gb": self.memory_bytes, "reserved_memory_gb": self.reserved_bytes}
         return {
             **self.metrics,
-            # Microseconds, and megabytes below: further digits would be noise.
+            # Rounded to microseconds, and megabytes below: further digits would be noise.
             **{name: round(value, 6) for name, value in timing.items() if value is not None},
             **{name: round(size / 1e9, 3) for name, size in peaks.items() if size is not None},
             **({} if self.density is None else {"attention_density": round(self.density, 4)}),
@@ -126,7 +127,7 @@ class StepReport(Event):
 
     @property
     def density(self) -> float | None:
-        """Share of the tiles that block-sparse attention visited; None for dense attention."""
+        """Share of tiles visited by block-sparse attention; None for dense attention."""
         return fmean(self.densities.values()) if self.densities else None
 
     @property
@@ -140,7 +141,7 @@ class StepReport(Event):
 
 @dataclass(frozen=True)
 class Evaluated(Event):
-    """Losses on held-out data, by their logged names. Published before the `StepReport` of its step."""
+    """Losses on held-out data, by logged name. Published before the `StepReport` of the step."""
 
     step: int
     losses: Mapping[str, float]
@@ -155,9 +156,9 @@ class MediaRendered(Event):
 
 @dataclass(frozen=True)
 class PreviewGrew(Event):
-    """A picture of an unfinished preview is on disk; `media.path` names it.
+    """A sketch of an unfinished preview is on disk, at `media.path`.
 
-    `done` of `total` sampling steps are done, and `timestep` is that of the last one.
+    `done` of `total` sampling steps are done; `timestep` is the timestep of the last one.
     """
 
     media: MediaRecord
@@ -168,7 +169,7 @@ class PreviewGrew(Event):
 
 @dataclass(frozen=True)
 class CheckpointSaved(Event):
-    """A checkpoint is complete, and the `removed` older ones are gone."""
+    """A checkpoint is complete, and the older checkpoints in `removed` have been deleted."""
 
     path: Path
     step: int
@@ -181,8 +182,8 @@ class Uploaded(Event):
     """An upload is complete.
 
     Attributes:
-        name: of what was uploaded to where, for people.
-        url: where it is.
+        name: what was uploaded and where, as text for users.
+        url: address of the upload.
     """
 
     name: str
@@ -192,7 +193,7 @@ class Uploaded(Event):
 
 @dataclass(frozen=True)
 class Notice(Event):
-    """A line for people; a `warning` deserves attention, an `urgent` one before anything else."""
+    """A line for users; a `warning` needs attention, an `urgent` one immediately."""
 
     text: str
     warning: bool = False
@@ -204,9 +205,9 @@ class Rounds:
     """Work that recurs during training.
 
     Attributes:
-        every: steps between two rounds; not a whole number if epochs decide.
-        seconds: expected duration of a round, used until one was measured.
-        at_end: there is one more after the last step, unless an interval ends there.
+        every: steps between two rounds; may be fractional if set in epochs.
+        seconds: expected duration of a round, until one has been measured.
+        at_end: a further round follows the last step, unless an interval ends there.
     """
 
     every: float
@@ -214,20 +215,20 @@ class Rounds:
     at_end: bool = False
 
     def after(self, step: int, total: int) -> int:
-        """Number of rounds still to come after a step."""
-        # The small term absorbs the rounding of fractions, so that a round at exactly `total` counts.
+        """Number of remaining rounds after a step."""
+        # The small term absorbs rounding errors, so that a round at exactly `total` counts.
         count = int(total / self.every + 1e-9) - int(step / self.every + 1e-9)
         return count + (self.at_end and step < total and total % self.every > 1e-9)
 
 
 @dataclass(frozen=True)
 class StateChanged(Event):
-    """The run as a whole.
+    """The run has entered another state.
 
     Attributes:
         step, total_steps: the last finished step, and the planned number of steps.
-        message: why it stopped, or what it produced; lines for people.
-        rounds: recurring work by the kind of its phases; given with `running`.
+        message: why the run stopped, or its result, as lines for users.
+        rounds: recurring work by the kind of its phases; set for `running`.
     """
 
     state: RunState
@@ -241,11 +242,11 @@ Subscriber = Callable[[Event], None]
 
 
 class EventStream:
-    """Passes every event to every subscriber, in order; thread-safe.
+    """Delivers every event to every subscriber, in order; thread-safe.
 
     Attributes:
-        stop: checked whenever a phase begins or advances, so that it can end early.
-        step: the last one that an event named.
+        stop: checked whenever a phase starts or advances, so that it can end early.
+        step: step of the last event with a step.
     """
 
     def __init__(self, *subscribers: Subscriber, stop: Stop | None = None) -> None:
@@ -255,12 +256,12 @@ class EventStream:
         self.step = 0
 
     def subscribe(self, subscriber: Subscriber) -> None:
-        """Pass all further events to the subscriber as well."""
+        """Deliver all further events to the subscriber too."""
         self._subscribers.append(subscriber)
 
     def publish(self, event: Event) -> None:
-        """Pass an event to all subscribers."""
-        # Held during the calls: all subscribers see one order, and none needs a lock of its own.
+        """Deliver an event to all subscribers."""
+        # Held during the calls, so that all subscribers see the same order and need no locks.
         with self._lock:
             if isinstance(event, StepReport | StateChanged):
                 self.step = event.step
@@ -268,14 +269,14 @@ class EventStream:
                 subscriber(event)
 
     def say(self, text: str, *, warning: bool = False, urgent: bool = False) -> None:
-        """Publish a line for people, without secrets; see `Notice`."""
+        """Publish a line for users, with secrets hidden; see `Notice`."""
         self.publish(Notice(redact(text), warning, urgent))
 
     @contextmanager
     def phase(
         self, title: str, total: int | None = None, unit: str = "", kind: str = "", *, stage: str = ""
     ) -> Iterator[RunningPhase]:
-        """Publish the start of a phase, and its end when the block is left.
+        """A context that publishes the start and the end of a phase.
 
         Raises:
             Interrupted: the run was asked to stop.
@@ -298,12 +299,12 @@ class RunningPhase:
         self._stream, self.phase, self.done = stream, phase, 0
 
     def advance(self, count: int = 1, note: str = "") -> None:
-        """`count` more units are done; the note names the current one (a file name).
+        """Report `count` more finished units; `note` names the current unit (a file name).
 
         Raises:
             Interrupted: the run was asked to stop.
         """
         self.done += count
-        # Published before it may raise: these units are done.
+        # Published before a possible raise, since these units are done.
         self._stream.publish(PhaseAdvanced(self.phase, self.done, note))
         self._stream.stop.check()

@@ -1,6 +1,6 @@
-"""The record of a run: `training_metrics.jsonl` and `validation_media.jsonl`, one JSON object a line.
+"""The record of a run: `training_metrics.jsonl` and `validation_media.jsonl`, one JSON object per line.
 
-Both are appended and flushed line by line, so that a killed run loses at most the line it was writing. A run that
+Both are appended and flushed line by line, so that a killed run loses at most the line being written. A run that
 resumes at step S first drops the rows after S, because it will record those steps again.
 """
 
@@ -27,7 +27,7 @@ REPORT_FILE = "training_report.html"
 MIME = {".png": "image/png", ".jpg": "image/jpeg", ".jpeg": "image/jpeg", ".webp": "image/webp"}
 VIDEO_MIME = {".mp4": "video/mp4", ".webm": "video/webm"}
 
-EVALUATED = "loss/val/"  # prefix of the names of evaluation losses
+EVALUATED = "loss/val/"  # name prefix of evaluation losses
 TIMESTEPS = "timesteps"  # the only list in a row
 COMPUTE, WEIGHTS, DATA = "compute", "weights", "data"
 
@@ -39,13 +39,13 @@ class MediaRecord:
     """One rendered preview.
 
     Attributes:
-        step: optimizer step at which it was rendered; 0 is the untrained model.
-        short_name: of the prompt (`unconditional`, a nickname of the library, `validation`).
-        prompt: its full text.
-        path: of the file, relative to output_dir, with forward slashes.
-        width, height: true size in pixels.
-        seed: of the initial noise.
-        ema: rendered with the averaged weights.
+        step: optimizer step of the preview; 0 is the untrained model.
+        short_name: short name of the prompt (`unconditional`, a nickname of the library, `validation`).
+        prompt: full text of the prompt.
+        path: path of the file, relative to output_dir, with forward slashes.
+        width, height: actual size in pixels.
+        seed: seed of the initial noise.
+        ema: rendered with the moving average.
         index: distinguishes samples of one prompt.
     """
 
@@ -65,7 +65,7 @@ class MediaRecord:
 
     @property
     def row(self) -> tuple[str, int, int, int]:
-        """Of a grid: equal for previews of one prompt, index and size at all steps, with plain and averaged weights."""
+        """Row of a grid: the same for all steps, and for plain and averaged weights."""
         return self.short_name, self.index, self.width, self.height
 
 
@@ -73,11 +73,11 @@ MEDIA = TypeAdapter(MediaRecord)
 
 
 class StepLines:
-    """A file of JSON lines that each carry a `step`, open for appending.
+    """A file of JSON lines with a `step` each, open for appending.
 
     Args:
         path: created if missing.
-        resume_step: lines of later steps and a torn last line are dropped first; 0 for a fresh run, which drops all.
+        resume_step: first drops lines of later steps and a torn last line; 0, for a new run, drops all lines.
     """
 
     def __init__(self, path: Path, resume_step: int = 0) -> None:
@@ -94,23 +94,24 @@ class StepLines:
         kept = b"".join(line for line, row in rows if row is not None and not unwanted(row))
         if kept != before:
             self._file.close()
-            # Replaced, not truncated: a kill keeps the old record. The old handle would write to a nameless file.
+            # Replaced, not truncated, so that a kill keeps the old record. The old handle would write to a deleted
+            # file.
             write_atomically(self.path, kept)
             self._file = self.path.open("ab", buffering=0)
 
     def write(self, step: int, values: Mapping[str, Any]) -> None:
-        """Write one line, unbuffered: it survives a kill of the process once this returns.
+        """Write one line, unbuffered: once this returns, the line survives a kill of the process.
 
         Raises:
-            DiskFullError: there was no space; the torn line is dropped at the next start.
+            DiskFullError: no space left; the next start drops the torn line.
             WriteError: the file has been deleted.
         """
-        if not self.path.exists():  # writing to the open file would lose every line without an error
+        if not self.path.exists():  # writing to the open file would silently lose every line
             raise WriteError(f"{self.path} is gone: its folder was moved or deleted during the run, which ends here.")
         row = {"step": step, **{key: _finite(value) for key, value in values.items() if key != "step"}}
         line = json.dumps(row, ensure_ascii=False, allow_nan=False).encode() + b"\n"
         with writing_to(self.path):
-            # On a full disk, a raw write may stop halfway without an error.
+            # On a full disk, a raw write may be partial without an error.
             if self._file.write(line) < len(line):
                 raise OSError(errno.ENOSPC, "short write")
 
@@ -122,7 +123,7 @@ class MetricsFile(StepLines):
     """`training_metrics.jsonl`: the step, the time in seconds since 1970, and the metrics of that step."""
 
     def append(self, step: int, metrics: Mapping[str, Value]) -> None:
-        """Record the metrics of one optimizer step. NaN and infinity become null: JSON has no notation for them."""
+        """Record the metrics of one optimizer step. NaN and infinity, which JSON cannot represent, become null."""
         self.write(step, {"time": round(time.time(), 3), **metrics})
 
 
@@ -130,7 +131,7 @@ class MediaFile(StepLines):
     """`validation_media.jsonl`: every preview of the run.
 
     Attributes:
-        paths: of the previews in it.
+        paths: paths of the recorded previews.
     """
 
     def __init__(self, path: Path, resume_step: int = 0) -> None:
@@ -138,7 +139,7 @@ class MediaFile(StepLines):
         self.paths = {record.path for record in read_media(path)}
 
     def append(self, record: MediaRecord) -> None:
-        """Record one rendered preview, in place of an earlier one in the same file."""
+        """Record one preview, replacing an earlier record with the same path."""
         if record.path in self.paths:
             self.drop(lambda row: row.get("path") == record.path)
         self.paths.add(record.path)
@@ -146,29 +147,29 @@ class MediaFile(StepLines):
 
 
 def shares(seconds: float, data_seconds: float, weights_seconds: float | None = None) -> dict[str, float]:
-    """Shares of the time for computing and waiting; they add up to 1.
+    """Shares of time spent computing and waiting; they add up to 1.
 
     Args:
-        seconds: of one step or of many, including the waits.
-        weights_seconds: None if no weights are streamed; they then have no share.
+        seconds: duration of one or more steps, including waits.
+        weights_seconds: None if no weights are streamed, which omits their share.
     """
     if seconds <= 0:
         return {}
     waits = {DATA: data_seconds} if weights_seconds is None else {WEIGHTS: weights_seconds, DATA: data_seconds}
-    # Waits are measured separately and may come out slightly longer than the step they are part of.
+    # Waits are measured separately and may be slightly longer than the step.
     parts = {name: min(1.0, wait / seconds) for name, wait in waits.items()}
     return {COMPUTE: max(0.0, 1.0 - sum(parts.values())), **parts}
 
 
 def read_rows(path: Path) -> Iterator[dict[str, Any]]:
-    """The rows of a metrics file, oldest first; none if there is no file. A torn last line is left out."""
+    """The rows of a metrics file, oldest first; empty if the file is missing. Skips a torn last line."""
     if Path(path).is_file():
         with Path(path).open("rb") as file:
             yield from filter(None, map(parse_row, file))
 
 
 def read_media(path: Path) -> list[MediaRecord]:
-    """The previews of a media file. If a file was rendered twice, only the last record counts."""
+    """The previews of a media file. If a path occurs twice, the last record counts."""
     records = {}
     for row in read_rows(path):
         with suppress(ValidationError):
@@ -178,12 +179,12 @@ def read_media(path: Path) -> list[MediaRecord]:
 
 
 def parse_row(line: bytes, number: str = "step") -> dict[str, Any] | None:
-    """The row in a complete line, if it has that whole number, or None. A line without newline was torn by a kill."""
+    """The row of a complete line with the integer `number`, else None. A line without newline was torn by a kill."""
     try:
         row = json.loads(line) if line.endswith(b"\n") else None
     except (ValueError, RecursionError):
         return None
-    # Columns keep steps in 64 bits.
+    # Columns store steps in 64 bits.
     count = row.get(number) if isinstance(row, dict) else None
     return row if type(count) is int and 0 <= count < 2**63 else None
 

@@ -1,4 +1,4 @@
-"""Detects when steps become slower; formats durations and sizes for people."""
+"""Detects slow steps; formats durations and sizes for users."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from statistics import median
 from simpletuner.reporting import events
 from simpletuner.reporting.metrics import COMPUTE, DATA, WEIGHTS
 
-# Factors of the usual pace. The lower limit ends an episode, so that a pace around the upper one is reported once.
+# Factors of the usual pace. The lower limit ends an episode, so that a pace near the upper limit is reported once.
 SLOWER = 1.5
 RECOVERED = 1.2
-RECENT = 5  # steps whose median is compared; one slow step alone is no slowdown
-ENOUGH = 20  # steps of a shape before its usual pace is known
-# A gap between two steps of at least this many seconds and this many steps was a checkpoint, previews or an evaluation.
+RECENT = 5  # steps whose median is compared; a single slow step does not count
+ENOUGH = 20  # steps of a shape needed for its usual pace
+# A gap between two steps of at least this many seconds and steps was a checkpoint, previews or an evaluation.
 LEAST_PAUSE, PAUSE = 0.1, 0.5
-AFTER_A_PAUSE = 2  # steps that are ignored after it
+AFTER_A_PAUSE = 2  # steps ignored after a pause
 
 WHOLE = "whole"
 REASONS = {
@@ -31,7 +31,7 @@ REASONS = {
 
 @dataclass
 class _ShapeHistory:
-    """Durations of the steps of one shape, whole and by part: all of them sorted, and the latest in order of time."""
+    """Durations of the steps of one shape, in total and by part: all sorted, and the latest in chronological order."""
 
     ordered: defaultdict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
     recent: deque[dict[str, float]] = field(default_factory=lambda: deque(maxlen=RECENT))
@@ -42,7 +42,7 @@ class _ShapeHistory:
         self.recent.append(parts)
 
     def usual(self, part: str) -> float:
-        """The upper median of all steps, without sorting them again as `statistics` would."""
+        """The upper median of all steps; avoids the sort of `statistics`."""
         return self.ordered[part][len(self.ordered[part]) // 2]
 
     def lately(self, part: str) -> float:
@@ -69,20 +69,20 @@ class SlowSteps:
         """Add a step; returns a notice when an episode of slow steps begins."""
         if self._follows_a_pause(report.seconds):
             return None
-        # Techniques run further passes in some steps only: those are slower by design, like larger shapes.
+        # Techniques add passes in some steps, which are slower by design, like larger shapes.
         kind = report.shapes, report.passes
         waits = {WEIGHTS: report.weights_seconds or 0.0, DATA: report.data_seconds}
         parts = {COMPUTE: max(0.0, report.seconds - sum(waits.values())), **waits}
         history = self._histories[kind]
         history.add({WHOLE: sum(parts.values()), **parts})
-        # Medians, which single slow steps do not move.
+        # Medians, which are robust to single slow steps.
         recent, usual = history.lately(WHOLE), history.usual(WHOLE)
         slowdown = recent / usual if usual and len(history.ordered[WHOLE]) >= ENOUGH else 1.0
         if slowdown < RECOVERED:
             self._slow.discard(kind)
         if slowdown < SLOWER:
             return None
-        # One notice an episode, however many shapes slow down in it.
+        # One notice per episode, however many shapes slow down.
         begins = not self._slow
         self._slow.add(kind)
         reason = REASONS[max(parts, key=lambda part: history.lately(part) - history.usual(part))]
@@ -90,7 +90,7 @@ class SlowSteps:
         return f"Steps became slower: {pace_text(recent)}, {slower}. Likely cause: {reason}." if begins else None
 
     def _follows_a_pause(self, seconds: float) -> bool:
-        """Whether other work ran just before; its after-effects (cold allocator, moved weights) slow a step or two."""
+        """Whether other work ran just before; a cold allocator and moved weights then slow down a step or two."""
         ended, self._ended = self._ended, self._now()
         if ended is not None and self._ended - ended - seconds > max(LEAST_PAUSE, PAUSE * seconds):
             self._skip = AFTER_A_PAUSE
@@ -109,12 +109,12 @@ def clock(seconds: float) -> str:
 
 
 def pace_text(seconds: float) -> str:
-    """`1.92 s/step`, or `0.038 s/step` for fast ones."""
+    """`1.92 s/step`, or `0.038 s/step` for fast steps."""
     return f"{seconds:.{2 if seconds >= 0.1 else 3}f} s/step"
 
 
 def size_text(count: int) -> str:
-    """Bytes in the largest unit, of powers of 1000, that gives a number of at least 1: `11.4 GB`."""
+    """Bytes in the largest power-of-1000 unit that gives a number of at least 1: `11.4 GB`."""
     power = min(4, (len(str(count)) - 1) // 3)
     size, unit = count / 1000**power, ("B", "kB", "MB", "GB", "TB")[power]
     return f"{size:.0f} {unit}" if size >= 100 or power == 0 else f"{size:.1f} {unit}"

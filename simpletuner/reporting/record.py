@@ -1,4 +1,4 @@
-"""The record of a run, written from its events; `metrics` describes its two files. Free of torch."""
+"""Writes the record of a run from its events; `metrics` defines its two files. Imports no torch."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from simpletuner.reporting import events, metrics
 
 @dataclass(frozen=True)
 class Recorded:
-    """The records of the step that a session resumes from; the main process sends them to the others.
+    """The records of the step from which a session resumes; the main process sends them to all other processes.
 
     Attributes:
-        evaluated: whether it has its evaluation loss.
-        previews: its previews.
+        evaluated: whether the step has an evaluation loss.
+        previews: previews of the step.
     """
 
     evaluated: bool
@@ -26,16 +26,16 @@ class RunRecord:
     """Subscriber that writes both files.
 
     Args:
-        step: from which the session resumes; records of later steps are dropped.
+        step: step from which the session resumes; records of later steps are dropped.
 
     Attributes:
-        recorded: what there is of that step.
+        recorded: existing records of that step.
     """
 
     def __init__(self, folder: Path, step: int) -> None:
         self._metrics = metrics.MetricsFile(folder / metrics.METRICS_FILE, step)
         self._media = metrics.MediaFile(folder / metrics.MEDIA_FILE, step)
-        # Read after both files were opened: that drops the rows which an earlier run left for step 0.
+        # Read after both files are opened, which drops rows of an earlier run for step 0.
         here = [row for row in metrics.read_rows(folder / metrics.METRICS_FILE) if row["step"] == step]
         previews = [record for record in metrics.read_media(folder / metrics.MEDIA_FILE) if record.step == step]
         self.recorded = Recorded(any(name.startswith(metrics.EVALUATED) for row in here for name in row), previews)
@@ -44,10 +44,10 @@ class RunRecord:
 
     def __call__(self, event: events.Event) -> None:
         match event:
-            # An evaluation precedes the report of its step, and shares its row.
+            # An evaluation precedes the report of its step and shares its row.
             case events.Evaluated() if event.step > self._step:
                 self._losses = event.losses
-            case events.Evaluated():  # on resume, for a step that was recorded without its evaluation
+            case events.Evaluated():  # on resume, for a step recorded without its evaluation
                 self._metrics.append(event.step, event.losses)
             case events.StepReport():
                 self._metrics.append(event.step, {**event.row, **self._losses})

@@ -1,1 +1,1 @@
-"""The composition root: runs a plan from the caches to the trained, verified result."""
+"""The composition root: runs a plan, from filling the caches to the verified result."""

@@ -1,4 +1,4 @@
-"""Fill the caches of a run: text first, then latents, one encoder on the device at a time."""
+"""Fills the caches of a run: text first, then latents, with one encoder on the device at a time."""
 
 from __future__ import annotations
 
@@ -44,10 +44,10 @@ logger = logging.getLogger(__name__)
 
 AnyEncoder = TypeVar("AnyEncoder", bound=Encoder)
 
-# Encodes a share; returns what is to be reported: captions that were cut, or files that could not be decoded and why.
+# Encodes a share; returns notes to report: truncated captions, or files that cannot be decoded, with the reason.
 Work = Callable[[ProgressBar], Mapping[Any, str]]
 
-# How long a network disk may take to show the files of another machine.
+# How long files written by another machine may take to appear on a network disk.
 SECONDS_TO_APPEAR = 120.0
 
 
@@ -56,14 +56,14 @@ class Encoding:
     """Encodes entries into their caches; one encoder is on the device at a time.
 
     Attributes:
-        plan: names the encoders and their precision.
+        plan: selects the encoders and their precision.
     """
 
     plan: Plan
     adapter: FamilyAdapter
     device: torch.device
     events: EventStream
-    _vae: LatentEncoder | None = field(default=None, init=False)  # stays loaded once training encodes
+    _vae: LatentEncoder | None = field(default=None, init=False)  # stays loaded once training has used it
     _turn: threading.Lock = field(default_factory=threading.Lock, init=False)
 
     def texts(self, entries: list[TextEntry], world: World) -> None:
@@ -72,8 +72,8 @@ class Encoding:
         size = config.caching.captions_at_once(self.device.type, streamed=config.offload.group_offload_text_encoder)
 
         def work(bar: ProgressBar) -> Mapping[Any, str]:
-            # One after the other: weights that are cast or quantised are in host memory until they are on the device.
-            # A process without entries takes its turn, too: `in_turn` is collective.
+            # In turn, since weights pass through host memory while they are cast or quantised. Processes without
+            # entries take a turn too: `in_turn` is collective.
             encoder = world.in_turn(self.load_text_encoder if entries else lambda: None)
             return dict.fromkeys(fill_texts(entries, encoder, size, bar) if encoder else (), "")
 
@@ -81,7 +81,7 @@ class Encoding:
             logger.warning(note)
 
     def latents(self, entries: list[LatentEntry], world: World) -> dict[tuple[str, str], str]:
-        """Encode pictures and clips; returns those that no process could decode, with the reason."""
+        """Encode pictures and clips; returns the files that cannot be decoded, with the reason."""
         work = partial(fill_latents, entries, self._load_latent_encoder, self.plan.config.caching)
         noun = self.plan.spec.media_noun
         return self._share(len(entries), world, noun, noun, "init_vae_cache", work)
@@ -102,28 +102,28 @@ class Encoding:
         self._share(len(entries), world, "features", self.plan.spec.media_noun, "init_feature_cache", work)
 
     def _share(self, count: int, world: World, what: str, unit: str, stage: str, work: Work) -> dict[Any, str]:
-        """Encode `count` entries here and others elsewhere; returns what the work of all processes returned."""
-        # The total of all processes decides, or those with entries would wait for one that skipped the phase.
+        """Encode this process's `count` entries; returns the merged notes of all processes. Collective."""
+        # By the total, so that no process skips a phase in which another one waits for it.
         total = sum(world.gather(count))
         if not total:
             return {}
         phase = PhaseStarted(f"Encoding {what}", total, unit, CACHING, stage)
         notes = dict(share_work(world, self.events, phase, lambda bar: work(bar).items()))
-        # Free the memory of the encoder, which went out of scope, before the next one is loaded.
+        # Free the memory of this encoder before the next one is loaded.
         gc.collect()
         trim_heap()
         torch.cuda.empty_cache()
         return notes
 
     def encode(self, entry: LatentEntry) -> Tensor:
-        """Encode latents during training; the VAE stays on the device from the first ones on.
+        """Encode latents during training; the VAE stays on the device after the first call.
 
         Raises:
-            UserError: they cannot be encoded.
+            UserError: the latents cannot be encoded.
         """
-        # While libraries load a model they patch torch, so it must happen in the loop's thread.
+        # Libraries patch torch while they load a model, so this must happen in the loop's thread.
         encoder = self._vae or in_loop(self._kept_latent_encoder)
-        with self._turn:  # the loop's reading thread and evaluation share the VAE
+        with self._turn:  # the prefetch thread and evaluation share the VAE
             return encode_now(entry, encoder, self.plan.config.caching)
 
     def _kept_latent_encoder(self) -> LatentEncoder:
@@ -131,7 +131,7 @@ class Encoding:
         return self._vae
 
     def restore(self, entry: AnyEntry) -> None:
-        """Encode an entry during a run: a damaged one, or one that is encoded when first used."""
+        """Encode an entry during a run because it is damaged, or on its first use."""
         if isinstance(entry, LatentEntry) and entry.storage == "ondemand":
             write_entry(entry, {"latents": self.encode(entry)})
         else:
@@ -140,7 +140,7 @@ class Encoding:
     def _restore_damaged(self, entry: AnyEntry) -> None:
         logger.warning("The cache entry of %s was damaged and is encoded again.", entry.key.digest())
         if isinstance(entry, TextEntry):
-            # `World()` is this process alone: other processes have not seen the damage and would not join.
+            # `World()` is this process alone: other processes have not seen the damage and would not take part.
             self.texts([entry], World())
         elif isinstance(entry, FeatureEntry):
             self.features([entry], World())
@@ -148,7 +148,7 @@ class Encoding:
             raise UserError(f"{entry.source}: its cache entry is damaged and so is the file itself.")
 
     def load_text_encoder(self) -> TextEncoder:
-        """In the precision of the settings: onto the device, or streamed to it."""
+        """Load the text encoder in the configured precision, onto the device or streamed to it."""
         return load_encoder(self.adapter.load_text_encoder, self.plan.config, self.device)
 
     def _load_latent_encoder(self) -> LatentEncoder:
@@ -164,10 +164,10 @@ class CacheFiller:
     """Keeps the caches of a run complete.
 
     Attributes:
-        listing: the entries of the epoch that was filled last.
+        listing: the entries of the epoch filled last.
         world: the processes that fill the caches together.
-        share: the part of the entries that is encoded here.
-        plan: without files that turned out to be damaged.
+        share: the part of the entries to encode.
+        plan: the plan without files found to be damaged.
     """
 
     encoding: Encoding
@@ -184,43 +184,45 @@ class CacheFiller:
         return self.listing.catalogue
 
     def fill(self) -> None:
-        """Encode all missing entries of the listing, and remove files that turn out to be damaged from the plan.
+        """Encode all missing entries of the listing, and remove damaged files from the plan.
 
         Raises:
             UserError: too few samples are left, or an entry could not be encoded.
         """
         if remove_damaged(self.plan, self.listing, self.share):
-            self.listing = replace(self.listing)  # without `ahead`, which listed the removed entries as cached
-        try:  # one encoder after the other, so that only one is in memory
+            self.listing = replace(self.listing)  # drops `ahead`, which lists the removed entries as cached
+        try:  # one encoder at a time in memory
             self.encoding.texts(self._texts_here(), self.world)
             failures = self.encoding.latents(self.share.of(self.listing.ahead.missing), self.world)
         except ChangedFileError as error:
-            for dataset in self.plan.datasets:  # the next start reads it again, even if its size and time are unchanged
+            for dataset in self.plan.datasets:  # makes the next start read the file even if size and time are unchanged
                 if dataset.id == error.sample.dataset_id:
                     dataset.save_index(except_for={error.sample.name})
             raise
         if failures:
             self.plan = without_failures(self.plan, failures, self.world)
-            # Pairs and features of removed files must not be waited for.
+            # Relist, so that nothing waits for pairs and features of removed files.
             self.listing = list_entries(self.plan, self.catalogue, self.listing.epoch)
-        # Last: features are computed from the cached latents.
+        # Last, since features are computed from cached latents.
         self.encoding.features(self.share.of(self.listing.features.missing), self.world)
         self._check_complete()
 
     def _texts_here(self) -> list[TextEntry]:
-        """The missing texts that this process encodes. Text encoders that stream are in host memory all the time, so
-        one process of each machine has them."""
+        """The missing texts that this process encodes.
+
+        Streamed text encoders stay in host memory, so only one process per machine loads them.
+        """
         if not (self.plan.config.offload.group_offload_text_encoder and self.world.size > 1):
             return self.share.of(self.listing.texts.missing)
         place = self.world.place_among_leaders()
         return Share(*place).of(self.listing.texts.missing) if place else []
 
     def _check_complete(self) -> None:
-        """Make sure that nothing is missing any more: of all entries, or of a share that is encoded alone."""
+        """Check that no entry is missing: of all entries, or of a share that is encoded alone."""
         listing, together = self.listing, self.world.size > 1
         holes: list[AnyEntry] = [*listing.texts.missing, *listing.ahead.missing, *listing.features.missing]
         end = time.monotonic() + (SECONDS_TO_APPEAR if together else 0)
-        # A share that is encoded alone leaves holes for other shares to fill.
+        # A share that is encoded alone leaves gaps for other shares.
         while holes := [entry for entry in missing(holes) if together or self.share.holds(entry)]:
             if time.monotonic() >= end:
                 advice = " All machines must use the same folders." if together else ""
@@ -229,14 +231,14 @@ class CacheFiller:
             time.sleep(1)
 
     def follow(self, epoch: int) -> None:
-        """Encode what is missing for an epoch; only datasets with random crops have new entries."""
+        """Encode missing entries of an epoch; only datasets with random crops have new ones."""
         if not self.listing.holds_for(self.plan, epoch):
             self.listing = list_entries(self.plan, self.catalogue, epoch)
             self.fill()
 
 
 def remove_damaged(plan: Plan, listing: Listing, share: Share) -> int:
-    """Verify the entries of datasets with `scan_for_errors`, and remove and count damaged ones, to be re-encoded."""
+    """Verify the entries of datasets with `scan_for_errors`; removes damaged entries and returns their number."""
     scanned = {dataset.id for dataset in plan.datasets if dataset.config.scan_for_errors}
     removed = 0
     for entry in listing.latents if scanned else ():
@@ -255,7 +257,7 @@ def remove_damaged(plan: Plan, listing: Listing, share: Share) -> int:
 def load_encoder(
     load: Callable[[torch.device, torch.dtype, EncoderQuantiser], AnyEncoder], config: RunConfig, device: torch.device
 ) -> AnyEncoder:
-    """Load a text encoder in the precision of the settings: onto the device, or streamed to it."""
+    """Load a text encoder in the configured precision, onto the device or streamed to it."""
     precision, dtype = config.precision, DTYPES[text_encoder_dtype(config.precision)]
     streams, waiting = config.offload.group_offload_text_encoder, dict[nn.Module, LayerQuantiser]()
 
@@ -269,7 +271,7 @@ def load_encoder(
 
     if not streams:
         return load(device, dtype, quantise_encoder)
-    # Loaded on the CPU, since it may not fit on the device as a whole; quantised while it is packed.
+    # Loaded on the CPU, since it may not fit on the device; quantised during packing.
     encoder = load(torch.device("cpu"), dtype, quantise_encoder)
     for model in encoder.models:
         Offload(config.offload, device).attach_to_stacks(model, waiting.get(model))
@@ -278,12 +280,12 @@ def load_encoder(
 
 
 def build_adapter(plan: Plan) -> FamilyAdapter:
-    """The adapter of the plan's family for its checkpoint."""
+    """The family adapter for the plan's checkpoint."""
     return load_adapter(plan.spec)(plan.config, plan.flavour, plan.source, plan.sizes[0] if plan.sizes else None)
 
 
 def fill_caches(plan: Plan, events: EventStream, share: Share) -> None:
-    """Download the model and fill the caches of a plan, or a share of them."""
+    """Download the model and fill a share of the caches."""
     filler = prepare_caches(Encoding(plan, build_adapter(plan), make_accelerator().device, events), 1, share=share)
     if share.count == 1:
         events.say("The caches are complete.")
@@ -300,26 +302,26 @@ def prepare_caches(
     """Download the model and fill the caches for an epoch; the returned plan lacks damaged files.
 
     Args:
-        listing: from the plan's estimate; reused if it holds for this plan and epoch.
-        world: the processes that do this together.
-        share: what to encode; None for everything, divided among these processes.
+        listing: listing of the plan's estimate; reused if it is for this plan and epoch.
+        world: the processes that take part.
+        share: the share to encode; None encodes everything, split among the processes.
     """
     plan, share = encoding.plan, share or Share(*world.place)
-    # One process moves files: a second would find them gone.
+    # Only one process may move files.
     if share.index == 0:
         quarantine(plan.datasets, plan.output_dir)
-    # One download per machine, into the cache that its processes share.
+    # One download per machine, into the shared cache.
     world.leader_first(lambda: fetch(plan, encoding.events))
     if listing is None or not listing.holds_for(plan, epoch):
         listing = list_entries(plan, complete_catalogue(plan), epoch)
     filler = CacheFiller(encoding, listing, world, share)
-    world.main_only(lambda: save_indexes(plan.datasets))  # after an interruption, the files need not be read again
+    world.main_only(lambda: save_indexes(plan.datasets))  # an interrupted start need not read the files again
     filler.fill()
     return filler
 
 
 def save_indexes(datasets: Sequence[Dataset]) -> None:
-    """Write what was learned about the files, for the next start."""
+    """Save the file facts of all datasets for the next start."""
     for dataset in datasets:
         dataset.save_index()
 
@@ -328,16 +330,16 @@ def fetch(plan: Plan, events: EventStream) -> None:
     """Download missing parts of the model.
 
     Raises:
-        UserError: a part is not available, or the parts do not belong together.
+        UserError: a part is not available, or the parts do not match.
     """
     absent = [part for part in plan.source.parts.values() if part.local_folder() is None]
     encoders = [kind.encoder for each in plan.techniques for kind in each.features if kind.encoder]
     absent += [encoder.part for encoder in encoders if encoder.local() is None]
     if absent:
         download(absent, events)
-        # The plan could check only the parts that were on this machine.
+        # The plan could check only parts that were already on this machine.
         problems = Problems(check_parts(plan.spec, plan.flavour, plan.source))
-        problems += check_block_numbers(plan.config, plan.spec, plan.source)  # now that their number is known
+        problems += check_block_numbers(plan.config, plan.spec, plan.source)  # the number of blocks is known now
         problems += [problem for encoder in encoders for problem in encoder.problems()]
         problems.raise_if_fatal()
     for role in ("transformer", "vae"):
@@ -368,7 +370,7 @@ def without_failures(plan: Plan, failures: dict[tuple[str, str], str], world: Wo
     """The plan without files that could not be decoded; the main process records them.
 
     Raises:
-        UserError: a dataset is now too small.
+        UserError: a dataset has become too small.
     """
     for (dataset_id, name), reason in failures.items():
         logger.warning("%s/%s is left out: %s", dataset_id, name, reason)
@@ -380,5 +382,5 @@ def without_failures(plan: Plan, failures: dict[tuple[str, str], str], world: Wo
     if problems.are_fatal:
         raise UserError("\n".join(str(problem) for problem in problems if problem.fatal))
     world.main_only(lambda: quarantine(reduced.datasets, plan.output_dir))
-    # Fewer samples make shorter epochs, so another number of steps if epochs were asked for.
+    # Fewer samples shorten epochs, which changes the number of steps if the run is counted in epochs.
     return replace(reduced, length=plan_length(reduced))

@@ -1,6 +1,6 @@
-"""What accompanies a run, and what of that is still to do after the last step. Free of torch.
+"""Companions of a run (uploads, model card, records), and the ledger of their pending tasks. Imports no torch.
 
-The ledger of what is to do is a file, so that the next start finishes what a kill has cut short.
+The ledger is a file, so that the next start completes tasks interrupted by a kill.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ TITLES: dict[Task, str] = {"card": "the model card", "uploads": "the uploads", "
 
 @dataclass(frozen=True)
 class Ledger:
-    """What is left to do for a result.
+    """Pending tasks for a result.
 
     Attributes:
-        step, epoch: of the result.
+        step, epoch: step and epoch of the result.
     """
 
     step: int
@@ -42,7 +42,7 @@ class Ledger:
         return ", ".join(TITLES[task] for task in self.tasks)
 
     def write(self, output_dir: Path) -> None:
-        """Replace the file, or delete it if nothing is left."""
+        """Replace the file, or delete it if no task is left."""
         if self.tasks:
             write_json(output_dir / LEDGER_FILE, asdict(self))
         else:
@@ -50,43 +50,43 @@ class Ledger:
 
 
 def read_ledger(output_dir: Path) -> Ledger | None:
-    """What is left to do in an output folder; None if nothing is."""
+    """The ledger of an output folder; None if no task is pending."""
     return read_stored(output_dir / LEDGER_FILE, Ledger)
 
 
 def strike(output_dir: Path, *done: Task) -> None:
-    """Take tasks off the ledger."""
-    # Read again, since several companions strike their tasks in between.
+    """Remove completed tasks from the ledger."""
+    # Read again, since other companions may have removed tasks meanwhile.
     if ledger := read_ledger(output_dir):
         left = tuple(task for task in ledger.tasks if task not in done)
         Ledger(ledger.step, ledger.epoch, left).write(output_dir)
 
 
 class Companion:
-    """A callback that is called last, and may also act before training and after the result is on disk.
+    """A callback that is called last, with hooks before training and after the result is on disk.
 
-    The command line opens the companions that a configuration asks for. A companion overrides what it needs.
+    The command line opens the companions that the configuration requests. Subclasses override the methods they need.
 
     Attributes:
-        in_use: checkpoints that may not be removed now.
+        in_use: checkpoints that must not be removed now.
     """
 
     in_use: Collection[Path] = ()
 
     @property
     def tasks(self) -> tuple[Task, ...]:
-        """What it does once the result is on disk."""
+        """The tasks to do once the result is on disk."""
         return ()
 
     def begin(self, plan: Plan, step: int) -> None:
-        """Subscribe to the events of a session that continues after a step, or has only its end left to do.
+        """Subscribe to the events of a session that continues after `step`, or has only its end left to do.
 
         Args:
-            plan: without files that turned out to be damaged.
+            plan: the plan without files found to be damaged.
         """
 
     def around(self, session: Session, budget: Budget) -> AbstractContextManager[object]:
-        """Held while the session trains."""
+        """A context held while the session trains."""
         return nullcontext()
 
     def on_train_start(self, assembly: Assembly, state: TrainState) -> None:
@@ -99,10 +99,10 @@ class Companion:
         """See `Callback`."""
 
     def finish(self, ledger: Ledger) -> str:
-        """Do what is left to do for the result; returns a line that names what it made."""
+        """Do the pending tasks of the result; returns a line about the outcome."""
         return ""
 
     @property
     def unfinished(self) -> str:
-        """A line that says what it could not do, and how to do it; empty if everything is done."""
+        """A line about incomplete tasks and how to complete them; empty if all are done."""
         return ""

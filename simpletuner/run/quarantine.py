@@ -1,6 +1,6 @@
-"""Move unusable files out of a dataset folder, and record the reasons.
+"""Moves unusable files out of a dataset folder and records the reasons.
 
-Nothing is deleted or overwritten. A caption file moves along with its picture unless another file uses it too.
+Nothing is deleted or overwritten. A caption file moves with its picture unless another file shares it.
 """
 
 from __future__ import annotations
@@ -25,23 +25,23 @@ FOLDER_NAME = "quarantine"
 
 
 def quarantine(datasets: Iterable[Dataset], output_dir: Path) -> None:
-    """Move the files that the entries of datasets ask to quarantine, and record why.
+    """Move the rejected files of datasets with quarantine enabled, and record the reasons.
 
-    They go to `<output_dir>/quarantine` with their captions, and keep their paths below the dataset's folder. A file in
-    a linked folder outside of that is not the dataset's own and is not moved; a file that no longer exists is skipped.
+    Files move to `<output_dir>/quarantine` with their captions, and keep their paths below the dataset's folder. Files
+    in a linked folder outside the dataset's folder are not moved; files that no longer exist are skipped.
 
     Raises:
-        OSError: a file cannot be moved; those before it are recorded.
+        OSError: a file cannot be moved; earlier files are recorded.
     """
     folder = output_dir / FOLDER_NAME
     for dataset in datasets:
         config, root = dataset.config, dataset.root.expanduser()
         asked = {"damaged": config.delete_problematic_images, "outside the limits": config.delete_unwanted_images}
         for file in dataset.rejected:
-            # A moved download would be fetched again.
+            # A moved download would be downloaded again.
             if config.type != "local" or not asked.get(file.reason) or not os.path.lexists(root / file.name):
                 continue
-            # The folder is resolved, not the file: a link to a file elsewhere is moved as a link.
+            # Resolve the folder, not the file: a link to a file outside is moved as a link.
             if not (root / file.name).parent.resolve().is_relative_to(root.resolve()):
                 logger.warning("%s is outside of %s and is not moved: it %s", root / file.name, root, file.detail)
                 continue
@@ -54,7 +54,7 @@ def quarantine(datasets: Iterable[Dataset], output_dir: Path) -> None:
 
 
 def _own_captions(root: Path, name: str) -> list[str]:
-    """The caption file of a picture or clip, unless another one shares it."""
+    """The caption file of a picture or clip, unless another file shares it."""
     folder = (root / name).parent
     key = pair_key(PurePosixPath(name).name)
     siblings = [file for file in folder.iterdir() if pair_key(file.name) == key] if folder.is_dir() else []

@@ -1,9 +1,9 @@
-"""Try the most memory-hungry moments of a run before step 1, so that running out of memory shows at once.
+"""Rehearses the memory peaks of a run before step 1, so that running out of memory shows immediately.
 
-These are a micro-step of the largest bucket, forward and backward, and a preview of two sampling steps. Nothing is
-updated and random states are restored, so a run is the same with or without a rehearsal, bit for bit. What the
-optimizer allocates in step 1 is added to what is measured, not tried: taking an update back would need a second copy of
-weights and state, and released gradients update during the backward pass.
+The peaks are a micro-step of the largest bucket, forward and backward, and a preview with two sampling steps. Weights
+are not updated and random states are restored, so a run is bit-identical with or without a rehearsal. The optimizer
+state allocated in step 1 is added to the measurement instead of rehearsed: undoing an update would need a second copy
+of weights and state, and `optimizer_release_gradients` updates during the backward pass.
 """
 
 from __future__ import annotations
@@ -28,19 +28,19 @@ from simpletuner.validation.runner import ValidationRunner
 
 
 def rehearse(session: Session, validation: ValidationRunner, budget: Budget) -> Iterator[str]:
-    """Try the largest micro-step, then the largest preview; says what each needed.
+    """Rehearse the largest micro-step, then the largest preview; yields one line about each.
 
     Raises:
         UserError: the device ran out of memory.
     """
-    # Activations grow with the tokens, which are proportional to the pixels of all frames.
+    # Activations grow with the number of tokens, which is proportional to the pixels of all frames.
     assembly, loader = session.assembly, session.loader
     batches = loader.sampler.batches(loader.epoch)
     planned = max(batches, key=lambda batch: len(batch.samples) * batch.samples[0].frames * math.prod(batch.size))
     samples, (width, height) = planned.samples, planned.size
     frames = f", {samples[0].frames} frames" if samples[0].frames > 1 else ""
     title = f"the largest micro-step ({len(samples)} x {width}x{height}{frames})"
-    # With FSDP2 whole gradients are perhaps kept, and only the last micro-step frees them.
+    # FSDP2 may keep unsharded gradients until the last micro-step.
     last = assembly.settings.accumulation - 1 if assembly.is_sharded else 0
 
     def micro_steps() -> None:
@@ -54,7 +54,7 @@ def rehearse(session: Session, validation: ValidationRunner, budget: Budget) -> 
 
 
 def rehearse_micro_step(assembly: Assembly, batch: Batch, global_step: int = 0, micro_step: int = 0) -> Losses:
-    """Forward and backward of one micro-batch as at a place in the run; the caller clears the gradients."""
+    """Forward and backward pass of one micro-batch at a position in the run; the caller clears the gradients."""
     losses = Losses()
     assembly.transformer.train()
     run_micro_step(assembly, batch.to(assembly.accelerator.device), global_step, micro_step, losses)
@@ -62,7 +62,7 @@ def rehearse_micro_step(assembly: Assembly, batch: Batch, global_step: int = 0, 
 
 
 def _measure(assembly: Assembly, budget: Budget, title: str, phase: str, act: Callable[[], object]) -> str:
-    """Try a moment; returns its expected and measured peak, which is not known without a GPU."""
+    """Rehearse one peak; returns a line with the expected and, on a GPU, the measured memory."""
     expected = max((part.device for part in budget.phases if part.name.startswith(phase)), default=0.0)
     on_gpu = assembly.accelerator.device.type == "cuda"
     if on_gpu:
@@ -70,7 +70,7 @@ def _measure(assembly: Assembly, budget: Budget, title: str, phase: str, act: Ca
     try:
         act()
     except (RuntimeError, MemoryError) as error:
-        if not is_out_of_memory(error):  # CUDA's libraries have errors of their own for it
+        if not is_out_of_memory(error):  # CUDA's libraries raise several types of errors
             raise
         room = "" if budget.device.memory is None else f" of {gigabytes(budget.device.memory)}"
         raise UserError(
@@ -82,30 +82,29 @@ def _measure(assembly: Assembly, budget: Budget, title: str, phase: str, act: Ca
     peak = float(torch.cuda.max_memory_allocated())
     if phase == "training":  # after the backward pass, with its gradients
         peak = max(peak, torch.cuda.memory_allocated() + budget.model.update_bytes * _numbers(assembly))
-    # Without the optimizer's state a rehearsal would promise memory that step 1 takes.
+    # Without the optimizer state, the rehearsal would promise memory that step 1 takes.
     peak += coming_state(assembly, budget)
     torch.cuda.reset_peak_memory_stats()
     return f"Rehearsed {title}: {gigabytes(peak)}, planned {gigabytes(expected)}"
 
 
 def coming_state(assembly: Assembly, budget: Budget) -> float:
-    """Bytes that the optimizer will allocate in its first step; 0 for a resumed run, whose state is loaded, and for
-    state in host memory."""
+    """Bytes that the optimizer will allocate in its first step; 0 for a resumed run and for state in host memory."""
     if assembly.optimizer.state or budget.config.offload.offload_optimizer_state:
         return 0.0
     return budget.model.state_bytes * _numbers(assembly)
 
 
 def _numbers(assembly: Assembly) -> int:
-    """How many numbers the optimizer updates in this process."""
+    """Number of elements that the optimizer updates in this process."""
     return sum(local(weight).numel() for group in assembly.optimizer.param_groups for weight in group["params"])
 
 
 @contextmanager
 def unchanged(assembly: Assembly) -> Iterator[None]:
-    """Restore random states and the techniques' state afterwards, and clear the gradients."""
+    """A context that restores random states and the techniques' state on exit, and clears the gradients."""
     states = random_states()
-    # Some techniques change in the forward pass: CREPA's running average, the watch of scheduled sampling.
+    # Some techniques change state in the forward pass, such as CREPA's moving average.
     kept = [copy.deepcopy(technique.state_dict()) for technique in assembly.techniques]
     try:
         yield

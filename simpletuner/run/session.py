@@ -1,4 +1,4 @@
-"""A session of a run: its parts, and its callbacks in their order."""
+"""A session of a run: its parts, and its callbacks in calling order."""
 
 from __future__ import annotations
 
@@ -51,10 +51,10 @@ from simpletuner.validation.runner import Subject, ValidationRunner
 
 @dataclass(frozen=True)
 class Session:
-    """Everything that takes part in training, in the state in which the session starts.
+    """All parts of training, in their state at the start of the session.
 
     Attributes:
-        plan: without files that turned out to be damaged.
+        plan: the plan without files found to be damaged.
         catalogue: locations of cache entries.
         reader: loads batches from cached entries.
         loader: supplies batches in the order of the run.
@@ -70,13 +70,13 @@ class Session:
 
     @classmethod
     def open(cls, caches: CacheFiller, accelerator: Accelerator, world: World) -> Session:
-        """Load the model, and restore the checkpoint from which the run continues."""
+        """Load the model, and restore the checkpoint of a resumed run."""
         plan, config, encoding = caches.plan, caches.plan.config, caches.encoding
         events = encoding.events
         with events.phase("Loading the transformer", stage="init_load_base_model"):
             techniques = [technique.build() for technique in plan.techniques]
             assembly = assemble(config, training_spec(plan), encoding.adapter, techniques, accelerator, world)
-        # From the initial weights; `load_checkpoint` replaces the average of a resumed run.
+        # Starts from the initial weights; `load_checkpoint` replaces the average of a resumed run.
         if config.ema.use_ema:
             assembly.trained.ema = Ema(assembly.parameters, config.ema, accelerator.device)
         dropout, features = config.text.caption_dropout_probability, feature_kinds(plan)
@@ -86,9 +86,9 @@ class Session:
             state = load_checkpoint(plan.resume, assembly, loader, same_data=plan.same_data)
         else:
             state = TrainState(global_step=config.lora.init_lora_step if config.lora.init_lora else 0)
-        # Drawing noise takes long, so the reading thread does it ahead of the step.
+        # Drawing noise is slow, so the prefetch thread does it ahead of the step.
         loader.complete = partial(with_noise, assembly)
-        # Noise is keyed by the micro-batch's number in the whole run, not in this session.
+        # Noise depends on the number of the micro-batch in the run, not in this session.
         loader.count = state.global_step * assembly.settings.accumulation
         return cls(plan, events, caches.catalogue, assembly, reader, loader, state)
 
@@ -104,11 +104,11 @@ def build_callbacks(
     session: Session, validation: ValidationRunner, recorded: Recorded, budget: Budget, rates: DeviceRates | None,
     companions: Sequence[Companion], thread: ThreadPoolExecutor,
 ) -> list[Callback]:  # fmt: skip
-    """The callbacks of a run in the order in which they are called; see `Callback` for the reason.
+    """The callbacks of a run, in calling order; see `Callback` for the reasons.
 
     Args:
-        rates: measured speed of the device, if it was measured.
-        thread: of one worker, which completes checkpoints.
+        rates: speed of the device, if measured.
+        thread: a pool of one worker, which completes checkpoints.
     """
     plan, config, events = session.plan, session.plan.config, session.events
     first: list[Callback] = [EmaUpdater()]
@@ -147,7 +147,7 @@ def build_callbacks(
         {"save": checkpoints.save, "preview": validation.render},
         config.checkpoints.disk_low_threshold or 0.0,
     )
-    # The average first: what follows evaluates, saves and renders it as of this step.
+    # The moving average first: later callbacks evaluate, save and render the average of this step.
     return [*first, recorder, requests, checkpoints, validation, *companions]
 
 
@@ -155,7 +155,7 @@ def build_validation(session: Session, recorded: Recorded, thread: Executor) -> 
     """The callback that renders previews.
 
     Args:
-        thread: of one worker, which decodes previews in the background.
+        thread: a pool of one worker, which decodes previews in the background.
     """
     plan, loader, state = session.plan, session.loader, session.state
     decoding = None
@@ -175,11 +175,11 @@ def build_validation(session: Session, recorded: Recorded, thread: Executor) -> 
         recorded=recorded.previews,
         decoding=decoding,
     )
-    # Epochs that were complete before the last step, which may have completed one itself.
+    # Epochs complete before the last step, which may have completed one.
     completed = loader.index >= loader.sampler.batches_per_epoch(loader.epoch)
     begun_earlier = loader.index < plan.config.schedule.gradient_accumulation_steps
     before = replace(state, epochs_done=loader.epochs_done - (completed or begun_earlier))
-    # Previews come after the checkpoint of their step, so a kill between the two has lost them.
+    # Previews follow the checkpoint of their step, so a kill in between loses them.
     validation.lacking = state.global_step > 0 and validation.is_due(before, state.epochs_done)
     return validation
 
@@ -195,7 +195,7 @@ def build_subjects(plan: Plan, catalogue: Catalogue, reader: BatchReader) -> lis
     pictures = preview_sources(plan)
     return [
         Subject(
-            # The short name is part of file names: pictures of one prompt must not overwrite one another.
+            # The short name is part of file names, and pictures of one prompt must not overwrite each other.
             prompt=prompt if len(pictures) == 1 else replace(prompt, short_name=f"{prompt.short_name}-{index}"),
             embeds=partial(embeds, prompt.prompt, picture, False),
             negative=partial(embeds, negative_text, picture, True),
@@ -208,16 +208,16 @@ def build_subjects(plan: Plan, catalogue: Catalogue, reader: BatchReader) -> lis
 
 
 def fitted_picture(sample: Sample, size: Size) -> Image:
-    """A source picture at the size of a preview."""
+    """A source picture fitted to the size of a preview."""
     return prepared_picture(sample.fitted(size))
 
 
 def publish_result(session: Session) -> str:
-    """Write the result and check it; returns a message for the user.
+    """Write and verify the result; returns a message for the user.
 
     Raises:
         NonFiniteError: a weight is NaN or infinite; nothing is written.
-        RuntimeError: the file does not load as it was saved.
+        RuntimeError: the saved file does not reproduce the model.
     """
     plan, assembly = session.plan, session.assembly
     if not assembly.writes:
@@ -231,7 +231,7 @@ def publish_result(session: Session) -> str:
 
 
 def predict_once(session: Session) -> Tensor:
-    """The prediction for the first batch of the epoch with the noise of step 0, as in previews."""
+    """The prediction for the first batch of the epoch with the noise of step 0, in the mode of previews."""
     assembly, loader = session.assembly, session.loader
     assembly.transformer.eval()
     batch = session.reader(loader.sampler.batches(loader.epoch)[0]).to(assembly.accelerator.device)
@@ -245,7 +245,7 @@ def weight_note(plan: Plan, state: TrainState) -> Mapping[str, str]:
         "modelspec.title": plan.config.tracking.tracker_run_name,
         STEP_NOTE: str(state.global_step),
     }
-    if plan.config.publish.trigger:  # Kandinsky's own program puts it before prompts
+    if plan.config.publish.trigger:  # Kandinsky's official program prepends it to prompts
         note["trigger"] = plan.config.publish.trigger
     comment: Any = plan.config.publish.modelspec_comment
     if comment:
@@ -258,5 +258,5 @@ def weight_note(plan: Plan, state: TrainState) -> Mapping[str, str]:
         for placeholder, value in values.items():
             text = text.replace(placeholder, value)
         note["modelspec.description"] = text
-    # Weight files are shared: a token in a run's name or comment would travel with them.
+    # Weight files are shared, so a secret in a run's name or comment must not be in them.
     return redact_texts(note)

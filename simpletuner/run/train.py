@@ -1,4 +1,4 @@
-"""`simpletuner train` from top to bottom.
+"""`simpletuner train` from start to finish.
 
 plan ─► fetch ─► caches ─► assemble ─► train ─► publish
 """
@@ -37,9 +37,9 @@ from simpletuner.training.loop import train
 from simpletuner.training.manifest import FOLDER_NAME, PIPELINE_FOLDER
 from simpletuner.validation.runner import PREVIEW_FOLDERS
 
-# With one of these, cuBLAS gives the same bits each time, at a cost of memory or speed.
+# Workspace settings with which cuBLAS is deterministic, at a cost in memory or speed.
 CUBLAS_KEY, REPEATABLE_WORKSPACES = "CUBLAS_WORKSPACE_CONFIG", (":4096:8", ":16:8")
-# Seconds after which no live process is still writing a temporary file in a shared cache.
+# Age in seconds from which a temporary file in a shared cache is stale.
 ABANDONED = 3600.0
 
 
@@ -51,12 +51,12 @@ def run_plan(
 
     Args:
         budget: the plan, with the estimate of its memory and time.
-        companions: what accompanies the run in this process.
+        companions: the run's companions in this process.
         world: the processes that train together.
-        rehearsed: whether to try the most memory-hungry moments first; None does so on a GPU.
+        rehearsed: whether to rehearse the memory peaks first; None rehearses on a GPU.
 
     Raises:
-        UserError: something the user can fix; checkpoints are kept.
+        UserError: an error that the user can fix; checkpoints are kept.
         Interrupted: Ctrl-C; a checkpoint of the last step is on disk.
     """
     plan = budget.plan
@@ -66,19 +66,19 @@ def run_plan(
         device = accelerator.device
         check_device(plan.config.precision, device)
         adapter = build_adapter(plan)
-        # The others wait until leftovers of an earlier session are gone.
+        # All processes wait until leftovers of an earlier session are removed.
         world.on_main(lambda: prepare_folder(plan))
-        # A resumed run keeps the kernels that were measured before: others would round differently.
+        # A resumed run keeps the kernels chosen before, since other kernels round differently.
         earlier = [plan.resume.path.parent] if plan.resume else []
         KERNELS.open(plan.output_dir, *earlier, world=world, shared=machine_folder(plan))
         epoch = plan.resume.manifest.epoch if plan.resume else 1
         caches = prepare_caches(Encoding(plan, adapter, device, events), epoch, budget.listing, world)
-        # Measured before the transformer is loaded: it needs memory, too.
+        # Measured before the transformer is loaded, since the measurement needs memory too.
         dtype = DTYPES[transformer_dtype(plan.config.precision)]
         rates = world.main_only(lambda: device_rates(plan.output_dir, device, dtype))
 
-        # After the caches, since encoders and transformer need not fit on the device together.
-        # `caches.plan` lacks files that could not be decoded, so it replaces the plan from here on.
+        # After the caches, so that encoders and transformer need not fit on the device together. `caches.plan` lacks
+        # files that could not be decoded, so it replaces the plan from here on.
         session = Session.open(caches, accelerator, world)
         plan, state, loader = session.plan, session.state, session.loader
         budget = replace(budget, plan=plan)
@@ -86,22 +86,22 @@ def run_plan(
             events.say(f"Continuing from {plan.resume.path.name}")
         held.enter_context(closing(loader))
         recorded = world.on_main(lambda: begin_records(plan, events, companions, state.global_step))
-        # Whatever ends the run, a checkpoint or preview that is being written is completed first.
+        # However the run ends, a checkpoint or preview in progress is completed first.
         writing, decoding = (held.enter_context(ThreadPoolExecutor(1)) for _ in range(2))
         validation = build_validation(session, recorded, decoding)
         callbacks = build_callbacks(session, validation, recorded, budget, rates, companions, writing)
         if rehearsed or (rehearsed is None and device.type == "cuda"):
-            with events.phase("Rehearsing the largest moments", stage="init_prepare_models"):
+            with events.phase("Rehearsing the memory peaks", stage="init_prepare_models"):
                 for tried in rehearse(session, validation, budget):
                     events.say(tried)
-        # Left before the result is published: no step is left to finish then, and Ctrl-C interrupts at once.
+        # Exited before the result is published, when no step is left to finish and Ctrl-C interrupts immediately.
         with ExitStack() as around:
             for companion in companions:
                 around.enter_context(companion.around(session, budget))
             around.enter_context(stop_on_interrupt(events.stop, lambda: announce_stop(session)))
             train(session.assembly, loader, state, callbacks, events.stop)
 
-        # Before the result: after a kill that leaves one, the next start knows what is still to do.
+        # Written before the result, so that after a kill the next start finds the pending tasks.
         ledger = Ledger(state.global_step, state.epoch, (*(task for one in companions for task in one.tasks), "end"))
         world.main_only(lambda: ledger.write(plan.output_dir))
         result = publish_result(session)
@@ -109,7 +109,7 @@ def run_plan(
 
 
 def finish_run(plan: Plan, ledger: Ledger, events: EventStream, companions: Sequence[Companion]) -> None:
-    """Do what a session that was killed after the last step has left to do."""
+    """Complete the pending tasks of a session that was killed after the last step."""
     with announced_end(plan, events, World()):
         sweep_strays(plan)
         begin_records(plan, events, companions, ledger.step)
@@ -117,7 +117,7 @@ def finish_run(plan: Plan, ledger: Ledger, events: EventStream, companions: Sequ
 
 
 def begin_records(plan: Plan, events: EventStream, companions: Sequence[Companion], step: int) -> Recorded:
-    """Begin to record what follows a step, first in the record itself, which companions read.
+    """Start recording events after a step; the record comes first, since companions read it.
 
     Raises:
         UserError: the record cannot be written.
@@ -136,7 +136,7 @@ def announce_stop(session: Session) -> None:
 
 
 def end(plan: Plan, events: EventStream, companions: Sequence[Companion], ledger: Ledger, result: str) -> None:
-    """Everything after the result is on disk; the last lines name it, what companions made, and the next commands."""
+    """Finish a run whose result is on disk; the last lines name the result, the companions' outcomes and commands."""
     lines = [
         result,
         *(companion.finish(ledger) for companion in companions),
@@ -145,13 +145,13 @@ def end(plan: Plan, events: EventStream, companions: Sequence[Companion], ledger
         *(companion.unfinished for companion in companions),
     ]
     events.publish(StateChanged("finished", ledger.step, plan.length.total_steps, "\n".join(filter(None, lines))))
-    # Last: after a kill before this line, the next start announces the end again.
+    # Last, so that after an earlier kill the next start announces the end again.
     strike(plan.output_dir, "end")
 
 
 @contextmanager
 def announced_end(plan: Plan, events: EventStream, world: World) -> Iterator[None]:
-    """Publish if the run fails or is interrupted, so that all records are closed and say so."""
+    """A context that publishes a failure or interruption, so that all records are closed with that state."""
     try:
         yield
     except BaseException as error:
@@ -162,14 +162,14 @@ def announced_end(plan: Plan, events: EventStream, world: World) -> Iterator[Non
 
 
 def prepare_folder(plan: Plan) -> None:
-    """Make the output folder, or tidy that of an earlier session."""
+    """Create the output folder, or clean up after an earlier session."""
     plan.output_dir.mkdir(parents=True, exist_ok=True)
     sweep_strays(plan)
-    expect_requests(plan.output_dir)  # those of this session count from now on
+    expect_requests(plan.output_dir)  # requests count from now on
 
 
 def sweep_strays(plan: Plan) -> None:
-    """Remove temporary files of killed runs; in caches only old ones, since other runs may use the same cache."""
+    """Remove temporary files of killed runs; in caches only old files, since other runs may use the same cache."""
     names = re.compile(rf"{FOLDER_NAME.pattern}|{PIPELINE_FOLDER}|unverified")
     for folder in (plan.output_dir, plan.output_dir / "ema"):
         sweep_files(folder)
@@ -186,31 +186,31 @@ def prepare_machine(plan: Plan) -> None:
     torch.set_num_threads(compute_threads(plan.config.caching.torch_num_threads))
     config = plan.config
     ahead = [latent_storage(plan, each) == "ahead" for each in plan.datasets]
-    # To sample from a run, its datasets are not read, and its previews were rendered with the settings of its training.
+    # Sampling reads no datasets, but must use the settings with which the run rendered its previews.
     ahead = ahead or [not (config.caching.vae_cache_ondemand or config.caching.vae_cache_disable)]
-    # The VAE encodes in another thread otherwise, where it must not change the settings of the process.
+    # Otherwise, the VAE encodes in another thread, where it must not change process-wide settings.
     beside = vae_dtype(config.precision, config.caching) == "fp32" and not all(ahead)
-    # So does the VAE of previews, which computes in the dtype of the transformer.
+    # The same applies to the VAE of previews, which computes in the dtype of the transformer.
     background, dtype = config.validation.validation_decode_in_background, transformer_dtype(config.precision)
     beside |= bool(background) and dtype == "fp32"
     allowed = not config.precision.disable_tf32 and not beside
     torch.backends.cuda.matmul.allow_tf32 = allowed
     torch.backends.cudnn.allow_tf32 = allowed
-    # torch prefers cuDNN on Hopper, where its gradients of masked attention may be NaN (pytorch #196678). Attention
-    # without a mask still uses it where it is measured to be faster.
+    # On Hopper, torch prefers cuDNN, whose gradients of masked attention may be NaN (pytorch #196678). Attention
+    # without a mask still uses cuDNN if it is measured to be faster.
     torch.backends.cuda.enable_cudnn_sdp(False)
     fix_order(plan.config.speed.deterministic)
 
 
 def fix_order(wanted: bool) -> None:
-    """Let torch use deterministic operations only, and raise an error for others, if wanted.
+    """If wanted, restrict torch to deterministic operations; all other operations raise an error.
 
-    Before the first matrix product, for which cuBLAS reads its setting.
+    Call it before the first matmul, when cuBLAS reads its setting.
     """
     if wanted and os.environ.get(CUBLAS_KEY) not in REPEATABLE_WORKSPACES:
         os.environ[CUBLAS_KEY] = REPEATABLE_WORKSPACES[0]
     if wanted != torch.are_deterministic_algorithms_enabled():
         torch.use_deterministic_algorithms(wanted)
-    torch.backends.cudnn.benchmark = False  # which chooses convolutions by timing
-    # A debugging aid, which would write all memory once more.
+    torch.backends.cudnn.benchmark = False  # would choose convolutions by timing
+    # A debugging aid that would write all memory once more.
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]

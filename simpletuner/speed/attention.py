@@ -1,4 +1,4 @@
-"""Chooses the kernel for the dense self-attention of fast blocks."""
+"""Chooses the kernel for dense self-attention in fast blocks."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from simpletuner.errors import ConfigError, Problem
 from simpletuner.models.blocks import DEVICE_FAILURES, KERNELS, AttentionKernel, KernelChoices, torch_attention
 from simpletuner.speed.recomputation import outside_checkpoints
 
-# In torch's own order of preference, unless cuDNN is faster.
+# In torch's order of preference, unless cuDNN is faster.
 REST = (SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH)
 ORDERS = {
     "flash": (SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION, *REST),
     "cuDNN": (SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, *REST),
 }
-# Kernels round differently, so a later one must be clearly faster to replace the first.
+# Kernels round differently, so a later kernel must be clearly faster to replace the first.
 MARGIN = 0.97
 
 # Packages that can replace torch's flash attention, by torch's names.
@@ -40,7 +40,7 @@ def kernel_chooser(mechanism: str, device: torch.device, dtype: torch.dtype) -> 
     """The function that chooses the kernel of a call; None leaves the choice to torch, as on a CPU.
 
     Raises:
-        ConfigError: the mechanism needs a CUDA GPU and 16-bit numbers.
+        ConfigError: the mechanism needs a CUDA GPU and a 16-bit dtype.
     """
     if mechanism in ATTENTION_PACKAGES:
         if device.type != "cuda" or dtype == torch.float32:
@@ -48,8 +48,8 @@ def kernel_chooser(mechanism: str, device: torch.device, dtype: torch.dtype) -> 
             raise ConfigError([Problem("attention_mechanism", message)])
         kernel = load_kernel(mechanism)
         return lambda query, key, value: kernel
-    # Neither flash nor cuDNN supports float32. With `deterministic` nothing is timed: torch then prefers flash, whose
-    # backward pass sums in a fixed order, and never uses cuDNN, which is switched off by default.
+    # Neither flash nor cuDNN supports float32. With `deterministic`, no kernel is timed: torch then prefers flash,
+    # whose backward pass sums in a fixed order, and never uses cuDNN, which is disabled by default.
     times = device.type == "cuda" and dtype != torch.float32 and not torch.are_deterministic_algorithms_enabled()
     return MeasuredChoice() if times else None
 
@@ -62,7 +62,7 @@ def load_kernel(mechanism: str) -> AttentionKernel:
         function = partial(function, deterministic=True)
 
     def kernel(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        # Some releases return the log-sum-exp as well.
+        # Some releases also return the log-sum-exp.
         result = function(query, key, value)
         return result[0] if isinstance(result, tuple) else result
 
@@ -70,7 +70,7 @@ def load_kernel(mechanism: str) -> AttentionKernel:
 
 
 class MeasuredChoice:
-    """The fastest kernel for every shape: torch's flash or cuDNN's, timed with the backward pass where there is one.
+    """The fastest kernel per shape: torch's flash or cuDNN's, timed with the backward pass if there is one.
 
     If FlashAttention 3 or 4 is installed and faster at the first shape with a backward pass, it replaces torch's flash
     in the whole process. Choices are stored.
@@ -89,7 +89,7 @@ class MeasuredChoice:
 
     def _choose(self, query: Tensor, key: Tensor, value: Tensor) -> AttentionKernel:
         inputs, trains = (query, key, value), torch.is_grad_enabled()
-        # Which flash attention competes with cuDNN's is settled first, since it serves the whole process.
+        # First choose the flash attention that competes with cuDNN, since it is process-wide.
         if not self._flash_is_chosen and (trains or self.choices.knows(query.device, FLASH_CALL)):
             among = (OWN_FLASH, *installed_flash())
             serve(self.choices.choose(query.device, FLASH_CALL, among, lambda: fastest_flash(among, *inputs)))
@@ -118,7 +118,7 @@ def fastest_kernel(*inputs: Tensor) -> str:
 
 
 def fastest_flash(among: Sequence[str], *inputs: Tensor) -> str:
-    """A package's kernel if it is clearly faster than the previous ones."""
+    """A package's kernel if it is clearly faster than all previous kernels."""
     best, chosen = math.inf, among[0]
     for name in among:
         taken = measure(SDPBackend.FLASH_ATTENTION, *inputs) if serve(name) else math.inf
@@ -129,18 +129,18 @@ def fastest_flash(among: Sequence[str], *inputs: Tensor) -> str:
 
 
 def installed_flash() -> list[str]:
-    """The newer flash attentions, by torch's names, that are installed; none for a torch that cannot run them."""
+    """Installed newer flash attentions, by torch's names; empty if this torch cannot run them."""
     known = hasattr(torch.nn.attention, "activate_flash_attention_impl")
     return [name for name, module in NEWER_FLASH.items() if known and is_installed(module)]
 
 
 def serve(name: str) -> bool:
-    """Use an installed flash attention, or torch's own, for all flash attention of the process.
+    """Use an installed flash attention, or torch's, for all flash attention of the process.
 
-    torch runs it under the names of its own operations, so checkpointing keeps its results as well.
+    torch runs it under the names of its built-in operations, so checkpointing keeps its results too.
 
     Returns:
-        Whether it works.
+        whether it works.
     """
     torch.nn.attention.restore_flash_attention_impl(_raise_warn=False)
     try:
@@ -153,12 +153,12 @@ def serve(name: str) -> bool:
 
 
 def measure(backend: SDPBackend, *call: Tensor) -> float:
-    """Milliseconds of a forward pass on a CUDA device, and of a backward pass unless gradients are switched off;
-    infinite if the kernel does not support it."""
+    """Milliseconds of a forward pass on a CUDA device, plus a backward pass unless gradients are disabled; infinite if
+    the kernel does not support the call."""
     inputs = [tensor.detach().requires_grad_() for tensor in call]
     times = []
     with sdpa_kernel(backend), outside_checkpoints():
-        # The first call also loads the kernel; the minimum leaves it out.
+        # The first call also loads the kernel; the minimum excludes it.
         for _ in range(3):
             start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             start.record()

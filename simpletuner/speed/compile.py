@@ -1,4 +1,4 @@
-"""torch.compile for the repeated blocks of a transformer only, and the error of gradients.
+"""Regional compilation: torch.compile for the repeated blocks of a transformer, and checks of their gradients.
 
 Blocks of one class share compiled code. Only a function inside `block.forward` is compiled, so that hooks on blocks,
 checkpointing and weight streaming stay outside.
@@ -24,11 +24,11 @@ from simpletuner.models.blocks import FastBlocks, FreeSizes, call_kernel
 from simpletuner.speed.recomputation import checkpointed, outside_checkpoints
 
 # Largest accepted relative error of gradients. Compiled code rounds differently: correct blocks are off by thousandths,
-# wrong ones by more than 1.
+# wrong blocks by more than 1.
 TOLERANCE = 0.05
 
-# torch stops recompiling a function after eight versions by default. Padding, gradients, empty captions of one token,
-# and Sana's timesteps per clip or token multiply to that many.
+# By default, torch stops recompiling a function after eight versions. Padding, gradients, empty captions of one token,
+# and Sana's timesteps per clip or token multiply to more.
 VERSIONS = 16
 
 logger = logging.getLogger(__name__)
@@ -39,7 +39,7 @@ class CompiledPiece:
     """A function of `FastBlocks.pieces`, compiled for any number of tokens; uncompiled if the compiler fails.
 
     Attributes:
-        sampling: also run compiled code in calls without gradients, that is, in previews.
+        sampling: also run compiled code in calls without gradients, as in previews.
         strict: raise the compiler's errors instead of falling back.
         ones_are_sizes: see `settle_compiler`.
         sizes: the dynamic sizes of its inputs so far.
@@ -53,7 +53,7 @@ class CompiledPiece:
     sizes: FreeSizes = field(default_factory=FreeSizes)
 
     def __call__(self, block: nn.Module, hidden: Tensor, *others: Tensor | None) -> Any:
-        # A single token, as of an empty caption, is not worth another graph.
+        # A single token, from an empty caption, is not worth another graph.
         if not (torch.is_grad_enabled() or self.sampling) or hidden.shape[1] == 1:
             return self.eager(block, hidden, *others)
         settle_compiler(ones_are_sizes=self.ones_are_sizes)
@@ -73,10 +73,10 @@ Case = tuple[object, ...]  # class of a block, and shapes and strides of its inp
 
 
 class CheckedForward:
-    """`forward` of a stock block, compiled if its gradients were verified, else uncompiled.
+    """`forward` of a stock block: compiled if its gradients have been verified, else uncompiled.
 
-    Each shape is verified with its first inputs: on CPUs, inductor compiles blocks of Sana Video so that some gradients
-    are wrong by orders of magnitude, without any error. Without gradients, the outputs are compared.
+    Each shape is verified with its first inputs: on CPUs, inductor miscompiles blocks of Sana Video, and some gradients
+    are silently wrong by orders of magnitude. Without gradients, outputs are compared.
     """
 
     def __init__(self, block: nn.Module, compiler: Compiler, verdicts: dict[Case, bool], sampling: bool) -> None:
@@ -84,14 +84,14 @@ class CheckedForward:
         self.eager, self.compiled = block.forward, compiler(block.forward)
 
     def __call__(self, hidden: Tensor, *others: Any, **named: Any) -> Any:
-        # The first block's hidden states are a transposed view; with other strides they would need their own graph.
+        # The first block's hidden states are a transposed view, whose strides would need a separate graph.
         inputs = (with_gradient(hidden.contiguous()), *others)
         training = torch.is_grad_enabled()
         if not training and not self.sampling:
             return self.eager(*inputs, **named)
-        # Training and sampling are compiled apart.
+        # Training and sampling are compiled separately.
         case = (training, type(self.block), *(_shape(value) for value in (*inputs, *named.values())))
-        settle_compiler(ones_are_sizes=False)  # they would break the attention of Sana Video
+        settle_compiler(ones_are_sizes=False)  # dynamic ones would break the attention of Sana Video
         if case not in self.verdicts:
             self.verdicts[case] = self._is_right(inputs, named)
         return (self.compiled if self.verdicts[case] else self.eager)(*inputs, **named)
@@ -119,7 +119,7 @@ def compile_blocks(
     sampling: bool,
     recomputing: bool,
 ) -> None:
-    """Compile the functions of fast blocks; in other families the forward of blocks, with verification.
+    """Compile the functions of fast blocks; for families without them, the forward of blocks, with verification.
 
     Args:
         sampling: also compile previews, which run without gradients.
@@ -133,10 +133,10 @@ def compile_blocks(
             fast.recomputing = {name: checkpointed(fast.pieces[name]) for name in fast.last}
         for pieces in (fast.pieces, fast.recomputing):
             for name, piece in pieces.items():
-                # Not where even sizes that are always 1 are symbols: equal ones become one symbol.
+                # Not with dynamo_dynamic, where even constant ones are symbols, and equal sizes become one symbol.
                 pieces[name] = CompiledPiece(piece, compiler(piece), sampling, strict, not launch.dynamo_dynamic)
         return
-    # Of a class of stock blocks, the first one is verified for all.
+    # The first stock block of a class is verified for all of them.
     verdicts: dict[Case, bool] = {}
     compiled = compiler if layout.compiled is None else partial(layout.compiled, compiler)
     for block in layout.blocks:
@@ -150,7 +150,7 @@ def make_compiler(backend: str, launch: LaunchConfig, *, any_sizes: bool) -> Com
         any_sizes: one graph serves all sizes; otherwise every shape is compiled.
     """
     mode, options = launch.dynamo_mode, None
-    if launch.dynamo_cpp_wrapper:  # torch takes a mode or options
+    if launch.dynamo_cpp_wrapper:  # torch accepts either a mode or options
         mode, options = None, {**torch._inductor.list_mode_options(mode or "default"), "cpp_wrapper": True}
     # None: symbols only for sizes that are marked or change.
     dynamic, strict = True if launch.dynamo_dynamic else None if any_sizes else False, launch.dynamo_fullgraph
@@ -158,27 +158,28 @@ def make_compiler(backend: str, launch: LaunchConfig, *, any_sizes: bool) -> Com
 
 
 def sizes_of(tensor: Tensor) -> list[int]:
-    """Dimensions that vary between batches: samples and tokens. Per-sample vectors, `B C`, have no tokens, and a
-    symbolic width would slow products and loops down.
+    """Dimensions that vary between batches: samples and tokens.
+
+    Per-sample vectors, `B C`, have no tokens, and a symbolic width would slow down matmuls and loops.
     """
     return [0, 1] if tensor.ndim > 2 or tensor.dtype == torch.bool else [0]
 
 
 def settle_compiler(*, ones_are_sizes: bool) -> None:
-    """Configure the compiler for this thread: its settings are per thread, and on a GPU autograd recomputes checkpoints
-    in its own threads.
+    """Configure the compiler for this thread.
 
-    If only those threads reached the recompile limit, recomputation would not match the forward pass. The backward pass
-    is compiled with the forward pass, where a failure can still fall back to the uncompiled function.
+    Its settings are per thread, and on a GPU autograd recomputes checkpoints in separate threads. If only those threads
+    reached the recompile limit, recomputation would not match the forward pass. The backward pass is compiled with the
+    forward pass, where a failure can still fall back to the uncompiled function.
 
     Args:
-        ones_are_sizes: compile for any size where it is 1 at first, too; else batches of one are compiled apart.
+        ones_are_sizes: treat sizes that are 1 at first as dynamic too; else batches of one are compiled separately.
     """
     if torch._dynamo.config.recompile_limit < VERSIONS:
         torch._dynamo.config.recompile_limit = VERSIONS
     if not torch._functorch.config.force_non_lazy_backward_lowering:
         torch._functorch.config.force_non_lazy_backward_lowering = True
-    # It would split compiled functions at DDP's buckets; they end with every block anyway.
+    # This would split compiled functions at DDP's buckets, but they end with every block anyway.
     if torch._dynamo.config.optimize_ddp:
         torch._dynamo.config.optimize_ddp = False
     shapes: Any = torch.fx.experimental._config
@@ -187,14 +188,17 @@ def settle_compiler(*, ones_are_sizes: bool) -> None:
 
 
 def with_gradient(hidden: Tensor) -> Tensor:
-    """Hidden states that require a gradient in training, as the outputs of blocks do. The first block's input does not,
-    and would need its own compiled version."""
+    """Hidden states that require a gradient in training, like the outputs of blocks.
+
+    The first block's input does not, and would need a separate compiled version.
+    """
     return hidden if hidden.requires_grad or not torch.is_grad_enabled() else hidden.detach().requires_grad_()
 
 
 def largest_error(block: nn.Module, forwards: Iterable[Forward], inputs: Sequence[Any]) -> float:
-    """The largest relative error, in norms, of the second forward compared with the first: in the gradients of a
-    block's weights and inputs, or, without gradients, in its output.
+    """The largest relative error, by norm, of the second forward compared with the first.
+
+    Compares the gradients of a block's weights and inputs or, without gradients, its output.
     """
     trains = torch.is_grad_enabled()
     results = (_gradients(block, forward, inputs) if trains else [forward(*inputs)] for forward in forwards)
@@ -202,9 +206,9 @@ def largest_error(block: nn.Module, forwards: Iterable[Forward], inputs: Sequenc
 
 
 def _error(right: Tensor, wrong: Tensor) -> float:
-    # Where the right value is zero, any difference counts as a large error.
+    # If the right value is zero, any difference counts as a large error.
     error = float((wrong - right).float().norm() / right.float().norm().clamp_min(1e-12))
-    return error if error == error else float("inf")  # NaN must not lose against numbers in `max`
+    return error if error == error else float("inf")  # `max` would ignore NaN
 
 
 def _gradients(block: nn.Module, forward: Forward, inputs: Sequence[Any]) -> list[Tensor]:
@@ -223,7 +227,7 @@ def _gradients(block: nn.Module, forward: Forward, inputs: Sequence[Any]) -> lis
 
 
 def _reason(error: Exception) -> str:
-    """The compiler's message without the advice that follows it."""
+    """The compiler's message without its trailing advice."""
     return " ".join(str(error).splitlines()[:2])
 
 
@@ -236,13 +240,13 @@ class FirstGradients:
     """`forward` of a block that logs the error of its gradients in the first training call.
 
     It uses the run's batch, because the error depends on outliers, which random inputs lack. Block and reference run
-    uncompiled, with equal dropout.
+    uncompiled, with the same dropout.
 
     Args:
-        message: what is logged, with a place for the error.
-        reference: makes a context in which the block computes what it is compared with.
+        message: log message, with a placeholder for the error.
+        reference: returns a context in which the block computes the reference.
         fast: the state of fast blocks.
-        is_ready: false in calls that have no error to show yet.
+        is_ready: false in calls that have no error to log yet.
     """
 
     def __init__(
@@ -255,7 +259,7 @@ class FirstGradients:
         self.is_pending = True
 
     def install(self) -> None:
-        """Replace `forward`; the block may have been compiled since the construction."""
+        """Replace `forward`; the block may have been compiled since construction."""
         forward = self.block.forward
 
         def logged(hidden: Tensor, *others: Any, **named: Any) -> Any:
@@ -273,7 +277,7 @@ class FirstGradients:
                 return self.eager(*inputs, **named)
 
         devices = [inputs[0].device] if inputs[0].is_cuda else []
-        # The run's random streams must not notice this measurement.
+        # The measurement must not advance the run's random streams.
         with torch.random.fork_rng(devices), self._uncompiled():
             error = largest_error(self.block, [partial(run, self.reference), partial(run, nullcontext)], inputs)
         logger.info(self.message, error)
@@ -292,7 +296,7 @@ class FirstGradients:
 
 @contextmanager
 def unpacked_products(block: nn.Module) -> Iterator[None]:
-    """A context in which quantised layers multiply their unpacked weights; the rounding of the weights stays."""
+    """A context in which quantised layers multiply by their unpacked, but still rounded, weights."""
     layers = [each for each in block.modules() if isinstance(each, QuantisedLinear)]
     forms = [each.form for each in layers]
     for layer in layers:

@@ -1,4 +1,4 @@
-"""Activation checkpointing: recomputes activations of blocks in the backward pass instead of keeping them."""
+"""Activation checkpointing: recomputes the activations of blocks in the backward pass instead of keeping them."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ def enable_checkpointing(
     """Checkpoint blocks as configured.
 
     Args:
-        dropout: blocks draw random numbers, so the generator's state is restored for the recomputation.
+        dropout: blocks draw random numbers, so the generator's state is restored for recomputation.
         block_inputs: keeps the hidden states of checkpointed blocks in host memory.
-        keep: the attention whose result is kept: one tensor of the hidden states' size per block saves the part of the
-            recomputation that is quadratic in tokens.
+        keep: the attention whose output is kept: one tensor of the hidden states' size per block avoids the quadratic
+            part of the recomputation.
     """
     if not config.gradient_checkpointing:
         return
@@ -56,16 +56,16 @@ def enable_checkpointing(
 
 
 def checkpointed(function: Callable[..., Any]) -> Callable[..., Any]:
-    """A function of `FastBlocks.pieces` with its own checkpoint.
+    """A function of `FastBlocks.pieces` with a separate checkpoint.
 
-    Meant for compilation: the compiler only recomputes what the backward pass reads, so not the last layer.
+    For compilation: the compiler recomputes only what the backward pass reads, so not the last layer.
     """
 
     def run(block: nn.Module, *inputs: Tensor | None) -> Any:
         return checkpoint(partial(function, block), *inputs, use_reentrant=False, preserve_rng_state=False)
 
     # torch tracks sizes by code object: with a shared one, a size that differs between two functions would become a
-    # symbol, even 1, which torch 2.11 cannot broadcast.
+    # symbol, even if it is 1, which torch 2.11 cannot broadcast.
     run.__code__ = run.__code__.replace(co_name=function.__name__)
     return wraps(function)(run)
 
@@ -73,14 +73,14 @@ def checkpointed(function: Callable[..., Any]) -> Callable[..., Any]:
 def outside_checkpoints() -> saved_tensors_hooks:
     """Isolate a separate autograd graph inside a block.
 
-    These no-op hooks shadow the hooks of a surrounding checkpoint, which would otherwise claim the graph's saved
+    These no-op hooks shadow the hooks of an enclosing checkpoint, which would otherwise capture the graph's saved
     tensors.
     """
     return saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor)
 
 
 def keeping_contexts(keep: SelfAttention) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-    """Contexts of a block's forward pass and recomputation, which pass the attention's result on."""
+    """Contexts for a block's forward pass and recomputation, which pass on the output of attention."""
     kept = KeptAttention()
     return keep.through(kept), keep.through(kept)
 
@@ -88,8 +88,8 @@ def keeping_contexts(keep: SelfAttention) -> tuple[AbstractContextManager[Any], 
 class KeptAttention:
     """The self-attention of one checkpointed block.
 
-    It keeps the result and the kernel's other outputs for the gradient. Queries, keys and values come from the
-    recomputation, which ends here or continues with the result.
+    Keeps the output, and the kernel's other outputs for the gradient. Queries, keys and values come from the
+    recomputation, which ends here or continues with the output.
     """
 
     def __init__(self) -> None:
@@ -101,13 +101,13 @@ class KeptAttention:
             return self.result.transpose(1, 2)
         with LeftToRecomputation(passed):
             out = kernel(*passed)
-        # `B H S D`, for a view like that of `torch_attention`: compiled functions would need a version for others.
+        # `B H S D`, for the same strides as `torch_attention`: other strides would need another compiled version.
         self.result = out.detach().transpose(1, 2).detach().requires_grad_(out.requires_grad)
         return out
 
 
 class Recomputed(torch.autograd.Function):
-    """The identity, which saves its tensors within the block's checkpoint, to be recomputed."""
+    """The identity; saves its tensors in the block's checkpoint, so that they are recomputed."""
 
     @staticmethod
     def forward(ctx: Any, *inputs: Tensor) -> tuple[Tensor, ...]:
@@ -120,10 +120,10 @@ class Recomputed(torch.autograd.Function):
 
 
 class LeftToRecomputation(saved_tensors_hooks):
-    """Hooks that save views of results of `Recomputed` as how to make them again, and all other tensors as usual."""
+    """Hooks that save views of `Recomputed` outputs as recipes, and all other tensors as usual."""
 
     def __init__(self, passed: Sequence[Tensor]) -> None:
-        # Kernels save transposed or reshaped views, which share the storage only.
+        # Kernels save transposed or reshaped views, which share only the storage.
         places = {value.untyped_storage()._cdata: index for index, value in enumerate(passed)}
         node: Any = passed[0].grad_fn
 

@@ -1,4 +1,4 @@
-"""Sampled previews are decoded and written by a thread while training goes on."""
+"""Decodes and writes sampled previews in a thread while training continues."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ Write = Callable[[list[Image]], MediaRecord]
 
 @dataclass
 class DecodingThread:
-    """Decodes previews one at a time; on a GPU in a separate stream.
+    """Decodes previews one at a time; on a GPU, in a side stream.
 
     Attributes:
-        thread: of one worker, since some VAEs keep state from frame to frame.
+        thread: a pool of one worker, since some VAEs keep state between frames.
     """
 
     thread: Executor
@@ -38,16 +38,16 @@ class DecodingThread:
 
     @property
     def is_idle(self) -> bool:
-        """Whether nothing is left to be decoded or reported."""
+        """Whether no preview is waiting to be decoded or reported."""
         return not self._pending
 
     def submit(self, name: str, decode: Callable[[], list[Image]], write: Write) -> None:
-        """Decode and write a preview of that name once its latents are computed."""
+        """Decode and write a preview once its latents are computed."""
         ready = None if self._stream is None else torch.cuda.current_stream(self.device).record_event()
         self._pending.append((name, self.thread.submit(partial(self._decode, ready, decode, write))))
 
     def _decode(self, ready: torch.cuda.Event | None, decode: Callable[[], list[Image]], write: Write) -> MediaRecord:
-        # Gradients, device and stream are settings of a thread.
+        # Gradient mode, device and stream are per thread.
         with torch.no_grad(), nullcontext() if self._stream is None else torch.cuda.stream(self._stream):
             if self._stream is not None and ready is not None:
                 self._stream.wait_event(ready)
@@ -55,10 +55,10 @@ class DecodingThread:
         return write(frames)
 
     def finished(self, *, wait: bool) -> Iterator[MediaRecord]:
-        """The records of previews on disk, in order; one that could not be decoded is named in a warning.
+        """The records of previews on disk, in order; logs a warning for a preview that could not be decoded.
 
         Raises:
-            WriteError: the disk is full, or cannot be written to.
+            WriteError: the disk is full or not writable.
         """
         while self._pending and (wait or self._pending[0][1].done()):
             name, preview = self._pending.popleft()
@@ -66,5 +66,5 @@ class DecodingThread:
                 yield preview.result()
             except WriteError:
                 raise
-            except Exception as error:  # noqa: BLE001 - whatever happens to a picture, the run goes on
+            except Exception as error:  # noqa: BLE001 - a lost preview must not stop the run
                 logger.warning("The preview %s is lost: %s: %s", name, type(error).__name__, error)

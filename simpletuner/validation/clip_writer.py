@@ -1,4 +1,4 @@
-"""Write clips as mp4 files that every browser plays."""
+"""Writes clips as mp4 files that every browser can play."""
 
 from __future__ import annotations
 
@@ -16,17 +16,18 @@ from PIL import Image
 from simpletuner.atomic import write_atomically
 
 QUALITY = "18"  # crf; visually lossless
-# H.264 has the same number for the primaries, transfer function and matrix of ITU-R BT.709.
+# In H.264, primaries, transfer function and matrix of ITU-R BT.709 have the same number.
 BT709 = 1
 LIMITED_RANGE = 1  # AVCOL_RANGE_MPEG: 16 to 235
 
 
 def write_mp4(path: Path, frames: Sequence[Image.Image], rate: float) -> None:
-    """Write H.264 at a constant rate, atomically.
+    """Write H.264 at a constant frame rate, atomically.
 
     Args:
         path: its folder is created if missing.
-        frames: at least one, all of one size. Odd widths and heights lose their last pixel: yuv420p needs even ones.
+        frames: at least one, all of one size. Odd widths and heights lose their last pixel, since yuv420p needs even
+            sizes.
         rate: frames per second.
 
     Raises:
@@ -40,7 +41,7 @@ def write_mp4(path: Path, frames: Sequence[Image.Image], rate: float) -> None:
 
 def _encode(path: Path, frames: Sequence[Image.Image], rate: Fraction) -> None:
     width, height = (side // 2 * 2 for side in frames[0].size)
-    # With the index first a browser can start playing before the download ends.
+    # With the index first, a browser can start playing before the download is complete.
     with av.open(str(path), "w", options={"movflags": "faststart"}) as container:
         stream = container.add_stream("libx264", rate=rate, options={"crf": QUALITY})
         assert isinstance(stream, VideoStream)
@@ -54,5 +55,5 @@ def _encode(path: Path, frames: Sequence[Image.Image], rate: Fraction) -> None:
 
 
 def _to_yuv(picture: Image.Image) -> VideoFrame:
-    """Convert with the matrix that the file is tagged with; swscale's default would be BT.601."""
+    """Convert with the colour matrix of the file's tag; swscale's default would be BT.601."""
     return VideoFrame.from_image(picture).reformat(format="yuv420p", dst_colorspace=Colorspace.ITU709)

@@ -1,7 +1,8 @@
 """The loss on held-out data, with fixed noise at fixed noise levels.
 
-The training loss is noisy, because every step draws other noise at other levels. Here both are fixed per sample, so two
-values differ only by the training in between. Training is unaffected: no gradients, and the random states are restored.
+The training loss is noisy, because every step draws new noise and noise levels. Here, both are fixed per sample, so two
+values differ only by the training in between. Training is unaffected: evaluation runs without gradients, and the random
+states are restored.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from simpletuner.reporting.metrics import EVALUATED
 from simpletuner.training.state import Assembly, TrainState
 from simpletuner.validation.runner import Placed, own_share, quiet, weights_to_use
 
-Evaluation = tuple[bool, str, Sample]  # with the moving average, of a dataset
+Evaluation = tuple[bool, str, Sample]  # (with the moving average, dataset id, sample)
 
 
 @dataclass
@@ -37,10 +38,10 @@ class EvaluationLoss:
     """Callback that publishes `loss/val/<dataset id>` at the configured intervals.
 
     Attributes:
-        datasets: the samples to evaluate, at least one, by dataset id.
-        read: returns a sample as a batch of one, with its first caption.
-        steps_per_epoch: optimizer steps, may be a fraction.
-        ema_validation: which weights to evaluate; see `EmaConfig`.
+        datasets: samples to evaluate, at least one, by dataset id.
+        read: reads a sample as a batch of one, with its first caption.
+        steps_per_epoch: optimizer steps per epoch, possibly fractional.
+        ema_validation: weights to evaluate; see `EmaConfig`.
         lacking: the record lacks the evaluation of the step from which the session resumes.
     """
 
@@ -61,18 +62,18 @@ class EvaluationLoss:
             self.events.publish(Evaluated(state.global_step, self.evaluate(assembly, state.global_step)))
 
     def on_train_end(self, assembly: Assembly, state: TrainState) -> None:
-        """If due, the last step was evaluated in `on_step_end`."""
+        """Does nothing: `on_step_end` has evaluated the last step if it was due."""
 
     def is_due(self, step: int) -> bool:
-        """Whether the interval in steps or the one in epochs ends with this step."""
+        """Whether an interval in steps or epochs ends with this step."""
         epochs = self.config.eval_epoch_interval
         intervals = self.config.eval_steps_interval, epochs and epochs * self.steps_per_epoch
         return any(Rounds(each).after(step - 1, step) for each in intervals if each)
 
     def evaluate(self, assembly: Assembly, step: int) -> dict[str, float]:
-        """The mean loss of the datasets by metric name, with the weights that `ema_validation` selects.
+        """The mean loss of each dataset by metric name, with the weights selected by `ema_validation`.
 
-        The processes split the samples; the means equal those of one process, bit for bit.
+        The processes split the samples; the means are bit-identical to those of one process.
         """
         weights = weights_to_use(assembly, self.ema_validation)
         samples: list[Evaluation] = [
@@ -81,18 +82,18 @@ class EvaluationLoss:
             for name, dataset in self.datasets.items()
             for sample in dataset
         ]
-        # A sample counts once for each noise level, since each is a forward pass.
+        # A sample counts once per noise level, since each is a forward pass.
         total = len(samples) * self.config.eval_timesteps
         phase = PhaseStarted(f"Evaluating at step {step}", total, "timesteps", EVALUATION)
         measure = partial(self._measure, assembly, own_share(assembly, samples))
-        # Under FSDP2 a forward pass gathers weights from all processes, so they evaluate every sample together.
+        # With FSDP2, a forward pass gathers weights from all processes, so they evaluate every sample together.
         losses = dict(share_work(assembly.world, self.events, phase, measure, in_lockstep=assembly.is_sharded))
         device, groups = assembly.accelerator.device, defaultdict[tuple[bool, str], list[Tensor]](list)
         for place, (use_ema, name, _) in enumerate(samples):
             groups[use_ema, name].append(losses[place].to(device))
         means: dict[str, float] = {}
         for use_ema in weights:
-            # Weights that are evaluated alone keep the plain name, and with it the curve of a run without EMA.
+            # If only one set of weights is evaluated, it keeps the plain name, as in a run without EMA.
             suffix = "/ema" if use_ema and len(weights) > 1 else ""
             by_dataset = {name: torch.cat(groups[use_ema, name]).mean().item() for name in self.datasets}
             means |= {f"{EVALUATED}{name}{suffix}": mean for name, mean in by_dataset.items()}
@@ -101,9 +102,9 @@ class EvaluationLoss:
         return means
 
     def _measure(self, assembly: Assembly, samples: Placed[Evaluation], bar: ProgressBar) -> Results[Tensor]:
-        """The losses of samples, with the moving average or without."""
+        """The losses of samples, with or without the moving average."""
         with quiet(assembly):
-            # `samples` are ordered by weights, so the average is applied once, not for each sample.
+            # `samples` are ordered by weights, so the average is applied once, not per sample.
             for use_ema, group in itertools.groupby(samples, key=lambda item: item[1][0]):
                 with assembly.averaged(use_ema):
                     for place, (_, _, sample) in group:
@@ -111,7 +112,7 @@ class EvaluationLoss:
                         for loss in self._losses(assembly, sample):
                             losses.append(loss)
                             bar.advance(1, sample.name)
-                        # In host memory, from where they are sent to the other processes.
+                        # In host memory, for the exchange between processes.
                         yield place, torch.cat(losses).cpu()
 
     def _losses(self, assembly: Assembly, sample: Sample) -> Iterator[Tensor]:
@@ -123,14 +124,14 @@ class EvaluationLoss:
 def sample_losses(
     adapter: FamilyAdapter, transformer: nn.Module, batch: Batch, sigmas: Sequence[float], seed: int, loss: LossConfig
 ) -> Iterator[Tensor]:
-    """The loss of a batch of one sample at each noise level, each of shape `1`."""
+    """The loss of a batch of one sample at each noise level, shape `1`."""
     for index, sigma in enumerate(sigmas):
-        # Keyed by the sample's name: other samples keep their noise when one is added or removed.
+        # By the sample's name, so that samples keep their noise when others are added or removed.
         noise = sample_noise(batch.latents, [generator_for(seed, 0, index, 0, f"evaluate {batch.names[0]}")])
         noisy = adapter.prepare(make_noisy(batch, torch.tensor([sigma]), noise))
         yield diffusion_loss(adapter.predict(transformer, noisy), noisy, loss)
 
 
 def even_sigmas(count: int) -> list[float]:
-    """The midpoints of `count` equal parts of [0, 1], which exclude a clean input and pure noise."""
+    """The midpoints of `count` equal parts of [0, 1], which exclude clean inputs and pure noise."""
     return [(index + 0.5) / count for index in range(count)]

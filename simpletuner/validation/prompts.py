@@ -1,4 +1,4 @@
-"""Validation prompts, their file names and sizes. Free of torch."""
+"""Validation prompts, their file names and sizes. Imports no torch."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from simpletuner.models.spec import FamilySpec
 UNCONDITIONAL = "unconditional"
 PRIMARY = "validation"
 SMALLEST_SIDE = 128
-# Bytes. File systems allow 255, but step, size and suffix are added.
+# Bytes. File systems allow 255, but step, size and suffix are appended.
 LONGEST_NAME = 120
 
-# For `validation_prompt_library`: a person, a landscape, a style, a crowded scene, writing.
+# The built-in `validation_prompt_library`: a person, a landscape, a style, a crowded scene, text.
 BUILT_IN = {
     "portrait": "portrait of an old sailor with a grey beard, soft window light",
     "mountains": "a mountain lake at sunrise, mist over the water, snow on the peaks",
@@ -36,7 +36,7 @@ BUILT_IN = {
 
 @dataclass(frozen=True)
 class ValidationPrompt:
-    """One prompt; `short_name` is safe in a file name, `nickname` is the user's name for it.
+    """One prompt; `short_name` is safe in a file name, `nickname` is the user's name.
 
     `adapter_strength` replaces the strength of `validation_adapter_*` for this prompt.
     """
@@ -48,18 +48,18 @@ class ValidationPrompt:
 
 
 def collect_prompts(config: ValidationConfig) -> Reading[list[ValidationPrompt]]:
-    """All prompts of the run, with unique names: the empty one if it is asked for or the only one, libraries, then the
-    primary one."""
+    """All prompts of the run, with unique names: the empty prompt if enabled or the only one, libraries, then the
+    primary prompt."""
     if config.validation_disable:
         return []
     built_in = BUILT_IN if config.validation_prompt_library else {}
     library: list[tuple[str, str, float | None]] = [(nickname, prompt, None) for nickname, prompt in built_in.items()]
     if config.user_prompt_library:
         library += yield from read_library(Path(config.user_prompt_library).expanduser())
-    taken = {UNCONDITIONAL, PRIMARY}  # reserved: a library's prompt of that name is renamed
+    taken = {UNCONDITIONAL, PRIMARY}  # reserved; library prompts with these names are renamed
     named = [ValidationPrompt(unique(file_safe(entry[0]), taken), *entry) for entry in library]
     primary = [ValidationPrompt(PRIMARY, PRIMARY, config.validation_prompt)] if config.validation_prompt else []
-    # The primary prompt comes last: the model card and its program show `prompts[-1]`.
+    # The primary prompt comes last, since the model card shows `prompts[-1]`.
     prompts = [*named, *primary]
     omitted = config.validation_disable_unconditional
     omitted = bool(prompts) if omitted is None else omitted
@@ -96,7 +96,7 @@ def read_library(path: Path) -> Reading[list[tuple[str, str, float | None]]]:
 
 
 def file_safe(name: str) -> str:
-    """A nickname as part of a file name, with letters, marks and digits of any script, dots, dashes and underscores."""
+    """A nickname for use in file names: letters, marks and digits of any script, dots, dashes and underscores."""
     kept = "".join(char if char in "._-" or unicodedata.category(char)[0] in "LMN" else " " for char in name)
     whole = re.sub(r"_*\s+_*", "_", kept.strip())
     return whole.encode()[:LONGEST_NAME].decode(errors="ignore").strip("._") or "prompt"  # cut between characters
@@ -105,7 +105,8 @@ def file_safe(name: str) -> str:
 def fit_sizes(sizes: Sequence[Size], spec: FamilySpec, *, lenient: bool) -> Reading[list[Size]]:
     """Round the sizes of `validation_resolution` to multiples that the model can render, with a warning.
 
-    A side under 128 px is an error, since usually megapixels are meant; `lenient` (`i_know_what_i_am_doing`) allows it.
+    A side under 128 px is an error, since it is usually meant as megapixels; `lenient` (`i_know_what_i_am_doing`)
+    allows it.
     """
     key, multiple = "validation_resolution", spec.size_multiple
     sides = [[max(multiple, round(side / multiple) * multiple) for side in size] for size in sizes]
@@ -128,9 +129,9 @@ def fit_sizes(sizes: Sequence[Size], spec: FamilySpec, *, lenient: bool) -> Read
 
 
 def unique(name: str, taken: set[str]) -> str:
-    """The name, numbered if it is in `taken`, to which it is added."""
+    """The name, numbered if already in `taken`; adds it to `taken`."""
     candidate, number = name, 1
-    # Some file systems do not distinguish names by case.
+    # Some file systems are case-insensitive.
     while candidate.lower() in taken:
         number += 1
         candidate = f"{name}_{number}"
@@ -146,7 +147,7 @@ class AdapterRun:
     """LoRA files with strengths, rendered together; without files, the plain model.
 
     Attributes:
-        name: added to the names of preview files.
+        name: appended to preview file names.
     """
 
     name: str = ""
@@ -154,13 +155,13 @@ class AdapterRun:
 
     @property
     def size(self) -> int:
-        """Bytes of the files."""
-        # What does not exist is a problem of its own.
+        """Total bytes of the files."""
+        # Missing files are reported separately.
         return sum(path.stat().st_size for path, _ in self.loras if path.is_file())
 
 
 def adapter_runs(config: RunConfig, *, fetch: bool = False) -> list[AdapterRun]:
-    """The adapter runs of a round of previews; LoRAs that are not on this machine are skipped unless `fetch`.
+    """The adapter runs of a round of previews; without `fetch`, LoRAs that are not on this machine are skipped.
 
     Raises:
         UserError: a file could not be downloaded.
@@ -168,8 +169,8 @@ def adapter_runs(config: RunConfig, *, fetch: bool = False) -> list[AdapterRun]:
     adapters, taken = config.validation_adapters, set[str]()
     runs = [AdapterRun()] if adapters.renders_without else []
     for entry in adapters.entries:
-        found = [(lora_keys.find_lora(location, fetch=fetch), strength) for location, strength in entry.loras]
-        loras = tuple((path, strength) for path, strength in found if path is not None)
+        files = [(lora_keys.find_lora(location, fetch=fetch), strength) for location, strength in entry.loras]
+        loras = tuple((path, strength) for path, strength in files if path is not None)
         runs.append(AdapterRun(unique(file_safe(entry.title), taken), loras))
     return runs
 
@@ -177,19 +178,19 @@ def adapter_runs(config: RunConfig, *, fetch: bool = False) -> list[AdapterRun]:
 def check_adapters(
     config: RunConfig, family: str, source: ModelSource, prompts: Sequence[ValidationPrompt]
 ) -> Iterator[Problem]:
-    """Problems of the files on this machine with the model, and of settings without effect."""
+    """Report files on this machine that do not fit the model, and settings without effect."""
     yield from check_listed(config.validation_adapters)
     modules = lora_keys.linear_modules(source["transformer"].weight_shapes())
-    # Each file once, however many runs combine it.
+    # Every file once, however many runs use it.
     files = dict.fromkeys(path for run in adapter_runs(config) for path, _ in run.loras)
     for path in files:
         yield from lora_keys.check_lora_file(ADAPTER_PATH, path, modules, family)
         names = result_of(lora_keys.read_shapes(ADAPTER_PATH, path))
         if any(name.endswith((lora_keys.MAGNITUDE, lora_keys.COMFYUI_MAGNITUDE)) for name in names):
-            message = "is a DoRA, which scales the base model's weights and cannot be added to one in training."
+            message = "is a DoRA, which scales the base model's weights and cannot be added to a model in training."
             yield Problem(ADAPTER_PATH, f"{str(path)!r} {message} `simpletuner sample` renders with it.")
     if files and config.validation.validation_torch_compile:
-        message = "cannot be combined with validation_adapter_*: compiled blocks would not see the further LoRAs."
+        message = "cannot be combined with validation_adapter_*: compiled blocks would skip the further LoRAs."
         yield Problem("validation_torch_compile", message)
     if not config.validation_adapters.entries:
         for prompt in [prompt for prompt in prompts if prompt.adapter_strength is not None]:
@@ -198,13 +199,13 @@ def check_adapters(
 
 
 def fetched_runs(config: RunConfig, family: str, source: ModelSource) -> list[AdapterRun]:
-    """The adapter runs of a new session, after downloading and checking files of the hub.
+    """The adapter runs of a new session; downloads and checks files from the hub.
 
     Raises:
         ConfigError: a downloaded file does not fit.
         UserError: a file could not be downloaded.
     """
     runs = adapter_runs(config, fetch=True)
-    # Files of the hub could not be checked in the plan: they were not on this machine.
+    # The plan could not check files that were still on the hub.
     Problems(check_adapters(config, family, source, ())).raise_if_fatal()
     return runs

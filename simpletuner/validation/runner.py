@@ -1,7 +1,7 @@
-"""Previews, rendered with the family's stock pipeline and cached embeddings.
+"""Renders previews with the family's stock pipeline and cached embeddings.
 
-They are rendered between steps, without gradients, and do not affect training: a step seeds its random numbers, and
-weights that the moving average replaces are restored bit for bit. If VAE and transformer do not fit together, they take
+Previews are rendered between steps, without gradients, and do not affect training: a step seeds its random numbers, and
+weights replaced by the moving average are restored bit for bit. If VAE and transformer do not fit together, they take
 turns on the device.
 """
 
@@ -47,17 +47,17 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 Item = TypeVar("Item")
 
-REHEARSED_STEPS = 2  # the fewest that every sampler accepts
+REHEARSED_STEPS = 2  # the minimum for every sampler
 IMAGE_FOLDER, BENCHMARK_FOLDER = "validation_images", "benchmarks/base_model"
 PREVIEW_FOLDERS = (IMAGE_FOLDER, BENCHMARK_FOLDER)
 
 
 @dataclass(frozen=True)
 class Subject:
-    """A prompt with its embeddings, and for i2i and i2v the source picture.
+    """A prompt with its embeddings, and the source picture for i2i and i2v.
 
-    All are functions of the preview's size, since the source picture is fitted to it and may be part of the prompt.
-    `picture` is the SHA-256 of the source picture.
+    Embeddings and picture are functions of the preview's size, since the source picture is fitted to it and may be part
+    of the prompt. `picture` is the SHA-256 of the source picture.
     """
 
     prompt: ValidationPrompt
@@ -69,10 +69,10 @@ class Subject:
 
 @dataclass
 class Renderer:
-    """Keeps the stock pipeline between renderings, and writes previews.
+    """Keeps the stock pipeline between validations, and writes previews.
 
     Attributes:
-        frame_rate: of clips; None for families of pictures.
+        frame_rate: frames per second of clips; None for picture families.
     """
 
     config: RunConfig
@@ -80,7 +80,7 @@ class Renderer:
     _pipeline: PreviewPipeline | None = field(default=None, init=False)
 
     def open(self, adapter: FamilyAdapter, transformer: nn.Module, device: torch.device) -> PreviewPipeline:
-        """The pipeline around a transformer, with its VAE placed and decoding as configured."""
+        """The pipeline around a transformer, with its VAE placed and configured."""
         if self._pipeline is None:
             self._pipeline = adapter.load_preview_pipeline(transformer, device, self.config.sampling_shift)
             decode_in(self.config.validation.validation_decoding, self._pipeline.vae, adapter.spec.vae_stride)
@@ -90,7 +90,7 @@ class Renderer:
     def release(self) -> None:
         """Free the VAE on a GPU, where memory is scarce; a CPU keeps it for the next previews.
 
-        No other reference to the pipeline may exist at this point, or its memory would not be freed.
+        Requires that no other reference to the pipeline exists; otherwise its memory would not be freed.
         """
         if torch.cuda.is_available() and not self.config.caching.keep_vae_loaded:
             self._pipeline = None
@@ -99,8 +99,8 @@ class Renderer:
 
     def request(self, subject: Subject, size: Size, seed: int) -> PreviewRequest:
         """The preview request of a subject at a size."""
-        validation: Any = self.config.validation  # the plan has filled in the family's defaults
-        # CPU and GPU generators draw different noise from one seed.
+        validation: Any = self.config.validation  # with the family's defaults
+        # CPU and GPU generators draw different noise for the same seed.
         on_gpu = validation.validation_seed_source == "gpu" and torch.cuda.is_available()
         return PreviewRequest(
             embeds=subject.embeds(size),
@@ -123,7 +123,7 @@ class Renderer:
         return ".jpg" if kind == "jpeg" else f".{kind}"
 
     def dimensions(self, frames: list[Image]) -> str:
-        """The actual size for file names, and for clips the actual number of frames (`768x512@61`)."""
+        """The actual size, and for clips the actual number of frames, for file names (`768x512@61`)."""
         return f"{frames[0].width}x{frames[0].height}" + (f"@{len(frames)}" if self.frame_rate is not None else "")
 
     def write(self, frames: list[Image], path: Path) -> None:
@@ -140,9 +140,9 @@ class Renderer:
 
 
 def warn_of_one_colour(frames: Sequence[Image], path: Path) -> None:
-    """Log a warning if every frame of a rendered picture or clip is plain; NaN is rendered black."""
-    ranges: Any = (each for frame in frames for each in frame.convert("RGB").getextrema())  # of each channel
-    # One level of 255 is rounding.
+    """Log a warning if every frame of a preview has a single colour; NaN is rendered black."""
+    ranges: Any = (each for frame in frames for each in frame.convert("RGB").getextrema())  # per channel
+    # A difference of one level is rounding.
     if all(high - low <= 1 for low, high in ranges):
         logger.warning(
             "%s shows one colour only: the weights have diverged, or the VAE is broken or needs vae_dtype fp32.", path
@@ -160,10 +160,10 @@ def place_vae(vae: nn.Module, transformer: nn.Module, config: OffloadConfig, dev
 def take_turns(transformer: nn.Module, vae: nn.Module, device: torch.device) -> None:
     """Move the VAE to the device only while it encodes or decodes, and the transformer to the CPU meanwhile.
 
-    Parameters stay the same objects, so the optimizer still refers to them afterwards.
+    Parameters remain the same objects, so the optimizer's references stay valid.
     """
     vae.to("cpu")
-    # The VAE encodes in previews that start from a picture.
+    # The VAE encodes in previews with a source picture.
     for name in ("encode", "decode"):
         inner = getattr(vae, name)
 
@@ -182,10 +182,10 @@ def take_turns(transformer: nn.Module, vae: nn.Module, device: torch.device) -> 
 
 @dataclass(frozen=True)
 class Shot:
-    """A subject at one size, from one seed, with one set of weights and further LoRAs.
+    """One preview: a subject at one size, with one seed, one set of weights and further LoRAs.
 
     Attributes:
-        benchmark: of the untrained model, in `benchmarks/base_model`.
+        benchmark: a preview of the untrained model, in `benchmarks/base_model`.
     """
 
     step: int
@@ -199,18 +199,18 @@ class Shot:
 
     @property
     def name(self) -> str:
-        """The prompt's short name, with that of the adapter run."""
+        """The short name of the prompt, with the name of the adapter run."""
         short_name = self.subject.prompt.short_name
         return f"{short_name}_{self.adapters.name}" if self.adapters.name else short_name
 
     @property
     def loras(self) -> Loras:
-        """The further LoRAs, with the prompt's own strength if it has one."""
+        """The further LoRAs, with the prompt's strength if it has one."""
         wanted = self.subject.prompt.adapter_strength
         return [(path, strength if wanted is None else wanted) for path, strength in self.adapters.loras]
 
     def record(self, path: str = "") -> MediaRecord:
-        """Its record."""
+        """The record of this preview."""
         prompt = self.subject.prompt.prompt
         return MediaRecord(self.step, self.name, prompt, path, *self.size, self.seed, self.ema, self.index)
 
@@ -220,11 +220,11 @@ class ValidationRunner:
     """Callback that renders previews at step 0, at the configured intervals and at the end.
 
     Attributes:
-        frame_rate: of preview clips; None for families of pictures.
-        adapters: the further LoRAs to render with; the first run usually has none.
-        recorded: previews of the step from which the session resumes; not rendered again.
+        frame_rate: frames per second of preview clips; None for picture families.
+        adapters: runs of further LoRAs; the first run usually has none.
+        recorded: previews of the step from which the session resumes; they are not rendered again.
         lacking: previews were due at that step; if a kill lost them, they are rendered at the start.
-        decoding: decodes while training goes on; None decodes at once.
+        decoding: decodes while training continues; None decodes immediately.
     """
 
     config: RunConfig
@@ -265,7 +265,7 @@ class ValidationRunner:
             self.settle()
 
     def settle(self, *, wait: bool = True) -> None:
-        """Publish previews that have been decoded in the background, or wait for all of them."""
+        """Publish previews decoded in the background; `wait` waits for all of them."""
         if self.decoding is not None and not self.decoding.is_idle:
             for record in self.decoding.finished(wait=wait):
                 self.events.publish(MediaRendered(record))
@@ -282,7 +282,7 @@ class ValidationRunner:
         return is_due and state.global_step >= config.validate_after_step
 
     def render(self, assembly: Assembly, state: TrainState, *, benchmark: bool = False) -> None:
-        """Render every prompt at every size now, except for recorded previews; at most once a step.
+        """Render every prompt at every size now, except for recorded previews; at most once per step.
 
         Args:
             benchmark: the model is untrained; files are written to `benchmarks/base_model`.
@@ -292,24 +292,24 @@ class ValidationRunner:
             NonFiniteError: a weight is NaN or infinite.
         """
         step, world = state.global_step, assembly.world
-        # Paths are compared without, since they hold the number of frames that came out (`768x512@61`).
+        # Compared without paths, which contain the actual number of frames (`768x512@61`).
         recorded = {replace(record, path="") for record in self.recorded}
         shots = [shot for shot in self._shots(assembly, step, benchmark) if shot.record() not in recorded]
-        # A request, or the end of the run, may ask for a step that an interval has just rendered.
+        # A request, or the end of the run, may follow an interval in the same step.
         if not shots or self._rendered_at == step:
             return
         self.settle()
         world.main_only(lambda: discard_unfinished(self.output_dir))
-        # Names for programs: docs/WEBHOOKS.md lists them.
+        # Machine-readable names, listed in docs/WEBHOOKS.md.
         stage = "final_validation" if step >= assembly.settings.total_steps else "validation"
         stage = "benchmark_base_model" if benchmark else stage
         unit = "clips" if self.frame_rate else "pictures"
         phase = PhaseStarted(f"Rendering previews at step {step}", len(shots), unit, PREVIEWS, stage)
         work = partial(self._render_all, assembly, own_share(assembly, shots))
-        # Under FSDP2 all processes take part in every forward pass.
+        # With FSDP2, all processes take part in every forward pass.
         rendered = share_work(world, self.events, phase, work, in_lockstep=assembly.is_sharded)
         try:
-            with closing(rendered):  # what is applied to the model is taken back if a record cannot be written
+            with closing(rendered):  # restores the model's weights even if a record cannot be written
                 for _, record in rendered:
                     self.events.publish(MediaRendered(record))
             self._rendered_at = step
@@ -326,7 +326,7 @@ class ValidationRunner:
             yield Shot(step, subject, size, index, self._seed(assembly, step, index), use_ema, adapters, benchmark)
 
     def _render_all(self, assembly: Assembly, shots: Placed[Shot], bar: ProgressBar) -> Results[MediaRecord]:
-        """Render shots; yields the records of those that are not decoded in the background."""
+        """Render shots; yields the records of shots that are not decoded in the background."""
         transformer = assembly.accelerator.unwrap_model(assembly.transformer)
         dtype = DTYPES[trained_precision(self.config.optimizer, self.config.precision)]
         with quiet(assembly):
@@ -348,14 +348,14 @@ class ValidationRunner:
         self.renderer.release()
 
     def _render(self, assembly: Assembly, shot: Shot, bar: ProgressBar) -> MediaRecord | None:
-        """Sample one preview, and write it now, or in the background."""
+        """Sample one preview, and write it now or in the background."""
         request = self.renderer.request(shot.subject, shot.size, shot.seed)
-        # Advancing by 0 checks for a request to stop, so that a long clip can be cut short between sampling steps.
+        # Advancing by 0 checks for a stop request, so that a long clip can be interrupted between sampling steps.
         request = replace(request, between_steps=lambda: bar.advance(0, shot.name))
         if self.config.validation.validation_preview and assembly.world.is_main:
             request = replace(request, watch=self._growing(assembly, shot, request))
         pipeline, write = self._pipeline(assembly), partial(self._write, assembly, shot)
-        # A source picture is encoded by the same VAE.
+        # Not with a source picture, which the same VAE encodes.
         if self.decoding is not None and request.source is None:
             self.decoding.submit(f"{shot.name} of step {shot.step}", pipeline.sample(request), write)
             return None
@@ -363,15 +363,15 @@ class ValidationRunner:
 
     def _write(self, assembly: Assembly, shot: Shot, frames: list[Image]) -> MediaRecord:
         path = self._path(shot, frames)
-        # Sharded processes render every preview together, and one of them writes it.
+        # Sharded processes render every preview together, and the main process writes it.
         if assembly.world.is_main or not assembly.is_sharded:
             self.renderer.write(frames, path)
         record = shot.record(path.relative_to(self.output_dir).as_posix())
         return replace(record, width=frames[0].width, height=frames[0].height)
 
     def _growing(self, assembly: Assembly, shot: Shot, request: PreviewRequest) -> GrowingPreview:
-        """The writer of a preview while it is sampled."""
-        # Fitted when first needed: it takes several passes of the VAE.
+        """The writer of sketches during sampling."""
+        # Fitted on first use, since it takes several passes of the VAE.
         if self._colours is None:
             self._colours = ColourMap.fit(self._pipeline(assembly).encoder, assembly.adapter.spec)
         every, total = self.config.validation.validation_preview_steps, request.num_inference_steps
@@ -398,18 +398,18 @@ class ValidationRunner:
 
 
 def weights_to_use(assembly: Assembly, ema_validation: str) -> list[bool]:
-    """The weights to validate with: True is the moving average."""
+    """The weights to validate with; True means the moving average."""
     if assembly.trained.ema is None:
         return [False]
     return {"none": [False], "ema_only": [True], "comparison": [False, True]}[ema_validation]
 
 
-# Items with their indices in the work of all processes.
+# (index in the work of all processes, item)
 Placed = Sequence[tuple[int, Item]]
 
 
 def own_share(assembly: Assembly, items: Sequence[Item]) -> Placed[Item]:
-    """This process's part of some work with the model: all of it if the processes compute everything together."""
+    """This process's part of some work with the model; all of it if weights are sharded."""
     placed = list(enumerate(items))
     return placed if assembly.is_sharded else assembly.world.share(placed)
 
@@ -417,7 +417,7 @@ def own_share(assembly: Assembly, items: Sequence[Item]) -> Placed[Item]:
 @contextmanager
 def quiet(assembly: Assembly) -> Iterator[None]:
     """Evaluation mode without gradients; global random states are restored afterwards."""
-    # Code of libraries may draw from the global generators.
+    # Library code may draw from the global generators.
     states = random_states()
     assembly.transformer.eval()
     try:

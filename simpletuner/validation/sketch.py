@@ -1,7 +1,7 @@
-"""Pictures of previews that are still being sampled (`validation_preview`).
+"""Sketches: thumbnails of previews during sampling (`validation_preview`).
 
-Decoding with the VAE at every sampling step would cost more than the step, so one linear map turns the channels of a
-latent position into its colour. On first use it is fitted to the checkpoint's VAE by least squares, on a few small
+Decoding with the VAE at every sampling step would cost more than the step, so a linear map converts the channels of a
+latent position to its colour. On first use, it is fitted to the checkpoint's VAE by least squares, on a few small
 decoded latents.
 """
 
@@ -27,7 +27,7 @@ CELLS = 12  # latent positions per side of the fitted samples
 
 
 class ColourMap:
-    """A linear map from the `C` channels of a latent position and a constant to its colour in [0, 1]: `C+1 3`."""
+    """A linear map `C+1 3` from the `C` channels of a latent position, and a constant, to its colour in [0, 1]."""
 
     def __init__(self, weights: Tensor) -> None:
         self.weights = weights
@@ -35,8 +35,8 @@ class ColourMap:
     @classmethod
     @torch.no_grad()
     def fit(cls, encoder: LatentEncoder, spec: FamilySpec) -> ColourMap:
-        """Fit the map to a VAE's decodings of a colour chart, and of random latents around it at several scales."""
-        # A video VAE's first latent frame stands for one frame, the next for several: a second one shows both kinds.
+        """Fit the map to a VAE's outputs for a colour chart, and for random latents around it at several scales."""
+        # In a video VAE, the first latent frame is one frame and later ones are several: two frames cover both.
         frames = 1 if spec.media == "image" else 2
         colours = smooth_noise(3, 1, CELLS // 3).clamp(-1, 1)
         pixels = interpolate(colours[:, :, 0], scale_factor=spec.vae_stride, mode="bicubic").clamp(-1, 1).unsqueeze(2)
@@ -49,14 +49,14 @@ class ColourMap:
     def __call__(self, z: Tensor) -> list[Image.Image]:
         """One small picture per latent frame of z, `1 C F H W`."""
         frames, height, width = z.shape[2:]
-        # NaN of a diverged model has no value as uint8.
+        # NaN, from a diverged model, has no uint8 value.
         colours = (_inputs(z) @ self.weights).nan_to_num().clamp(0, 1) * 255
         array = colours.round().to(torch.uint8).reshape(frames, height, width, 3).numpy()
         return [Image.fromarray(frame) for frame in array]
 
 
 def smooth_noise(channels: int, frames: int, details: int) -> Tensor:
-    """Noise of unit variance, `1 channels frames CELLS CELLS`, with `details` details per side; always the same."""
+    """Deterministic noise of unit variance, `1 channels frames CELLS CELLS`, with `details` details per side."""
     draw = torch.Generator().manual_seed(details)
     noise = torch.randn(frames, channels, details, details, generator=draw)
     noise = interpolate(noise, size=(CELLS, CELLS), mode="bicubic")
@@ -66,7 +66,7 @@ def smooth_noise(channels: int, frames: int, details: int) -> Tensor:
 def _colours(pixels: Tensor, frames: int) -> Tensor:
     """The mean decoded colour of latent positions, in [0, 1]: `frames*CELLS*CELLS 3`.
 
-    The first latent frame stands for one frame, each further one for the same number.
+    The first latent frame covers one frame; all others cover the same number of frames.
     """
     parts = [pixels[:, :, :1], *pixels[:, :, 1:].tensor_split(frames - 1, dim=2)] if frames > 1 else [pixels]
     means = [interpolate(part.mean(2).cpu().double(), size=(CELLS, CELLS), mode="area") for part in parts]
@@ -74,18 +74,18 @@ def _colours(pixels: Tensor, frames: int) -> Tensor:
 
 
 def _inputs(z: Tensor) -> Tensor:
-    """The latent positions of `1 C F H W`, each followed by 1: float64 on the CPU, `F*H*W C+1`."""
+    """The latent positions of `1 C F H W`, each with a constant 1 appended: float64 on the CPU, `F*H*W C+1`."""
     positions = z.detach().cpu().double().movedim(1, -1).reshape(-1, z.shape[1])
     return torch.cat([positions, torch.ones(len(positions), 1, dtype=torch.float64)], dim=1)
 
 
 @dataclass
 class GrowingPreview:
-    """Writes sketches of a preview while it is sampled; called after every sampling step.
+    """Writes sketches of a preview; called after every sampling step.
 
     Attributes:
-        every: pictures are written at the multiples of this many sampling steps.
-        total: sampling steps.
+        every: sampling steps between sketches.
+        total: number of sampling steps.
         media: the finished preview, without its path.
         seconds: duration of a clip.
     """
@@ -100,8 +100,8 @@ class GrowingPreview:
     _before: tuple[float, Tensor] | None = field(default=None, init=False)
 
     def __call__(self, done: int, timestep: float, sigma: float, z: Tensor) -> None:
-        """`done` steps are done, and `z` is at noise level `sigma`."""
-        z = z.detach().float().clone()  # the pipeline may go on in place
+        """Handle the latents `z` at noise level `sigma`, after `done` steps."""
+        z = z.detach().float().clone()  # the pipeline may continue in place
         clean, self._before = self._clean(sigma, z), (sigma, z)
         if done % self.every == 0:
             media, prefix = self.media, f"step_{self.media.step}_{self.media.short_name}_{self.media.index}"
@@ -115,7 +115,7 @@ class GrowingPreview:
 
         On the path (1 - sigma) clean + sigma noise, the velocity is dz/dsigma, and clean = z - sigma velocity.
         """
-        # The first step has no velocity yet; equal levels would divide by zero.
+        # The first call has no velocity yet; equal levels would divide by zero.
         if self._before is None or self._before[0] == sigma:
             return z
         before, earlier = self._before
@@ -133,7 +133,7 @@ class GrowingPreview:
 
 
 def discard_unfinished(output_dir: Path) -> None:
-    """Remove the pictures of an earlier round of previews."""
+    """Remove the sketches of an earlier round of previews."""
     for suffix in ("png", "gif"):
         for path in (output_dir / IN_PROGRESS).glob(f"step_*.{suffix}"):
             path.unlink(missing_ok=True)

@@ -108,6 +108,6 @@ def test_what_is_refused(
         None if name == "triton" else find(name, *rest)))  # fmt: skip
     workspace.write_config(**settings)
     assert complaint(workspace, capsys) == (
-        "quantized_matmul_kernel: 'triton' needs Triton, which torch for CUDA brings along and is not installed; "
+        "quantized_matmul_kernel: 'triton' needs Triton, which comes with torch for CUDA and is not installed; "
         "set it to torch."
     )

@@ -289,5 +289,5 @@ def test_the_plan_counts_the_projector(deep: Path, settings: dict[str, Any]) -> 
 
 def test_batches_need_their_place(batch: Batch) -> None:
     noisy: NoisyBatch = make_noisy(batch, torch.tensor([0.5, 0.5]), torch.zeros_like(batch.latents))
-    with pytest.raises(ValueError, match="place in the run"):
+    with pytest.raises(ValueError, match="position in the run"):
         crepa_of().before_forward(noisy, no_forward)

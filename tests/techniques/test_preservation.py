@@ -186,7 +186,7 @@ def test_batches_are_drawn_from_their_place_in_the_run(batch: Batch) -> None:
     assert drawn == [losses(replace(place, slots=range(2, 4))) for place in places], "every process draws the same"
     assert drawn != [losses(replace(place, micro_step=1)) for place in places]
     assert not any(losses(place, replace(batch, other_embeds=None)) for place in places[:20])
-    with pytest.raises(ValueError, match="place in the run"):
+    with pytest.raises(ValueError, match="position in the run"):
         [run(lambda noisy: noisy.noisy_latents) for run in stub().extra_passes(fixed_noise(batch))]
 
 

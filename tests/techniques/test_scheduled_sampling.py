@@ -335,7 +335,7 @@ class TestWatch:
         again.load_state_dict(technique.state_dict())
         self.run_step(again, batch, 1, broken)
         assert again.state_dict() == {"lost": 3, "dominated": 2}
-        assert "Step 2: 1 sampled inputs were not finite; the plain ones were used (3 so far)" in caplog.text
+        assert "Step 2: 1 sampled inputs were not finite and were replaced by plain inputs (3 so far)" in caplog.text
 
     def test_a_rectification_that_dominates_is_told_once(
         self, t2i_checkpoint: Path, batch: Batch, caplog: pytest.LogCaptureFixture
@@ -359,5 +359,5 @@ class TestWatch:
 
 def test_it_needs_its_place_in_the_run(t2i_checkpoint: Path, batch: Batch) -> None:
     technique = technique_for(make_adapter(t2i_checkpoint))
-    with pytest.raises(ValueError, match="place in the run"):
+    with pytest.raises(ValueError, match="position in the run"):
         technique.before_forward(replace(noisy_of(batch, [0.4] * 4), place=None), no_forward)

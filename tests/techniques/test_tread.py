@@ -270,7 +270,7 @@ def test_kept_tokens_follow_from_the_place_in_the_run(deep: Path, batch: Batch) 
     assert kept(PLACE, 3).shape == (2, TOKENS // 4)
     assert not set(kept(PLACE, 3)[0].tolist()) <= set(first[0].tolist()), "routes draw apart"
     assert tread.kept_tokens(0) is tread.kept_tokens(4) is None
-    with pytest.raises(ValueError, match="place in the run"):
+    with pytest.raises(ValueError, match="position in the run"):
         tread.before_forward(replace(noisy_of(batch), place=None), no_forward)
 
 

@@ -1,7 +1,7 @@
 """The wizard's questions in order, with defaults and choices that depend on other answers or on this machine.
 
 Help, choices, defaults, limits and rules of a setting come from the option schema and the family. The steps are the
-sections of the web page (`config/sections.py`).
+sections of the web page (`config/sections.toml`).
 """
 
 from __future__ import annotations
