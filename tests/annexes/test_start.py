@@ -469,7 +469,7 @@ def test_without_a_gpu_all_can_be_tried_with_a_tiny_model(
     assert main([*started, "--yes"]) == 2
     told = capsys.readouterr().err
     assert "device: no GPU can be used here: about " in told
-    assert f" Add --model {model} to train a tiny model" in told
+    assert f" Add --model {model} (a tiny model that draws simple shapes, in minutes), --dry-run (" in told
     assert not commands
     assert not Path("config").exists()
     # Asked, it comes first, so that Enter takes what works here.

@@ -280,6 +280,7 @@ def test_a_broken_config_is_mended_as_text(page: Any, workspace: Workspace) -> N
     told = page.locator("#raw-config + .told")
     expect(told).to_contain_text("is not valid JSON: it ends too early")
     expect(page.locator("#problems")).to_contain_text("config.json is not valid JSON: it ends too early")
+    expect(page.locator("#problems li")).to_have_count(1)
     text.fill('["a list"]')
     expect(told).to_contain_text("It must be one JSON object")
     text.fill('{"seed": 9, "model_type": "lora", "lora_rank": "big"}')

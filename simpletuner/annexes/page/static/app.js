@@ -109,7 +109,9 @@ async function refill(configs = null) {
   filter("");
 }
 
-const settings = () => ({ config: state.config, values: state.values, datasets: state.datasets.entries });
+// Of a broken file no datasets were read, which is no problem of its own.
+const isUnread = () => state.datasets.entries.length === 0 && Boolean(state.broken.config || state.broken.datasets);
+const settings = () => ({ config: state.config, values: state.values, datasets: isUnread() ? null : state.datasets.entries });
 
 async function check() {
   const mine = (number += 1);
