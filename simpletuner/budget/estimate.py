@@ -19,7 +19,6 @@ and scatter it, and twice that to reduce it on all (Patarasuk and Yuan, Journal 
 
 from __future__ import annotations
 
-import math
 from dataclasses import astuple, dataclass, replace
 from functools import cached_property
 from typing import Literal
@@ -186,11 +185,6 @@ class StepModel:
     def trained_numbers(self) -> int:
         return self.cost.parameters if self.is_full else self.cost.adapter_parameters(self.adapters)
 
-    @property
-    def largest_weight(self) -> int:
-        """Numbers of the largest weight."""
-        return max(map(math.prod, self.cost.shapes.values()))
-
     @cached_property
     def rest(self) -> float:
         """Bytes of the weights outside the blocks."""
@@ -234,7 +228,7 @@ class StepModel:
     def state_on_host_bytes(self) -> float:
         """Bytes of optimizer state in host memory: all but that of one weight that is updated, one whose state arrives,
         and those, one more than `SLOTS`, whose state leaves."""
-        here = self.trained_numbers - (SLOTS + 3) * self.largest_weight
+        here = self.trained_numbers - (SLOTS + 3) * self.cost.largest_weight
         return max(here, 0) * self.state_bytes if self.state_on_host else 0.0
 
     @property
@@ -247,7 +241,7 @@ class StepModel:
     def average_memory(self, where: Literal["device", "host"]) -> AverageMemory:
         """Memory of the moving average on one side; 0 if it is kept on the other."""
         count = self.trained_numbers / self.trained_shares if self.averaged == where else 0.0
-        bundle = min(count, max(BUNDLE, self.largest_weight))
+        bundle = min(count, max(BUNDLE, self.cost.largest_weight))
         return AverageMemory(AVERAGE * count, AVERAGE * bundle, self.number_bytes * count)
 
     @property

@@ -7,6 +7,7 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import compress
 from typing import Literal
 
@@ -18,7 +19,7 @@ from simpletuner.config.schema import EmaConfig, OptimizerName, RunConfig
 from simpletuner.config.speed import compile_backend, keeps_attention, plain_math, samples_compiled
 from simpletuner.data.sample import Sample
 from simpletuner.models.adapter_kinds import planned_adapters
-from simpletuner.models.cost import BYTES, NO_ADAPTERS, BatchShape, FamilyCost, Kernels, TransformerCost, VaeLoad
+from simpletuner.models.cost import BYTES, NO_ADAPTERS, BatchShape, FamilyCost, Kernels, Shape, TransformerCost, VaeLoad
 from simpletuner.models.lora_keys import Targets, weights_of
 from simpletuner.models.source import Part
 from simpletuner.models.spec import FamilySpec
@@ -221,6 +222,11 @@ class Parts:
     def cost(self) -> FamilyCost:
         return self.spec.cost
 
+    @cached_property
+    def _layers(self) -> dict[str, Shape]:
+        """Shapes of the transformer's weights by layer."""
+        return weights_of(self.transformer.shapes)
+
     @property
     def download(self) -> int:
         """About how many bytes of weights are not on this machine, as published: mostly two bytes a parameter."""
@@ -258,14 +264,14 @@ class Parts:
         optimizer = optimizer_name(config.optimizer, precision.mixed_precision)
         trained = trained_precision(config.optimizer, precision)
         widened = widens_second_moment(config.optimizer, precision.mixed_precision)
-        weights, adapted = weights_of(self.transformer.shapes), is_lora and self.trains
+        adapted = is_lora and self.trains
         return StepModel(
             cost=self.transformer,
             # A full fine-tune computes in the dtype of the weights that it trains.
             dtype=transformer_dtype(precision) if is_lora else trained,
             number_bytes=BYTES[trained],
             state_bytes=optimizer_state_bytes(optimizer, BYTES[trained], is_bf16=trained == "bf16", widened=widened),
-            adapters=planned_adapters(config.lora, self.spec, self.targets, weights) if adapted else NO_ADAPTERS,
+            adapters=planned_adapters(config.lora, self.spec, self.targets, self._layers) if adapted else NO_ADAPTERS,
             optimizer=optimizer,
             checkpoint_interval=precision.checkpoint_interval,
             kept_blocks=precision.gradient_checkpointing_kept_blocks,
