@@ -19,7 +19,6 @@ and scatter it, and twice that to reduce it on all (Patarasuk and Yuan, Journal 
 
 from __future__ import annotations
 
-import math
 from dataclasses import astuple, dataclass, replace
 from functools import cached_property
 from typing import Literal
@@ -175,11 +174,6 @@ class ModelStates:
     def trained_numbers(self) -> int:
         return self.cost.parameters if self.is_full else self.cost.adapter_parameters(self.adapters)
 
-    @property
-    def largest_weight(self) -> int:
-        """Numbers of the largest weight."""
-        return max(map(math.prod, self.cost.shapes.values()))
-
     @cached_property
     def rest(self) -> float:
         """Bytes of the weights outside the blocks."""
@@ -223,7 +217,7 @@ class ModelStates:
     def state_on_host_bytes(self) -> float:
         """Bytes of optimizer state in host memory: all but that of one weight that is updated, one whose state arrives,
         and those, one more than `SLOTS`, whose state leaves."""
-        here = self.trained_numbers - (SLOTS + 3) * self.largest_weight
+        here = self.trained_numbers - (SLOTS + 3) * self.cost.largest_weight
         return max(here, 0) * self.state_bytes if self.config.offload.offload_optimizer_state else 0.0
 
     @property
@@ -248,7 +242,7 @@ class ModelStates:
         ema = self.config.ema
         is_there = ema.use_ema and ema.is_on_host == (where == "host")
         count = self.trained_numbers / self.trained_shares if is_there else 0.0
-        bundle = min(count, max(BUNDLE, self.largest_weight))
+        bundle = min(count, max(BUNDLE, self.cost.largest_weight))
         return AverageMemory(AVERAGE * count, AVERAGE * bundle, self.number_bytes * count)
 
     @property

@@ -7,6 +7,7 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import compress
 
 from simpletuner.budget import device
@@ -22,6 +23,7 @@ from simpletuner.models.cost import (
     BatchShape,
     FamilyCost,
     Kernels,
+    Shape,
     TransformerCost,
     VaeCost,
     VaeLoad,
@@ -227,6 +229,11 @@ class Parts:
     def cost(self) -> FamilyCost:
         return self.spec.cost
 
+    @cached_property
+    def _layers(self) -> dict[str, Shape]:
+        """Shapes of the transformer's weights by layer."""
+        return weights_of(self.transformer.shapes)
+
     @property
     def download(self) -> int:
         """About how many bytes of weights are not on this machine, as published: mostly two bytes a parameter."""
@@ -259,8 +266,8 @@ class Parts:
 
     def model(self, config: RunConfig) -> StepModel:
         """The transformer under some settings."""
-        weights, adapted = weights_of(self.transformer.shapes), config.model.model_type == "lora" and self.trains
-        adapters = planned_adapters(config.lora, self.spec, self.targets, weights) if adapted else NO_ADAPTERS
+        adapted = config.model.model_type == "lora" and self.trains
+        adapters = planned_adapters(config.lora, self.spec, self.targets, self._layers) if adapted else NO_ADAPTERS
         return StepModel(self.transformer, config, adapters, self.trains, self.techniques)
 
 

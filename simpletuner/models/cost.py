@@ -314,6 +314,11 @@ class Weights:
     def parameters(self) -> int:
         return sum(math.prod(shape) for shape in self.shapes.values())
 
+    @cached_property
+    def largest_weight(self) -> int:
+        """Numbers of the largest weight."""
+        return max(map(math.prod, self.shapes.values()))
+
     def stays_float32(self, name: str) -> bool:
         """Whether a parameter stays float32 at every precision setting."""
         return any(part in name.split(".") for part in self.table.float32)
@@ -334,6 +339,7 @@ class Weights:
         """
         return [sum(self._size(name, dtype, quantised) for name in self._by_block[prefix]) for prefix in self.blocks]
 
+    @remembered
     def rest_bytes(self, dtype: str) -> float:
         """Bytes of the weights outside the blocks."""
         return sum(self._size(name, dtype, 0.0) for name in self._by_block[""])
@@ -381,6 +387,7 @@ class TransformerCost(Weights):
         """The micro-batch with the tokens that routes leave in each block."""
         return replace(batch, kept=tokens_by_block(routes, self.large, batch.tokens, self.unit)) if routes else batch
 
+    @remembered
     def activations(self, batch: BatchShape, size: int, adapters: Adapters) -> Activations:
         """Bytes of a micro-batch in a large block with its adapters. Measurements of stock blocks serve as bounds for
         compiled ones.
@@ -444,6 +451,7 @@ class TransformerCost(Weights):
             rest += math.prod(layer.shape) if adapters.products else positions[layer.axis] * adapters.rank
         return sum(inputs.values()) + rest
 
+    @remembered
     def activations_by_block(self, batch: BatchShape, size: int, adapters: Adapters) -> list[Activations]:
         """Activations of each large block. A block that starts a route still holds all tokens as its input."""
         blocks, whole = batch.in_blocks(self.large), replace(batch, kept=())
