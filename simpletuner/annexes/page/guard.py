@@ -2,10 +2,10 @@
 
 The page has no accounts: it is for the user who started it. On a loopback address, Linux reports the user of a
 connection, since it lists sockets with their users. A forwarded port belongs to the user who forwards it: the login
-user of `ssh -L`, root for the relays of WSL and of most containers. Where the user is unknown, and on all other addresses, a
-request needs a token. A request must also name this machine (`Host`, against DNS rebinding) and must not come from
-another site (`Origin`, `Sec-Fetch-Site`). Bodies are JSON of limited size, or uploads; forms of other sites can send
-neither content type.
+user of `ssh -L`, root for the relays of WSL and of most containers. Where the user is unknown, and on all other
+addresses, a request needs a token. A request must also name this machine (`Host`, against DNS rebinding) and must not
+come from another site (`Origin`, `Sec-Fetch-Site`). Bodies are JSON of limited size, or uploads; forms of other sites
+can send neither content type.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The files of a dataset on the page: viewing, captioning, masking, excluding and including. Free of torch.
 
 Masks are PNG files in a dataset of masks beside the pictures. Training needs a mask for every file, so the first
-painted mask adds white masks for all other files, which are still learned whole. Only a client that has read the current mask
-can replace it.
+painted mask adds white masks for all other files, which are still learned whole. Only a client that has read the
+current mask can replace it.
 """
 
 from __future__ import annotations

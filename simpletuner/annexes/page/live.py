@@ -348,9 +348,8 @@ def file_name(run: Run, step: str = "", form: str = "") -> str:
 def send_lora(request: Request) -> Response:
     """The LoRA of a run or checkpoint, original or converted: `?step=100&form=comfyui`."""
     run, step, form = chosen(request), *(request.query_params.get(key, "") for key in ("step", "form"))
-    folders = (
-        [save.path for save in find_checkpoints(run.folder)[0] if str(save.step) == step] if step else [run.folder]
-    )
+    saves = [save.path for save in find_checkpoints(run.folder)[0] if str(save.step) == step]
+    folders = saves if step else [run.folder]
     if not folders or not (path := folders[-1] / LORA_FILE).is_file():
         raise Refusal(404, f"{run.name} has no LoRA{f' of step {step}' if step else ''}.")
     whole = FileResponse(path, filename=file_name(run, step, form), media_type=AS_IT_IS)
