@@ -20,13 +20,13 @@ from simpletuner.errors import ConfigError, Problem, Problems
 from simpletuner.plan.build import Plan
 from simpletuner.validation.clip_writer import write_mp4
 
-NO_GPU = "There is no GPU here. For an estimate, name plan_device_memory_gb below and enter the memory of yours."
+NO_GPU = "There is no GPU here. For an estimate, name plan_device_memory_gb below and enter your GPU's memory."
 
 
 def judge(draft: Draft, device_gigabytes: float | None) -> tuple[list[str], list[Problem]]:
-    """Sentences about memory and time, and the problems that training would refuse or warn about.
+    """Sentences about memory and time, and the problems that training would report.
 
-    Without a dataset file, the plan is made for one sample of the family's usual size.
+    Without a dataset file, the plan is for a single sample of the family's usual size.
     """
     problems = Problems()
     has_data = Path(draft.dataset_file).expanduser().is_file()
@@ -37,7 +37,7 @@ def judge(draft: Draft, device_gigabytes: float | None) -> tuple[list[str], list
             settings.append(("plan_device_memory_gb", device_gigabytes))
         try:
             plan, budget = weigh_plan(Arguments(settings, {}, collect_cached, problems, configured(draft.values)))
-        except ConfigError:  # its problems are among those of the arguments
+        except ConfigError:  # the arguments' problems include its problems
             return [], problems
     device = budget.device
     if not device.is_gpu:
@@ -51,7 +51,7 @@ def judge(draft: Draft, device_gigabytes: float | None) -> tuple[list[str], list
 
 
 def run_time(plan: Plan, budget: Budget, *, has_data: bool) -> str:
-    """How long a step takes, and the run if its length is known."""
+    """The duration of a step, and of the run if its length is known."""
     steps, time = plan.length.total_steps, f"about {duration(budget.step_seconds)} a step"
     # Without files, the steps of an epoch are unknown.
     if has_data or plan.config.schedule.max_train_steps:

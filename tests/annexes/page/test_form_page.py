@@ -156,7 +156,9 @@ def test_a_file_that_is_deleted_is_told_at_once(page: Any, workspace: Workspace)
         path.unlink()
         expect(told).to_have_text(f"config/{path.name} was deleted or moved; Save restores it.")
         page.get_by_role("button", name="Save", exact=True).click()
-        page.get_by_role("dialog", name="The file was deleted or moved").get_by_role("button", name="Restore everything").click()
+        page.get_by_role("dialog", name="The file was deleted or moved").get_by_role(
+            "button", name="Restore everything"
+        ).click()
         expect(told).to_have_text("Saved")
         assert json.loads(path.read_text()) == json.loads(content)
     config.rename(config.with_name("away.json"))
