@@ -155,7 +155,7 @@ def test_a_stray_animation_among_pictures_is_named_and_they_are_trained(
     assert main(["start", "cat", "--yes"]) == 0
     told = capsys.readouterr().out
     assert "cat: pictures: 3, 1024x1024; with a caption: 3" in told
-    assert "Not trained, clips: loop.gif. A run learns from pictures or from clips: to train clips, start with" in told
+    assert "Not trained, clips: loop.gif. A run learns from pictures or from clips: to train clips, put them" in told
     assert written("cat")["model_family"] == "kandinsky5-image"
     assert main(["plan", "env=cat", "plan_device_memory_gb=80"]) == 0
     assert "loop.gif: not used, does not have the extension of a picture" in capsys.readouterr().out
