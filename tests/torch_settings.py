@@ -19,7 +19,7 @@ if os.environ.get("MKLDNN") == "off":
 # After each compilation torch collects garbage, and flushes the processor's caches to time the guards: a fifth of the
 # time that tiny graphs take.
 torch._dynamo.config.run_gc_after_compile = False
-torch._dynamo.guards.profile_guard_manager = lambda *given: 0.0  # type: ignore[attr-defined]
+torch._dynamo.guards.profile_guard_manager = lambda *given: 0.0
 
 # pytest attaches a handler to every logger that does not propagate. A handler at torch.__trace makes torch write down
 # each compilation, which takes as long as compiling; sixty more were a third of the time of a short test.

@@ -9,9 +9,8 @@ import shutil
 import subprocess
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple, cast
 
 import psutil
 from pydantic import PositiveFloat
@@ -20,6 +19,7 @@ from simpletuner.atomic import write_json
 from simpletuner.config.schema import Card
 from simpletuner.config.values import read_stored
 from simpletuner.distributed.world import compute_threads, launched
+from simpletuner.models.cost import read_toml
 from simpletuner.plan.environment import driver
 from simpletuner.reporting.pace import size_text
 
@@ -72,9 +72,8 @@ IDLE = 0.5e9
 # NCCL's buffers per device (bytes), not measured: 16 channels with four connections (ring and tree), with 4, 4.7 and
 # 0.5 MiB for its protocols. Sizes are the defaults in NCCL's source; the number of channels depends on the links.
 NCCL_BUFFERS = 16 * 4 * 9.2 * 2**20
-# Rate of softmax attention, forward and backward, relative to matmuls: dense, and block-sparse by flex attention, which
-# does not use the special instructions of Hopper and Blackwell (calculated, not measured).
-ATTENTION_SHARE, SPARSE_SHARE, SPARSE_SHARE_OF_HOPPER = 0.55, 0.55, 0.35
+# Rate of softmax attention, forward and backward, relative to matmuls: dense, and block-sparse by flex attention.
+ATTENTION_SHARE, SPARSE_SHARE = 0.55, 0.55
 
 
 @dataclass(frozen=True)
@@ -156,9 +155,6 @@ def _rates(
     return Rates(flops, ATTENTION_SHARE * flops, sparse * flops, memory_tb * 1e12, transfer, link)
 
 
-_hopper = partial(_rates, sparse=SPARSE_SHARE_OF_HOPPER)
-
-
 class KnownCard(NamedTuple):
     """A card: the part of the driver's device name that identifies it, its memory in GiB, and its rates."""
 
@@ -167,49 +163,12 @@ class KnownCard(NamedTuple):
     rates: Rates
 
 
-# Sustained bf16 matrix products (TFLOP/s), memory (TB/s), copies from page-locked host memory and to another GPU by
-# NVLink (GB/s): 60 to 90 % of the data sheets' values for dense products, none of them measured here. The first card
-# whose name occurs in the device's name is used, so longer names come before shorter ones.
-CARDS: Mapping[Card, KnownCard] = {
-    "b200": KnownCard("B200", 179, _hopper(1200, 6.0, 55, nvlink_gb=650)),
-    "h200": KnownCard("H200", 140, _hopper(600, 4.0, 55, nvlink_gb=330)),
-    "h100-pcie": KnownCard("H100 PCIe", 80, _hopper(400, 1.6, 55)),
-    "h100": KnownCard("H100", 80, _hopper(600, 2.6, 55, nvlink_gb=330)),
-    "a100": KnownCard("A100", 80, _rates(220, 1.4, 24, nvlink_gb=220)),
-    "a30": KnownCard("A30", 24, _rates(100, 0.75, 24)),
-    "l40s": KnownCard("L40S", 45, _rates(200, 0.7, 24)),
-    "l40": KnownCard("L40", 45, _rates(110, 0.7, 24)),
-    "pro-6000": KnownCard("RTX PRO 6000", 96, _rates(320, 1.4, 50)),
-    "6000-ada": KnownCard("RTX 6000 Ada", 48, _rates(180, 0.75, 24)),
-    "a6000": KnownCard("A6000", 48, _rates(80, 0.6, 24)),
-    "a5000": KnownCard("A5000", 24, _rates(60, 0.6, 24)),
-    "a4000": KnownCard("A4000", 16, _rates(45, 0.35, 24)),
-    "a40": KnownCard("A40", 45, _rates(80, 0.55, 24)),
-    "5090": KnownCard("RTX 5090", 32, _rates(150, 1.4, 50)),
-    "5080": KnownCard("RTX 5080", 16, _rates(80, 0.75, 50)),
-    "5070-ti": KnownCard("RTX 5070 Ti", 16, _rates(63, 0.7, 50)),
-    "5070": KnownCard("RTX 5070", 12, _rates(44, 0.52, 50)),
-    "5060-ti": KnownCard("RTX 5060 Ti", 16, _rates(34, 0.35, 25)),
-    "5060": KnownCard("RTX 5060", 8, _rates(28, 0.35, 25)),
-    "4090": KnownCard("RTX 4090", 24, _rates(150, 0.85, 24)),
-    "4080": KnownCard("RTX 4080", 16, _rates(80, 0.55, 24)),
-    "4070-ti-super": KnownCard("RTX 4070 Ti SUPER", 16, _rates(66, 0.52, 24)),
-    "4070-ti": KnownCard("RTX 4070 Ti", 12, _rates(60, 0.39, 24)),
-    "4070-super": KnownCard("RTX 4070 SUPER", 12, _rates(53, 0.39, 24)),
-    "4070": KnownCard("RTX 4070", 12, _rates(44, 0.39, 24)),
-    "4060-ti": KnownCard("RTX 4060 Ti", 16, _rates(33, 0.22, 12)),
-    "4060": KnownCard("RTX 4060", 8, _rates(23, 0.21, 12)),
-    "3090": KnownCard("RTX 3090", 24, _rates(62, 0.8, 24)),
-    "3080-ti": KnownCard("RTX 3080 Ti", 12, _rates(51, 0.7, 24)),
-    "3080": KnownCard("RTX 3080", 10, _rates(45, 0.6, 24)),
-    "3070-ti": KnownCard("RTX 3070 Ti", 8, _rates(33, 0.48, 24)),
-    "3070": KnownCard("RTX 3070", 8, _rates(31, 0.36, 24)),
-    "3060-ti": KnownCard("RTX 3060 Ti", 8, _rates(25, 0.36, 24)),
-    "3060": KnownCard("RTX 3060", 12, _rates(19, 0.29, 24)),
-    "a10": KnownCard("A10", 24, _rates(60, 0.45, 24)),
-    "l4": KnownCard("L4", 24, _rates(55, 0.25, 20)),
-    "t4": KnownCard("T4", 16, _rates(25, 0.25, 11)),
-}
+def _card(name: str, gibibytes: float, **rates: float) -> KnownCard:
+    return KnownCard(name, gibibytes, _rates(**rates))
+
+
+TABLE = cast("dict[Card, Any]", read_toml("simpletuner.budget", "cards.toml"))
+CARDS: Mapping[Card, KnownCard] = {card: _card(**row) for card, row in TABLE.items()}
 UNKNOWN_GPU = _rates(50, 0.5, 11)
 # The typical card by minimum GiB, whose rates `--device-memory` assumes without `--device`.
 USUAL: Mapping[float, Card] = {0: "3060", 15: "4080", 20: "4090", 30: "5090", 40: "a100", 120: "h200"}

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import functools
+import tomllib
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from simpletuner.config.schema import sections
 
@@ -29,63 +32,13 @@ class Section:
 
 
 DATASETS = "dataset/training_data"  # the section of the dataset file and its cards
-LOSSES = ("Loss", "CREPA", "Scheduled sampling", "LayerSync", "Masked loss", "Preservation")
-FOLDERS = ("logging_dir", "cache_dir", "cache_dir_text", "cache_dir_vae", "i_know_what_i_am_doing")
-SECTIONS = (
-    Section("basic/model", "Model", keys=("model_family", "model_flavour", "model_type")),
-    Section("basic/run", "Run", ("Run and paths",)),
-    Section("basic/schedule", "Schedule", ("Schedule",)),
-    Section("hardware/memory", "Offload", ("Offload",)),
-    Section("hardware/precision", "Precision and compute", ("Precision and compute", "Speed")),
-    Section("hardware/accelerate", "Launch and compile", ("Launch and compile",)),
-    Section("model/lora_config", "LoRA", ("LoRA",)),
-    Section("model/checkpoint", "Checkpoint", ("Model",)),
-    Section("model/text", "Text", ("Text", "Kandinsky 5", "Sana Video")),
-    Section("training/optimizer", "Optimizer", ("Optimizer",)),
-    Section("training/loss_functions", "Loss functions", LOSSES),
-    Section("training/flow_matching", "Flow matching", ("Flow matching",)),
-    Section("training/regularisation", "EMA and TREAD", ("EMA", "TREAD")),
-    Section(DATASETS, "Datasets", keys=("data_backend_config",)),
-    Section("dataset/defaults", "Defaults of all datasets", ("Dataset defaults",)),
-    Section("dataset/caching", "Caching", ("Caching",)),
-    Section("validation/validation", "Previews", ("Validation",)),
-    Section("validation/validation_adapters", "Other LoRAs in previews", ("Validation adapters",)),
-    Section("validation/evaluation", "Evaluation", ("Evaluation",)),
-    Section("publishing/publishing_controls", "Publishing", ("Publishing",)),
-    Section("publishing/tracking", "Tracking", ("Tracking",)),
-    Section("publishing/webhooks", "Webhooks", ("Webhooks",)),
-    Section("checkpoints/saving", "Saving", ("Checkpoints",)),
-    Section("environment/paths", "Folders and safety", keys=FOLDERS),
-    Section("environment/accepted", "Accepted without effect", ("Accepted without effect",)),
+TABLE = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
+SECTIONS = tuple(
+    Section(each["id"], each["label"], tuple(each.get("groups", ())), tuple(each.get("keys", ())))
+    for each in TABLE["sections"]
 )
-# Search terms and the keys they lead to, in `simpletuner help` and in the page's search.
-EVERYDAY_WORDS = {
-    words: keys.split()
-    for words, keys in {
-        "vram oom out of memory": "offload base_model_precision gradient_checkpointing train_batch_size resolution "
-        "video.num_frames",
-        "slow faster": "speed tread_config gradient_checkpointing_kept_blocks validation_step_interval",
-        "too strong overfit overfitting burnt": "max_train_steps learning_rate lora_rank checkpoint_step_interval "
-        "caption_dropout_probability",
-        "too weak underfit": "max_train_steps learning_rate lora_rank validation_guidance",
-        "forgets forgetting": "preservation_weight is_regularisation_data learning_rate max_train_steps",
-        "blurry blur": "resolution max_upscale_threshold validation_num_inference_steps validation_guidance",
-        "flicker flickering": "crepa_enabled video.num_frames video.frame_rate validation_num_inference_steps",
-        "trigger word": "instance_prompt prepend_instance_prompt validation_prompt model_card_trigger",
-        "lr": "learning_rate",
-        "disk space": "checkpoints_total_limit compress_disk_cache disk_low_threshold vae_cache_disable",
-    }.items()
-}
-# Explanations of choices, on the page and in the wizard.
-CHOICES = {
-    "model_type": {"lora": "a small file on top of the model", "full": "the whole model; needs far more memory"},
-    "offload": {"manual": "you, with the options below", "auto": "the plan: the fastest settings that fit the card"},
-    "tread_config": {
-        "none": "every block sees every token",
-        "quarter": "a quarter of the tokens skip it",
-        "half": "half of them, the usual choice; routes of your own: JSON, see docs/TREAD.md",
-    },
-}
+EVERYDAY_WORDS: Mapping[str, Sequence[str]] = {words: keys.split() for words, keys in TABLE["words"].items()}
+CHOICES: Mapping[str, Mapping[str, str]] = TABLE["choices"]
 TABS = tuple(dict.fromkeys(section.tab for section in SECTIONS))
 
 

@@ -36,7 +36,7 @@ UNKNOWN = FileFacts(0, 0, "")
 PYARROW = Package("pyarrow", "pyarrow>=21,<27")
 UTF16_MARKS = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
 
-no_caption = partial(LeftOutError, "no caption")
+no_caption, bad_caption = partial(LeftOutError, "no caption"), partial(LeftOutError, "unreadable caption")
 
 CaptionTable = Mapping[str, tuple[str, ...]]  # by file name
 Edit = Callable[[str], Sequence[str]]  # maps a caption to its replacements
@@ -213,11 +213,11 @@ def read_caption_text(path: Path) -> str:
         content = read_file(path, LARGEST_CAPTION)
         text = content.decode("utf-16" if content.startswith(UTF16_MARKS) else "utf-8-sig")
     except UnreadableError as error:
-        raise no_caption(f"has a caption file that {error}") from error
+        raise bad_caption(f"has a caption file that {error}") from error
     except UnicodeDecodeError as error:
-        raise no_caption(f"has a caption file that is not UTF-8 text (byte {error.start})") from error
+        raise bad_caption(f"has a caption file that is not UTF-8 text (byte {error.start})") from error
     if "\0" in text:  # UTF-16 without a mark decodes as UTF-8, with a NUL next to every Latin letter
-        raise no_caption("has a caption file with NUL characters: UTF-16 without a byte order mark? Save it as UTF-8")
+        raise bad_caption("has a caption file with NUL characters: UTF-16 without a byte order mark? Save it as UTF-8")
     return text.replace("\r\n", "\n").replace("\r", "\n")
 
 

@@ -81,10 +81,10 @@ def findings(plan: Plan, purpose: Purpose) -> list[Problem]:
     if purpose == "draft":
         # An epoch's steps are unknown without the datasets.
         found += check_total(config, config.schedule.max_train_steps or 0)
-        return found
-    found += check_flavour(config, spec, flavour)
-    # The content of a checkpoint that cannot be found or read need not be checked.
-    found += source.problems() or check_parts(spec, flavour, source)
+    else:
+        found += check_flavour(config, spec, flavour)
+        # The content of a checkpoint that cannot be found or read need not be checked.
+        found += source.problems() or check_parts(spec, flavour, source)
     return [*found, *check_packages(config.precision)]
 
 
@@ -187,6 +187,21 @@ def family_problems(config: RunConfig, spec: FamilySpec) -> Iterator[Problem]:
     length = config.text.tokenizer_max_length
     if length is not None and length > spec.words.longest:
         yield warning("tokenizer_max_length", f"{length} is too long for {spec.title}; {spec.words.longest} is used.")
+    yield from _check_vae(config, spec)
+    if config.lora.lora_format == "comfyui" and not spec.in_comfyui:
+        yield Problem("lora_format", f"'comfyui': ComfyUI has no built-in {spec.title} to load it; use diffusers.")
+    yield from _unused_keys(spec)
+    second = config.precision.text_encoder_2_precision
+    if spec.text_encoders > 1 and second in ("bf16", "fp32") and second != text_encoder_dtype(config.precision):
+        message = f"{second!r}: the text encoders compute in one dtype; set text_encoder_1_precision to the same."
+        yield Problem("text_encoder_2_precision", message)
+    vae, base = config.model.pretrained_vae_model_name_or_path, config.model.pretrained_model_name_or_path
+    if None not in (vae, base) and vae != base:
+        yield warning("pretrained_vae_model_name_or_path", f"{vae!r} is not pretrained_model_name_or_path {base!r}.")
+
+
+def _check_vae(config: RunConfig, spec: FamilySpec) -> Iterator[Problem]:
+    """Ways to decode and encode that the VAE of the family lacks, and lengths of clips that it cannot decode."""
     if config.validation.validation_decoding == "strips" and not spec.decodes_in_strips:
         message = f"'strips' has no effect: the VAE of {spec.title} takes few frames at a time; tiles take less memory."
         yield warning("validation_decoding", message)
@@ -198,16 +213,6 @@ def family_problems(config: RunConfig, spec: FamilySpec) -> Iterator[Problem]:
         below = (frames - 1) // stride * stride + 1
         message = f"{frames} is not {stride}k+1; the nearest are {below} and {below + stride}."
         yield Problem("validation_num_video_frames", message, remedy={"validation_num_video_frames": below + stride})
-    if config.lora.lora_format == "comfyui" and not spec.in_comfyui:
-        yield Problem("lora_format", f"'comfyui': ComfyUI has no built-in {spec.title} to load it; use diffusers.")
-    yield from _unused_keys(spec)
-    second = config.precision.text_encoder_2_precision
-    if spec.text_encoders > 1 and second in ("bf16", "fp32") and second != text_encoder_dtype(config.precision):
-        message = f"{second!r}: the text encoders compute in one dtype; set text_encoder_1_precision to the same."
-        yield Problem("text_encoder_2_precision", message)
-    vae, base = config.model.pretrained_vae_model_name_or_path, config.model.pretrained_model_name_or_path
-    if None not in (vae, base) and vae != base:
-        yield warning("pretrained_vae_model_name_or_path", f"{vae!r} is not pretrained_model_name_or_path {base!r}.")
 
 
 def _unused_keys(spec: FamilySpec) -> Iterator[Problem]:

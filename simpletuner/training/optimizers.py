@@ -197,23 +197,23 @@ def _saved_groups(optimizer: torch.optim.Optimizer, saved: Sequence[dict[str, An
 
 
 @contextmanager
-def sampling_weights(optimizer: torch.optim.Optimizer, config: OptimizerConfig, mixed_precision: str) -> Iterator[None]:
+def sampling_weights(optimizer: Any) -> Iterator[None]:
     """A context with the weights for sampling and publishing in the parameters; restores the training weights on exit.
 
     They differ only for schedule-free optimizers, which compute gradients at one point while the result is the average
     of another sequence (Defazio et al., arXiv 2405.15682). Switching back and forth would round the last bit, so a copy
     of the training weights is restored instead.
     """
-    if not OPTIMIZERS[optimizer_name(config, mixed_precision)].schedule_free:
+    if not hasattr(optimizer, "eval"):  # only schedule-free optimizers have it
         yield
         return
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     kept = [parameter.detach().clone() for parameter in parameters]
-    optimizer.eval()  # type: ignore[attr-defined]
+    optimizer.eval()
     try:
         yield
     finally:
-        optimizer.train()  # type: ignore[attr-defined]
+        optimizer.train()
         with torch.no_grad():
             for parameter, weights in zip(parameters, kept, strict=True):
                 parameter.copy_(weights)

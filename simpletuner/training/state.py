@@ -91,7 +91,6 @@ class StepSettings(TrainingSpec):
     accumulation: int
     shift_is_explicit: bool
     shared_noise: bool
-    mixed_precision: str
     flow: FlowConfig
     loss: LossConfig
     optimizer: OptimizerConfig
@@ -105,7 +104,6 @@ class StepSettings(TrainingSpec):
             accumulation=config.schedule.gradient_accumulation_steps,
             shift_is_explicit=config.is_explicit("flow_schedule_shift"),
             shared_noise=not config.run.seed_for_each_device,
-            mixed_precision=config.precision.mixed_precision,
             flow=config.flow,
             loss=config.loss,
             optimizer=config.optimizer,
@@ -187,7 +185,7 @@ class Assembly:
 
     def sampling_weights(self) -> AbstractContextManager[None]:
         """A context with the weights for sampling and publishing; schedule-free optimizers train different weights."""
-        return sampling_weights(self.optimizer, self.settings.optimizer, self.settings.mixed_precision)
+        return sampling_weights(self.optimizer)
 
 
 def random_states() -> dict[str, Any]:

@@ -12,6 +12,7 @@ from simpletuner.config.option import options_of
 from simpletuner.config.schema import all_options, family_groups
 from simpletuner.errors import Problem
 from simpletuner.models.registry import FAMILIES
+from tests.plan.test_precision import without
 
 JUNK: list[Any] = ["", "x", "~nouser/x", -1, float("nan"), ["a", 3], {"a": [1]}]
 
@@ -39,6 +40,12 @@ def test_a_draft_stands_for_its_file(tmp_path: Path) -> None:
     draft = Draft(tmp_path / "config.json", {"lora_rank": 8})
     assert (draft.effective("lora_rank"), draft.effective("seed")) == (8, 9)
     assert not any("config.env" in problem.where for problem in draft.judgement.problems)
+
+
+def test_a_missing_package_is_reported_at_the_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    without(monkeypatch, "bitsandbytes")
+    told = Draft(tmp_path / "config.json").weigh("base_model_precision", {"base_model_precision": "nf4-bnb"})
+    assert ["bitsandbytes" in each.message for each in told if each.fatal] == [True]
 
 
 @pytest.mark.parametrize("family", FAMILIES)

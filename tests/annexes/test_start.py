@@ -261,7 +261,7 @@ def test_captions_that_name_the_subject_stay_as_they_are(commands: list[list[str
     ("arguments", "told"),
     [
         (["nowhere"], "nowhere is not a folder."),
-        (["empty"], "empty holds no pictures and no clips."),
+        (["empty"], "empty contains no pictures and no clips."),
         (["run"], "It has a config: simpletuner train --config run/config.json."),
         (["mixed", "--purpose", "motion"], "--purpose 'motion' is not one of: subject, style."),
         (["half"], "no caption for 1 of 2 files (1.png is the first). --caption writes them"),
@@ -277,7 +277,7 @@ def test_captions_that_name_the_subject_stay_as_they_are(commands: list[list[str
         (["cat", "--name", "a/b"], "--name 'a/b' is not the name of a folder."),
         (
             ["cat", "--name", "old"],
-            "config/old exists already: go on with `simpletuner train env=old`, or give --name.",
+            "config/old exists already: continue with `simpletuner train env=old`, or set --name.",
         ),
     ],
 )
@@ -303,7 +303,7 @@ def test_captions_come_from_a_model_that_can_write_them(
     write_clip(Path("clips/a.mp4"), seconds=2.0, size=(64, 48))
     monkeypatch.setattr(Start, "verdict", lambda self: (self.example == "sanavideo-lora", "judged"))
     assert main(["start", "clips", "--yes", "--caption", "--model", "sanavideo"]) == 2
-    assert "--caption: the text encoder of sanavideo writes none" in capsys.readouterr().err
+    assert "--caption: the text encoder of sanavideo cannot write captions" in capsys.readouterr().err
     assert not Path("config").exists()
     assert main(["start", "clips", "--yes", "--caption"]) == 0
     assert written("clips")["model_family"] == "kandinsky5-video"
@@ -487,6 +487,6 @@ def test_without_a_gpu_all_can_be_tried_with_a_tiny_model(
     files = {"pictures": 6, "clips": 1}[kind]
     assert f"{files} of {files} file" in capsys.readouterr().out
     assert main(["start", kind, "--yes", "--name", "b", "--caption", "--model", model]) == 2
-    assert f"--caption: the text encoder of {model} writes none" in capsys.readouterr().err
+    assert f"--caption: the text encoder of {model} cannot write captions" in capsys.readouterr().err
     monkeypatch.setattr("simpletuner.annexes.start.recipe.find_device", lambda: SimpleNamespace(is_gpu=True))
     assert model not in Material.of(Path(kind)).models

@@ -55,13 +55,21 @@ def test_the_whole_file_may_be_one_caption(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("content", "words"), [(b"", "empty"), (b" \r\n\n", "empty"), (b"caf\xe9", "not UTF-8"), (None, "no caption file")]
+    ("content", "reason", "words"),
+    [
+        (b"", "no caption", "empty"),
+        (b" \r\n\n", "no caption", "empty"),
+        (b"caf\xe9", "unreadable caption", "not UTF-8"),
+        (b"c\0a\0t\0", "unreadable caption", "UTF-16 without a byte order mark"),
+        (None, "no caption", "no caption file"),
+    ],
 )
-def test_unusable_caption_files_say_why(content: bytes | None, words: str, tmp_path: Path) -> None:
+def test_unusable_caption_files_say_why(content: bytes | None, reason: str, words: str, tmp_path: Path) -> None:
     if content is not None:
         (tmp_path / "a.txt").write_bytes(content)
-    with pytest.raises(LeftOutError, match=words):
+    with pytest.raises(LeftOutError, match=words) as raised:
         captions("a.png", tmp_path, {"a": "a.txt"} if content is not None else {}, caption_strategy="textfile")
+    assert raised.value.reason == reason
 
 
 def test_file_names_are_captions(tmp_path: Path) -> None:

@@ -353,7 +353,7 @@ def test_what_could_not_be_written_is_named_and_not_the_report(
     assert workspace.train() == 2
     told = capsys.readouterr().err
     assert "Traceback" not in told
-    assert told.count("The report cannot be written, and the run continues without it.") == 1
+    assert told.count("The report cannot be written; the run continues without it.") == 1
     assert told.splitlines()[-1].startswith("error: output/checkpoint-2-tmp/training_state/state.pt: ")
     assert [row["step"] for row in workspace.metrics()][:2] == [1, 2], "training goes on while a checkpoint is written"
 

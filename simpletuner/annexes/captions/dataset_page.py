@@ -132,8 +132,8 @@ def look_at_all(survey: Plan, events: EventStream) -> dict[str, list[FileCard]]:
 
 
 def placed(dataset: Dataset) -> Iterator[LedgerEntry]:
-    """The ledger, with crops also for files that are rejected only because they have no caption."""
-    silent = {file.name for file in dataset.rejected if file.reason == "no caption"}
+    """The ledger, with crops also for files that are rejected only because they have no usable caption."""
+    silent = {file.name for file in dataset.rejected if file.reason in ("no caption", "unreadable caption")}
     for entry in dataset.ledger():
         if entry.name in silent:
             geometry, _ = dataset.place(entry.name, dataset.facts[entry.name].picture_size, epoch=1)

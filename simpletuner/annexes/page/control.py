@@ -243,7 +243,7 @@ def refuse_if_busy(run: Run) -> None:
     except (UserError, OSError) as error:
         raise Refusal(409, str(error)) from None
     if is_active:
-        raise Refusal(409, f"output_dir: {run.folder} is in use by a run that is starting.")
+        raise Refusal(409, f"A run in {run.folder} is already starting.")
 
 
 def output_dir_of(file: Path) -> str:

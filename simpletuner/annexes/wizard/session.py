@@ -1,4 +1,4 @@
-"""From the first question to the written file, and the next steps."""
+"""A session of the wizard: questions, review, writing the file, and next steps."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ from simpletuner.redaction import redact
 
 WELCOME = """\
 Answer the questions, or press Enter for the value in [brackets].
-? explains a question, - leaves a setting out, back returns to the previous question. Nothing is written until you agree
-at the end. Ctrl-C keeps your answers for the next time."""
+? explains a question, - leaves a setting out, back returns to the previous question. Nothing is written until you
+confirm at the end. Ctrl-C saves your answers for the next session."""
 NO_RECIPE = "none"
-USUAL_FILES = 20  # decide the steps of a recipe, since the wizard asks for no folder
-# A property of the machine, not of the run: used for the estimate, but not written.
+USUAL_FILES = 20  # file count assumed for a recipe's steps, since the wizard does not ask for a folder
+# A property of the machine, not of the run: used for the estimate but not written.
 DEVICE_MEMORY = "plan_device_memory_gb"
 
 
@@ -39,7 +39,7 @@ def run_session(file: Path, talk: Talk) -> bool:
 
     Raises:
         UserError: the file cannot be read or written, or the input has ended.
-        KeyboardInterrupt: the answers are kept next to the file.
+        KeyboardInterrupt: Ctrl-C; the answers are saved next to the file.
     """
     check_target(file)
     talk.say("Settings for training", "bold")
@@ -59,7 +59,7 @@ def run_session(file: Path, talk: Talk) -> bool:
         return False
     existed = file.exists()
     save(file, render_config(_written(draft)))
-    # Only now: they are needed if the file cannot be written.
+    # Deleted last: the answers are needed if the file cannot be written.
     kept_answers(file).unlink(missing_ok=True)
     talk.say()
     talk.tell(f"Written: {file}" + (f" (before: {backup_of(file)})" if existed else ""), "green")
@@ -69,11 +69,11 @@ def run_session(file: Path, talk: Talk) -> bool:
 
 @dataclass(frozen=True)
 class Answers:
-    """An unfinished session, kept beside the file.
+    """An unfinished session, saved beside the file.
 
     Attributes:
-        question: key of the next question, since another version may ask in another order.
-        loaded, values: of the draft.
+        question: key of the next question; not its index, since the order may differ between versions.
+        loaded, values: fields of the draft.
     """
 
     question: str
@@ -82,7 +82,7 @@ class Answers:
 
 
 class Progress:
-    """The position among the questions, so that the user can go back, or stop and continue.
+    """The position in the list of questions, so that the user can go back, or stop and continue.
 
     Args:
         position: index of the next question.
@@ -94,7 +94,7 @@ class Progress:
         self._stuck = 0
 
     def ask(self, talk: Talk) -> None:
-        """Ask the questions that apply, from the position on."""
+        """Ask the questions that apply, starting at the position."""
         title = ""
         while self.position < len(QUESTIONS):
             question = QUESTIONS[self.position]
@@ -119,14 +119,14 @@ class Progress:
             self.position = self._answered.pop()
             return
         talk.refuse("This is the first question.")
-        # Piped input could go back for ever.
+        # Piped input could go back forever.
         self._stuck += 1
         if self._stuck == PATIENCE:
             raise InputEnded("There is no question before the first. Nothing was written.")
 
     def keep(self) -> Path | None:
-        """Save the answers next to the file; None if there are none. Called after each, as the terminal may close."""
-        # A script cannot continue, and at its next start would be asked whether to.
+        """Save the answers next to the file; None if there are none. Called after every answer: terminals may close."""
+        # Not for scripts, which could not answer at the next start whether to continue.
         if not (self.position and sys.stdin.isatty()):
             return None
         path = kept_answers(self.draft.file)
@@ -136,13 +136,13 @@ class Progress:
 
 
 def kept_answers(file: Path) -> Path:
-    """Where the answers of an unfinished session are kept."""
+    """The file with the answers of an unfinished session."""
     return file.with_name(f"{file.name}.draft")
 
 
 def start_draft(file: Path, talk: Talk) -> tuple[Draft, int]:
     """The initial draft and the index of the first question, from kept answers, the existing file, or defaults."""
-    # Answers in another version's format are ignored.
+    # Answers in the format of another version are ignored.
     kept = read_stored(kept_answers(file), Answers)
     if kept is not None and talk.confirm(f"Continue with the answers in {kept_answers(file)}?", default=True):
         draft = Draft(file, kept.values)

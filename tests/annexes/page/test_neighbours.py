@@ -123,7 +123,7 @@ def test_a_broken_neighbour_is_shown_as_broken_beside_a_good_run(browser: Any, t
         sync_api.expect(listed).to_contain_text("broken")
         sync_api.expect(page.locator(".run-list a", has_text="good")).to_contain_text("completed")
         listed.click()
-        sync_api.expect(page.locator(".message")).to_contain_text("has a line that cannot be used")
+        sync_api.expect(page.locator(".message")).to_contain_text("has an invalid line")
 
 
 def test_a_folder_with_a_name_that_is_no_text_is_a_run_as_well(tmp_path: Path) -> None:

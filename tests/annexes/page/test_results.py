@@ -387,7 +387,7 @@ def test_a_person_compares_two_steps_and_two_runs(browser: Any, project: Workspa
         expect(tags).to_have_text(["step 0", "step 3"] * 2)
         page.locator("[data-step=before]").select_option("1")
         expect(tags).to_have_text(["step 1", "step 3"] * 2)
-        page.get_by_label("Curves beside those of").select_option(label="other")
+        page.get_by_label("Compare curves with").select_option(label="other")
         expect(page.locator(".key-line").first).to_have_text("lossother: loss")
         tell(finished, *STEPS, *preview(finished, (4, "validation"), (4, "bird")), StateChanged("finished", 4, 4))
         expect(tags).to_have_text(["step 1", "step 4"] * 2)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import signal
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -189,6 +190,10 @@ def test_all_runs_are_one_click_away_and_addresses_last(page: Any, project: Work
     page.reload()
     expect(page.get_by_role("heading", level=1)).to_have_text("other")
     expect(page.locator(".run-list a[aria-current=true]")).to_contain_text("other")
+    # A deleted run is named before the page shows another.
+    shutil.rmtree(other)
+    expect(page.locator(".run-problems")).to_have_text("other is no longer there. This is another run.")
+    expect(page.locator(".run-list a[aria-current=true]")).to_contain_text("output")
 
 
 # The page forbids `eval`, and so a function that Playwright would call until it is true.

@@ -174,9 +174,12 @@ function chooseFirst() {
   const followed = follows && linkOf(opened);
   if (followed) choose(followed.dataset.run);
   else if (!links.some((link) => link.dataset.run === run)) {
+    const lost = run && (place("head").querySelector("h1")?.textContent ?? run);
     const first = linkOf(opened) ?? links.find((link) => "active" in link.dataset) ?? links[0];
+    run = null;
     if (first) choose(first.dataset.run);
     else place("head").replaceChildren(element("h1", { textContent: "No runs yet" }));
+    if (lost) tellProblems([`${lost} is no longer there.${first ? " This is another run." : ""}`]);
   }
   for (const link of links) link.setAttribute("aria-current", String(link.dataset.run === run));
 }
@@ -223,10 +226,14 @@ function listen() {
 
 // ---- Buttons ----
 
+function tellProblems(texts) {
+  problems.replaceChildren(...texts.map((text) => element("li", {}, text)));
+  problems.hidden = texts.length === 0;
+}
+
 export async function send(path, body) {
   const answer = await api(`/api/training/${path}`, { method: "POST", body });
-  problems.replaceChildren(...sentences(answer).map((text) => element("li", {}, text)));
-  problems.hidden = answer.ok;
+  tellProblems(sentences(answer));
   refresh("queue"); // at once: it is what the next click is about
   want("head", "list", "log");
   return answer.ok ? answer.data : null;
