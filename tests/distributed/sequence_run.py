@@ -44,7 +44,7 @@ def run_case(name: str, checkpoints: Mapping[str, Path], world: World, folder: P
     run.train(LEG)
     return {
         "losses": run.losses,
-        "norms": [metrics[size] for metrics in run.metrics for size in metrics if size.startswith("grad_")],
+        "norms": run.norms(),
         "moved": {name: each - before[name] for name, each in run.weights().items()},
         "seen": sorted(seen),
         "predictions": run.predictions(),

@@ -157,6 +157,10 @@ class Run:
                 found.append(torch.cat(self.world.gather(mine)[:: self.shared]))
         return found
 
+    def norms(self) -> list[float]:
+        """The sizes of the gradients, step by step."""
+        return [metrics[size] for metrics in self.metrics for size in metrics if size.startswith("grad_")]
+
     def weights(self) -> dict[str, Tensor]:
         return {name: sharding.gathered(each) for name, each in self.assembly.parameters.items()}
 
@@ -198,6 +202,7 @@ def run_case(name: str, checkpoint: Path, world: World, folder: Path) -> dict[st
         run.save(folder / name / "checkpoint-0", in_shards=True)
     return {
         "losses": run.losses,
+        "norms": run.norms(),
         "exact": exact,
         "predictions": run.predictions(),
         "held": held,

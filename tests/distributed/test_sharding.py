@@ -56,6 +56,8 @@ def test_losses_and_predictions_are_those_of_one_process(together: Together, siz
     one, several = together.one[name], together.several[size][name]
     rounded = "bf16" in name
     assert several["losses"] == pytest.approx(one["losses"], rel=1e-2 if rounded else SAME)
+    # Adam divides a wrong scale out of its first steps.
+    assert several["norms"] == pytest.approx(one["norms"], rel=5e-2 if rounded else 1e-5)
     found, expected = (dict(zip("tax", each["predictions"], strict=True)) for each in (several, one))
     assert distance(found, expected) < (2**-7 if rounded else ROTATION)
     trained, average, again = several["predictions"]

@@ -104,6 +104,7 @@ def captions_of(workspace: Workspace) -> dict[str, dict[str, torch.Tensor]]:
 
 def test_a_quantised_encoder_makes_other_entries(workspace: Workspace) -> None:
     """Near the plain ones, under other keys; a bare name means the same entries as the full one."""
+    workspace.write_config(validation_disable=False, validation_disable_unconditional=False)
     assert workspace.run("cache", "fill") == 0
     plain = captions_of(workspace)
     assert plain
