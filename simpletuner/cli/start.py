@@ -81,24 +81,21 @@ def _check_training(made: Start) -> None:
     Raises:
         ConfigError: training would refuse it.
     """
+    from simpletuner.annexes.fitting.ready import CONSENT
+    from simpletuner.annexes.fitting.show import MISSING_GPU
     from simpletuner.cli.train import agreed
 
+    tiny = made.material.tiny
+    ways = f"--model {tiny} (a tiny model that draws simple shapes, in minutes), " if tiny else ""
+    ways += "--dry-run (only write the config, for another machine) or i_know_what_i_am_doing=true (train here anyway)"
     try:
         agreed(made.ready(), yes=False)
     except ConfigError as error:
-        raise ConfigError(_with_ways(each, made.material.tiny) for each in error.problems) from None
-
-
-def _with_ways(problem: Problem, tiny: str) -> Problem:
-    """A problem; if the run is too large for a machine without a GPU, with what to add to the command."""
-    from simpletuner.annexes.fitting.ready import CONSENT
-    from simpletuner.annexes.fitting.show import MISSING_GPU
-
-    if problem.where != MISSING_GPU and not (problem.where == "memory" and tiny):
-        return problem
-    small = f"--model {tiny} to train a tiny model that draws simple shapes, in minutes; " if tiny else ""
-    ways = f"{small}--dry-run to write the config for another machine; or i_know_what_i_am_doing=true to train here"
-    return replace(problem, message=f"{problem.message.removesuffix(CONSENT).strip()} Add {ways} all the same.")
+        for number, each in enumerate(error.problems):
+            if each.where in (MISSING_GPU, tiny and "memory"):
+                message = f"{each.message.removesuffix(CONSENT).strip()} Add {ways}."
+                error.problems[number] = replace(each, message=message)
+        raise
 
 
 def _best(output: Path) -> str:

@@ -220,7 +220,8 @@ def run_checked(budget: Budget, events: EventStream, world: World, *, yes: bool)
     ledger = world.main_only(lambda: read_ledger(plan.output_dir)) if plan.is_finished else None
     if plan.is_finished and ledger is None:
         done = counted(plan.length.total_steps, "step is done", "steps are done")
-        events.say(f"This run is finished: {done}. Results: {plan.output_dir}")
+        more = "To train longer, raise max_train_steps; for another run, change output_dir."
+        events.say(f"This run is finished: {done}. Results: {plan.output_dir}. {more}")
         return
     # Credentials without write access fail now instead of after hours of training.
     project, begun = plan.config.tracking.tracker_project_name, plan.resume.step if plan.resume else 0

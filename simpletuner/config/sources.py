@@ -377,11 +377,9 @@ def _not_found(candidates: list[Path], name: str | None) -> str:
     # Of a path, the files beside it; of a folder, those in it.
     files = (given if given.is_dir() else given.parent).glob("*config*.*") if len(in_folders) == 1 else ()
     hint = did_you_mean(name or "", names) or did_you_mean(str(given), map(str, files))
-    if hint:
-        return f"{what}; tried {tried}.{hint}"
-    if names:
+    if names and not hint:
         hint = f" Choose one with env=NAME: {', '.join(names)}."
-    else:
+    elif not hint:
         hint = " Write one with `simpletuner configure`."
         if suffix in (".toml", ".env"):
             hint += f" It writes JSON; write {suffix} files by hand, with the same keys."

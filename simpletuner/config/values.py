@@ -56,25 +56,23 @@ def read_json(path: Path, kind: type = object, needed: str = "") -> Reading[Any]
     if text is None:
         return None
     # A blank instead of the comma keeps line and column numbers in error messages correct.
-    repaired = TRAILING_COMMA.sub(lambda match: match.group(1) or " ", text)
+    notes, repaired = Problems(), TRAILING_COMMA.sub(lambda match: match.group(1) or " ", text)
     if repaired != text:
         line = 1 + text.count("\n", 0, next(i for i, old in enumerate(text) if repaired[i] != old))
-        yield warning(str(path), f"has a comma before a closing bracket (line {line}); it was ignored.")
-
-    twice = Problems()
+        notes.append(warning(str(path), f"has a comma before a closing bracket (line {line}); it was ignored."))
 
     # `dict` would also keep the last value, but silently.
     def keep_last(pairs: Pairs) -> dict[str, Any]:
         result: dict[str, Any] = {}
         for key, value in pairs:
             if key in result and not same_value(result[key], value):
-                twice.append(Problem(str(path), f"contains {key!r} twice: {result[key]!r} and {value!r}."))
+                notes.append(Problem(str(path), f"contains {key!r} twice: {result[key]!r} and {value!r}."))
             result[key] = value
         return result
 
     try:
         value = parse_json(repaired, keep_last)
-        yield from twice
+        yield from notes
     except json.JSONDecodeError as error:
         fault = json_fault(error)
     except UnusableJsonError as error:

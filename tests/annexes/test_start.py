@@ -155,7 +155,7 @@ def test_a_stray_animation_among_pictures_is_named_and_they_are_trained(
     assert main(["start", "cat", "--yes"]) == 0
     told = capsys.readouterr().out
     assert "cat: pictures: 3, 1024x1024; with a caption: 3" in told
-    assert "Not trained, clips: loop.gif. A run learns from pictures or from clips: to train clips, start with" in told
+    assert "Not trained, clips: loop.gif. A run learns from pictures or from clips: to train clips, put them" in told
     assert written("cat")["model_family"] == "kandinsky5-image"
     assert main(["plan", "env=cat", "plan_device_memory_gb=80"]) == 0
     assert "loop.gif: not used, does not have the extension of a picture" in capsys.readouterr().out
@@ -469,7 +469,7 @@ def test_without_a_gpu_all_can_be_tried_with_a_tiny_model(
     assert main([*started, "--yes"]) == 2
     told = capsys.readouterr().err
     assert "device: no GPU can be used here: about " in told
-    assert f" Add --model {model} to train a tiny model" in told
+    assert f" Add --model {model} (a tiny model that draws simple shapes, in minutes), --dry-run (" in told
     assert not commands
     assert not Path("config").exists()
     # Asked, it comes first, so that Enter takes what works here.

@@ -55,6 +55,7 @@ def test_what_is_not_json_is_told_with_line_and_column(tmp_path: Path) -> None:
         ('{"a": "x\ny"}', "a text must end on the line on which it begins"),
         ("{a: 1}", "a key in double quotes is missing"),
         ('{"a" 1}', "a colon is missing"),
+        ('{"a": 1,, }', "a key in double quotes is missing"),  # the ignored comma is not another problem
         ('{"a": }', "a value is missing"),
         (b'{"a": "\xff"}', "is not UTF-8 text (byte 7)"),
         (b'\xff\xfe{\x00"\x00', "is not UTF-8 text"),

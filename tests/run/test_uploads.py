@@ -301,7 +301,10 @@ def test_the_next_start_finishes_what_a_kill_has_cut_short(
         assert "training_complete" in json.dumps(read_events(killed.path("output") / EVENTS_FILE)[-1])
         assert "finished" in killed.path("output/training_report.html").read_text()
         assert killed.train("max_train_steps=2") == 0
-        assert "This run is finished: 2 steps are done." in capsys.readouterr().out
+        assert (
+            "This run is finished: 2 steps are done. Results: output. To train longer, raise max"
+            in capsys.readouterr().out
+        )
     assert hub.repositories["me/star"].files.keys() == whole.keys()
 
 

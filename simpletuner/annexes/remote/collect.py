@@ -64,8 +64,8 @@ def _download(dataset: str, store: Store, offer: Offer, problems: Problems) -> S
                 store.fetch(missing, phase)
         except UserError as error:
             problems.append(Problem(dataset, str(error)))
-    keys = store.failed.keys() & {item.key for item in offer.items}
-    failed = {key: ("not downloaded", store.failed[key].reason + RETRY) for key in keys}
+    reasons = {item.key: store.failed[item.key].reason for item in offer.items if item.key in store.failed}
+    failed = {key: ("not downloaded", reason + RETRY) for key, reason in reasons.items()}
     names = {name: item.key for item in offer.items if (name := store.name_of(item)) is not None}
     listing = classify([(name, None) for name in names], store.wanted)
     table = {name: offer.captions[key] for name, key in names.items() if key in offer.captions}

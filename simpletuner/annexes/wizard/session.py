@@ -158,7 +158,7 @@ def start_draft(file: Path, talk: Talk) -> tuple[Draft, int]:
 
 
 def _new_draft(file: Path, talk: Talk) -> Draft:
-    """An empty draft, or one with the settings of a recipe of `simpletuner start`, which the questions then propose."""
+    """An empty draft, or a draft with the settings of a recipe of `simpletuner start`, which the questions propose."""
     draft, recipes = Draft(file), {purpose: Recipe.of(purpose) for purpose in PURPOSES}
     choices = {NO_RECIPE: "the usual defaults", **{purpose: recipe.title for purpose, recipe in recipes.items()}}
     purpose = talk.pick("Start from a recipe? The questions propose its values.", choices)
@@ -173,7 +173,7 @@ def _new_draft(file: Path, talk: Talk) -> Draft:
 
 
 def _usable(draft: Draft, talk: Talk) -> Draft:
-    """The draft without keys of the file that training refuses, unless the user wants to keep them."""
+    """The draft without the file's invalid keys, unless the user wants to keep them."""
     refused: dict[str, str] = {}
     for problem in draft.judgement.problems:
         if problem.fatal and key_of(problem) in draft.loaded:
@@ -187,14 +187,14 @@ def _usable(draft: Draft, talk: Talk) -> Draft:
 
 
 def review(draft: Draft, talk: Talk) -> bool:
-    """Show all settings and ask again for those that the user names, until the answer is yes or no."""
+    """Show all settings, and ask again for settings that the user names, until the answer is yes or no."""
     owners = {question.key: question for question in QUESTIONS}
     declined: Mapping[str, Any] = {}
     while True:
         # None removes a key.
         draft.change(dict.fromkeys(stale_keys(draft, {})))
         is_refused, remedy = _show(draft, talk)
-        # Nothing is applied that the user has not seen.
+        # The user confirms a remedy before it is applied.
         if remedy and remedy != declined and not talk.defaults:
             words = ", ".join(f"{key} {json.dumps(value)}" for key, value in remedy.items())
             if talk.confirm(f"Apply {words}?", default=True):
@@ -203,7 +203,7 @@ def review(draft: Draft, talk: Talk) -> bool:
             continue
         act = f"Write {draft.file}"
         if draft.file.exists():
-            act = f"Replace {draft.file}, and keep what is there as {backup_of(draft.file).name}"
+            act = f"Replace {draft.file}, and keep the old file as {backup_of(draft.file).name}"
         named = talk.choose(
             f"{act}? (or name a setting to change)", list(owners), default=talk.defaults or not is_refused
         )
@@ -213,13 +213,13 @@ def review(draft: Draft, talk: Talk) -> bool:
 
 
 def _ask_again(question: Question, draft: Draft, talk: Talk) -> None:
-    """Ask one question, then those that apply because of its answer."""
+    """Ask a question, then further questions that apply because of its answer."""
     before, applied = _proposals(draft), _applying(draft)
     try:
         talk.ask(question, draft)
     except Back:
         return
-    # Answers that equal the old proposal follow the new one: another model type has another learning rate.
+    # Answers equal to an old proposal change with it: another model type has another learning rate.
     moved = {key: value for key, value in _proposals(draft).items() if key in before and before[key] != value}
     draft.change({key: value for key, value in moved.items() if draft.values.get(key) == before[key]})
     for further in QUESTIONS:
@@ -238,27 +238,27 @@ def _proposals(draft: Draft) -> dict[str, Any]:
 
 
 def _written(draft: Draft) -> dict[str, Any]:
-    """The values that go into the file."""
+    """The values to write to the file."""
     return {key: value for key, value in draft.values.items() if key != DEVICE_MEMORY or key in draft.loaded}
 
 
 def _show(draft: Draft, talk: Talk) -> tuple[bool, Mapping[str, Any]]:
-    """Show all settings and the plan's verdict; returns whether training will refuse them, and what would fit."""
-    # Late, since importing the plan would delay the first question.
+    """Show all settings and the plan's verdict; returns whether training will refuse them, and a remedy."""
+    # Imported here, since importing the plan would delay the first question.
     from simpletuner.annexes.wizard.verdict import judge
 
     _show_settings(_written(draft), draft, talk)
     lines, problems = judge(draft, draft.values.get(DEVICE_MEMORY))
     for line in lines:
         talk.tell(f"  {line}", "cyan")
-    told = dict.fromkeys([*draft.judgement.problems, *problems])
-    fatal = {str(problem) for problem in told if problem.fatal}
-    for problem in told:
+    shown = dict.fromkeys([*draft.judgement.problems, *problems])
+    fatal = {str(problem) for problem in shown if problem.fatal}
+    for problem in shown:
         if problem.fatal or str(problem) not in fatal:
             talk.refuse(f"{'Training will refuse this' if problem.fatal else 'Note'}: {problem}")
     talk.say()
-    is_refused = any(problem.fatal and problem.where != "device" for problem in told)
-    # Empty if the run fits, or if settings are not enough.
+    is_refused = any(problem.fatal and problem.where != "device" for problem in shown)
+    # Empty if the run fits, or if no settings make it fit.
     return is_refused, next((problem.remedy for problem in problems if problem.where == "memory"), {})
 
 
@@ -281,23 +281,23 @@ def _show_settings(values: Mapping[str, Any], draft: Draft, talk: Talk) -> None:
 
 
 def check_target(file: Path) -> None:
-    """Check before the first question that the file can be written.
+    """Check, before the first question, that the file can be written.
 
     Raises:
-        UserError: it cannot be written.
+        UserError: the file cannot be written.
     """
     if file.suffix in (".toml", ".env"):
         raise UserError(f"{file}: the wizard writes JSON; name a file such as config/config.json.")
     if file.is_dir():
         raise UserError(f"{file} is a folder; name a file in it, such as {file / 'config.json'}.")
-    # The nearest folder that exists; those below it are created on saving.
+    # The nearest existing folder; folders below it are created when saving.
     folder = next(parent for parent in file.absolute().parents if parent.exists())
     if not folder.is_dir() or not os.access(folder, os.W_OK | os.X_OK):
         raise UserError(f"{file} cannot be written: no permission in {folder}.")
 
 
 def load_values(file: Path) -> Reading[dict[str, Any]]:
-    """Values as they are written in the file, by the canonical names of their keys.
+    """The values in a file, unexpanded, by the canonical names of their keys.
 
     Raises:
         ConfigError: the file cannot be read.
@@ -307,7 +307,7 @@ def load_values(file: Path) -> Reading[dict[str, Any]]:
         raise ConfigError([])
     yield from canonical(layer)
     named = [(main_name(written), value) for written, value in layer.values]
-    # An empty value is the default, except that an empty resume_from_checkpoint starts a new run.
+    # An empty value means the default; an empty resume_from_checkpoint starts a new run.
     return {key: value for key, value in named if value not in (None, "") or key == "resume_from_checkpoint"}
 
 
@@ -315,7 +315,7 @@ def save(file: Path, text: str) -> None:
     """Write a file atomically; the previous one is kept as `.bak`."""
     target = file.resolve()  # replaces the target of a link, not the link
     if target.is_file():
-        # A copy: the file stays in place until the new one replaces it.
+        # A copy, so that the file stays in place until the new one replaces it.
         write_atomically(backup_of(target), target.read_bytes())
     write_atomically(target, text)
 
@@ -325,12 +325,12 @@ def backup_of(file: Path) -> Path:
 
 
 def show_next_steps(draft: Draft, talk: Talk) -> None:
-    """Show the steps to the first training, and offer to write a dataset file if there is none."""
+    """Show the next steps up to training, and offer to write a dataset file if there is none."""
     path, entries = Path(draft.dataset_file), example_datasets(draft)
     exists, noun, folder = path.expanduser().is_file(), draft.spec.media_noun, entries[0]["instance_data_dir"]
-    # A script has given all its answers already.
+    # Scripts have already given all answers.
     asks = sys.stdin.isatty() and not exists and not talk.defaults
-    if is_new := asks and talk.confirm(f"Write {path}, too, for {noun} in {folder}?", default=True):
+    if is_new := asks and talk.confirm(f"Also write {path}, for {noun} in {folder}?", default=True):
         save(path.expanduser(), json.dumps(entries, indent=2) + "\n")
     talk.tell()
     talk.tell("Next steps", "bold")
@@ -346,11 +346,11 @@ def show_next_steps(draft: Draft, talk: Talk) -> None:
 
 
 def example_datasets(draft: Draft) -> list[dict[str, Any]]:
-    """The content of a dataset file to start from: a packaged example's, fitted to the files in its folder."""
+    """The content of an initial dataset file: a packaged example's, fitted to the files in its folder."""
     examples = EDITS if draft.judgement.flavour.task == "i2i" else (*PICTURES, *CLIPS)
     example = next(name for name in examples if name.startswith(draft.spec.name))
     trained, *others = read_example(example, DATASET_FILE)
-    # Clips are as long as previews.
+    # Clips have the length of previews.
     longest = draft.config.validation.validation_num_video_frames or 1
     return [Material.of_entry(trained).fitted(trained, draft.spec, longest), *others]
 

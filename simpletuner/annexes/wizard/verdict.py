@@ -19,13 +19,13 @@ from simpletuner.config.sources import DATASET_FILE, Arguments, configured
 from simpletuner.errors import ConfigError, Problem, Problems, counted
 from simpletuner.validation.clip_writer import write_mp4
 
-NO_GPU = "There is no GPU here. For an estimate, name plan_device_memory_gb below and enter the memory of yours."
+NO_GPU = "There is no GPU here. For an estimate, name plan_device_memory_gb below and enter your GPU's memory."
 
 
 def judge(draft: Draft, device_gigabytes: float | None) -> tuple[list[str], list[Problem]]:
-    """Sentences about memory and time, and the problems that training would refuse or warn about.
+    """Sentences about memory and time, and the problems that training would report.
 
-    Without a dataset file, the plan is made for one sample of the family's usual size.
+    Without a dataset file, the plan is for a single sample of the family's usual size.
     """
     problems = Problems()
     has_data = Path(draft.dataset_file).expanduser().is_file()

@@ -251,7 +251,7 @@ def test_an_upload_may_be_slow_but_not_silent(folder: Path, cats: Path, monkeypa
             client.putheader(name, value)
         client.endheaders(content[:10])
         answer = client.getresponse()
-        assert (answer.status, "Nothing has arrived for 0.3 s" in answer.read().decode()) == (408, True)
+        assert (answer.status, "No data for 0.3 s" in answer.read().decode()) == (408, True)
     assert files(cats) == ["a.png"]
 
 
