@@ -550,7 +550,7 @@ def terminal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> pexpect.spawn:
 def test_a_conversation_in_a_terminal(terminal: pexpect.spawn, tmp_path: Path) -> None:
     terminal.expect(r"Model \[kandinsky5-image\]")
     terminal.sendline("?")
-    terminal.expect("What to train: kandinsky5-image")
+    terminal.expect("Model family: kandinsky5-image")
     terminal.expect(r"Model \[kandinsky5-image\]")
     terminal.sendline("")
     terminal.expect("Version of the model")
