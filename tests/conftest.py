@@ -214,11 +214,20 @@ def trained(tmp_path: Path, finished: Workspace) -> Workspace:
     return Workspace(shutil.copytree(finished.folder, tmp_path / "run"))
 
 
-@pytest.fixture
-def filled(tmp_path: Path, finished: Workspace) -> Workspace:
-    """The folder of `workspace` after `cache fill`."""
-    workspace = Workspace(shutil.copytree(finished.folder, tmp_path / "run"))
+@pytest.fixture(scope="session")
+def encoded(tmp_path_factory: pytest.TempPathFactory, finished: Workspace) -> Workspace:
+    """The folder of `workspace` with caches for training and for previews, to be copied."""
+    workspace = Workspace(shutil.copytree(finished.folder, tmp_path_factory.mktemp("encoded") / "run"))
     for path in workspace.path("output").iterdir():
         if path.name != "cache":
             shutil.rmtree(path) if path.is_dir() else path.unlink()
+    with pytest.MonkeyPatch.context() as patch:
+        make_room(patch)
+        assert workspace.run("cache", "fill", "validation_disable=false", "validation_disable_unconditional=false") == 0
     return workspace
+
+
+@pytest.fixture
+def filled(tmp_path: Path, encoded: Workspace) -> Workspace:
+    """The folder of `workspace` after `cache fill`."""
+    return Workspace(shutil.copytree(encoded.folder, tmp_path / "run"))

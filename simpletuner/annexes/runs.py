@@ -1,7 +1,6 @@
 """The state of a run, read from its process and its output folder. Free of torch.
 
-Nothing is kept here that could not be read again: after a crash of the run, the server or the machine, the folder still
-shows what happened.
+No state is stored: after a crash of the run, the server or the machine, everything is read from the folder again.
 """
 
 from __future__ import annotations
@@ -36,33 +35,33 @@ from simpletuner.training.manifest import result_step
 
 Status = Literal["idle", "starting", "running", "completed", "error", "cancelled", "interrupted", "broken"]
 CONSOLE_FILE = "console.log"
-PROMPT = "$ simpletuner "  # begins the line of console.log that names the command of a session
-STARTED_FILE = "started.json"  # what the page started last: which config, with which settings, after which event
-PART = 1 << 18  # bytes read at a time; no line is longer
+PROMPT = "$ simpletuner "  # prefix of the line in console.log with the command of a session
+STARTED_FILE = "started.json"  # the page's last start: config, settings, and the id of the event before it
+PART = 1 << 18  # bytes read at a time; maximum length of a line
 CONSOLE_PART = 1 << 16
 RECENT = 200
 NOTICES = 100
 STEP_STATUS, MESSAGE = b'"type": "training.status"', b'"message"'
-INTERRUPTED = ("Interrupted.", "KeyboardInterrupt")  # ends the console; the second, while Python itself was starting
+INTERRUPTED = ("Interrupted.", "KeyboardInterrupt")  # last line of the console; the second if Python was still starting
 BUTTONS = ("start", "continue", "new", "stop", "cancel", "save", "preview", "stop_at_epoch_end")
 ACTIVE = ("starting", "running")
 IN_LOOP = ("running", "stopping")
 ENDED: Mapping[str, Status] = {"completed": "completed", "failed": "error", "cancelled": "cancelled"}
-STOPS_LATER = "The run will stop at the end of"  # begins the answer to that request
-# Seconds without a sign of life after which a run on another machine, which cannot be asked, counts as ended.
+STOPS_LATER = "The run will stop at the end of"  # prefix of the notice that confirms that request
+# Seconds without a heartbeat after which a run on another machine counts as ended.
 SILENCE = 900.0
-QUIET = 60.0  # seconds without news from a process of this machine that the page mentions; it may load a large model
+QUIET = 60.0  # seconds without events after which the page reports silence; the run may be loading a large model
 
 
 @dataclass(eq=False)
 class Tail:
-    """Follows a growing file of JSON lines: returns every line once, and holds at most one part of them in memory.
+    """Follows a growing file of JSON lines: returns every line once, reading at most `PART` bytes at a time.
 
     Attributes:
-        number: a key that every object has, with a whole number.
-        begin: finds the offset to begin at, in the file and in every file that replaces it.
+        number: a key that every object must have, with an integer value.
+        begin: returns the start offset, in the file and in every file that replaces it.
         renew: called before a replaced, truncated or rewritten file is read again.
-        damage: describes the first complete line that is no such object; empty without one.
+        damage: describes the first invalid complete line; empty if there is none.
     """
 
     path: Path
@@ -77,7 +76,7 @@ class Tail:
     def lines(self) -> list[bytes]:
         """The next complete lines; none at the end of the file."""
         try:
-            # To open a pipe would wait for its writer.
+            # Only a regular file: opening a pipe would block.
             file = self.path.open("rb") if self.path.is_file() else None
         except FileNotFoundError:  # a new run has just deleted it
             file = None
@@ -86,15 +85,15 @@ class Tail:
                 self._restart(0, 0)
             return []
         with file:
-            now = os.fstat(file.fileno())
-            # Replaced by an atomic write, truncated, or its last lines by another, as on a full disk.
-            is_same = now.st_ino == self._file and now.st_size >= self._offset
+            status = os.fstat(file.fileno())
+            # Detects an atomic replacement, truncation, and rewritten last lines, as on a full disk.
+            is_same = status.st_ino == self._file and status.st_size >= self._offset
             if not is_same or byte_before(file, self._offset) != self._before:
-                self._restart(now.st_ino, self.begin(file))
+                self._restart(status.st_ino, self.begin(file))
                 self._before = byte_before(file, self._offset)
             file.seek(self._offset)
             part = file.read(PART)
-        # A line longer than a part is no event: it is passed on in pieces that do not parse.
+        # A line longer than PART is not an event: it is returned in pieces that do not parse.
         end = part.rfind(b"\n") + 1 or (PART if len(part) == PART else 0)
         self._offset, self._before = self._offset + end, part[:end][-1:] or self._before
         return part[:end].splitlines(keepends=True)
@@ -109,31 +108,31 @@ class Tail:
             yield from filter(None, map(self.parse, lines))
 
     def parse(self, line: bytes) -> dict[str, Any] | None:
-        """The object in a line."""
+        """The object in a line; None if the line is invalid."""
         row = parse_row(line, self.number)
         if row is None:
             self.reject(line)
         return row
 
     def reject(self, line: bytes) -> None:
-        """Note that a line cannot be used; the first one is reported."""
+        """Record an invalid line; only the first one is reported."""
         self.damage = self.damage or damage_of(self.path, line)
 
 
 def byte_before(file: BinaryIO, offset: int) -> bytes:
-    """The byte before a place in a file; none at its beginning."""
+    """The byte before an offset of a file; empty at its beginning."""
     file.seek(max(0, offset - 1))
     return file.read(min(1, offset))
 
 
 def damage_of(path: Path, line: bytes) -> str:
-    """A sentence about a line that cannot be used."""
+    """The message about an invalid line."""
     text = redact(line.decode(errors="replace").strip())
-    return f"{path.name} has a line that cannot be used: {text:.200}"
+    return f"{path.name} has an invalid line: {text:.200}"
 
 
 class Record:
-    """The metrics of a run, as of now; only what is new is read."""
+    """The metrics of a run; only new lines are read."""
 
     def __init__(self, folder: Path) -> None:
         self._lock, self._columns = threading.Lock(), Columns()
@@ -143,23 +142,23 @@ class Record:
         self._columns = Columns()
 
     def read(self) -> tuple[Columns, str]:
-        """The metrics of all steps, and a sentence about an unusable line."""
+        """The metrics of all steps, and a message about an invalid line."""
         with self._lock:
             for row in self._tail.rows():
                 self._columns.add(row)
             return self._columns, self._tail.damage
 
 
-# The columns of 100,000 steps take some 15 MB, so only those of the runs viewed last are kept.
+# The columns of 100,000 steps take about 15 MB, so only those of recently viewed runs are cached.
 record_in = lru_cache(maxsize=3)(Record)
 
 
 def last_step(path: Path) -> tuple[dict[str, Any], str]:
-    """The metrics of the last step in a record, and a sentence about an unusable line after it."""
+    """The metrics of the last step in a record, and a message about an invalid line after it."""
     metrics, damage = dict[str, Any](), ""
     for line in reversed(ending(path, PART)):
         row = parse_row(line)
-        # Rows of one step add up: on resume, an evaluation has a row of its own.
+        # Rows of a step are merged: on resume, an evaluation has a separate row.
         if row and metrics and row["step"] != metrics["step"]:
             break
         metrics = (row or {}) | metrics
@@ -168,7 +167,7 @@ def last_step(path: Path) -> tuple[dict[str, Any], str]:
 
 
 def ending(path: Path, size: int) -> list[bytes]:
-    """The last lines of a file, including an unfinished one; none if it does not exist."""
+    """The last lines of a file, including an incomplete one; empty if it does not exist."""
     if not path.is_file():
         return []
     with path.open("rb") as file:
@@ -182,12 +181,12 @@ class Story:
     """The newest session of a run, according to its events.
 
     Attributes:
-        first: the id of the first event.
-        id: of the last event.
-        status: of the last `training.status` with progress; empty before the first.
-        progress: of the steps, with the newest metrics.
-        stages: the newest state of every stage, by key.
-        notices: the texts of warnings, and of the answer to a button.
+        first: id of the first event.
+        id: id of the last event.
+        status: status of the last `training.status` with progress; empty before the first.
+        progress: progress of the steps, with the latest metrics.
+        stages: the latest state of every stage, by key.
+        notices: texts of warnings and of confirmed requests.
         growing: unfinished previews by prompt, weights and index.
     """
 
@@ -202,26 +201,26 @@ class Story:
     growing: dict[tuple[str, str, int], dict[str, Any]] = field(default_factory=dict)
 
     def begin(self, job_id: str = "", progress: Mapping[str, Any] | None = None) -> None:
-        """Forget everything."""
+        """Reset the story for a new session."""
         vars(self).update(vars(Story(job_id, progress=dict(progress or {}))))
 
     def copy(self) -> Story:
-        """The story so far, for a thread that uses it while another one adds to it."""
+        """A copy, for a thread that reads the story while another one adds to it."""
         return replace(self, stages=dict(self.stages), growing=dict(self.growing))
 
     def follow(self, tail: Tail) -> None:
-        """Take in the new events of a log."""
+        """Add the new events of a log."""
         while lines := tail.lines():
             for line, after in zip(lines, [*lines[1:], b""], strict=True):
-                # Of steps, which are nearly all events of a long run, only the last counts; the others are not parsed.
+                # Step events, nearly all events of a long run, are parsed only if no other step event follows.
                 if not (is_step(line) and is_step(after)) and (event := tail.parse(line)):
                     try:
                         self.add(event)
-                    except Exception:  # noqa: BLE001 - whatever an object that is no event raises
+                    except Exception:  # noqa: BLE001 - an invalid event may raise any error
                         tail.reject(line)
 
     def add(self, event: Mapping[str, Any]) -> None:
-        """Take in the next event; raises if a number that the page computes with is none."""
+        """Add an event; raises if a field that the page computes with is not a number."""
         if event["job_id"] != self.job_id:
             self.begin(str(event["job_id"]), self.progress)
             self.first = event["id"]
@@ -229,7 +228,7 @@ class Story:
         match event["type"]:
             case "training.status" if "progress" in event:
                 self.status = str(event["data"]["status"])
-                self.progress = self.progress | progress_of(event["progress"])  # some come without metrics
+                self.progress = self.progress | progress_of(event["progress"])  # some events have no metrics
                 self.message = str(event.get("message", self.message))
             case "lifecycle.stage":
                 stage = {name: str(event["stage"][name]) for name in ("key", "label", "status")}
@@ -238,30 +237,30 @@ class Story:
                     **stage, "progress": done and progress_of(done), "message": str(event.get("message", ""))
                 }  # fmt: skip
                 if stage["status"] != "running":
-                    self.growing.clear()  # also of previews that were cut short
+                    self.growing.clear()  # interrupted previews never finish
             case "validation.image":
                 self.growing[shot_of(event)] = growing_preview(event)
             case "training.validation":
                 self.growing.pop(shot_of(event), None)
-            # Warnings, and the answer to a button. Other notices repeat the message of the run.
+            # Warnings and confirmed requests; other notices repeat the message of the run.
             case "notification" if event["severity"] == "warning" or str(event["message"]).startswith(STOPS_LATER):
                 self.notices = [*self.notices, str(event["message"])][-NOTICES:]
 
 
 def is_step(line: bytes) -> bool:
-    """Whether a line holds progress of the steps and nothing else."""
+    """Whether a line contains only step progress."""
     return STEP_STATUS in line and MESSAGE not in line
 
 
-def progress_of(given: Mapping[str, Any]) -> dict[str, Any]:
-    """The progress in an event."""
-    numbers = {name: given[name] and given[name] + 0 for name in ("total", "percent", "eta_seconds")}
-    metrics = {"metrics": dict(given["metrics"])} if "metrics" in given else {}
-    return {**given, "current": given["current"] + 0, **numbers, **metrics}
+def progress_of(progress: Mapping[str, Any]) -> dict[str, Any]:
+    """The progress in an event; raises a TypeError if a value is not a number."""
+    numbers = {name: progress[name] and progress[name] + 0 for name in ("total", "percent", "eta_seconds")}
+    metrics = {"metrics": dict(progress["metrics"])} if "metrics" in progress else {}
+    return {**progress, "current": progress["current"] + 0, **numbers, **metrics}
 
 
 def growing_preview(event: Mapping[str, Any]) -> dict[str, Any]:
-    """The unfinished preview of an event."""
+    """The unfinished preview in an event."""
     data, path = event["data"], (event["images"] or [event["videos"][0]["src"]])[0]
     width, height = map(int, data["resolution"])
     named = {name: str(data[name]) for name in ("name", "step_label")}
@@ -269,20 +268,20 @@ def growing_preview(event: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def shot_of(event: Mapping[str, Any]) -> tuple[str, str, int]:
-    """Which preview an event is about."""
+    """The prompt, weights and index of a preview event."""
     data = event["data"]
     return str(data["name"]), str(data["validation_type"]), int(data["index"])
 
 
 @dataclass(eq=False)
 class Run:
-    """One output folder.
+    """The run in an output folder.
 
     Attributes:
-        id: its name in addresses.
+        id: name in URLs.
         may_start: whether this server starts runs.
-        written_by: the config of the project that writes into it; empty without one.
-        child: the process that this server started for it.
+        written_by: the project's config whose output folder this is; empty if there is none.
+        child: the process that this server started for the run.
     """
 
     id: str
@@ -303,7 +302,7 @@ class Run:
 
     @property
     def metrics(self) -> Columns:
-        """The metrics of all steps, as of now."""
+        """The current metrics of all steps."""
         return record_in(self.folder).read()[0]
 
     @property
@@ -313,22 +312,22 @@ class Run:
 
     @property
     def name(self) -> str:
-        """The name of the folder; what is not UTF-8 in it is replaced."""
+        """The name of the folder; bytes that are not UTF-8 are replaced."""
         return as_text(self.folder.name)
 
     @property
     def started(self) -> Mapping[str, Any]:
-        """What the page started last: `config`, `settings`, and `after`, the last event before; else empty."""
+        """The page's last start: `config`, `settings`, and `after`, the id of the event before it; else empty."""
         return result_of(read_json(self.folder / STARTED_FILE, dict)) or {}
 
     @property
     def config(self) -> str:
-        """The config that it is started with; empty if unknown."""
+        """The config that the run is started with; empty if unknown."""
         return str(self.started.get("config", self.written_by))
 
     @property
     def settings(self) -> Mapping[str, Any]:
-        """The settings that it is started with besides the config."""
+        """The settings that the run is started with besides the config."""
         settings = self.started.get("settings")
         return settings if isinstance(settings, dict) else {}
 
@@ -340,13 +339,13 @@ class Run:
             UserError: the lock is damaged.
         """
         path = self.folder / LOCK_FILE
-        with suppress(FileNotFoundError):  # released meanwhile
+        with suppress(FileNotFoundError):  # released in the meantime
             return read_owner(path, path.read_bytes()) if path.is_file() else None
         return None
 
     @property
     def pid(self) -> int | None:
-        """The process that is at work in the folder, if it is one of this machine."""
+        """The id of the run's process on this machine; None if there is none."""
         if self.child is not None and self.child.poll() is None:
             return self.child.pid
         try:
@@ -357,7 +356,7 @@ class Run:
 
     @property
     def seen(self) -> float:
-        """When the run last wrote to its folder, in seconds since 1970; 0 if it has not."""
+        """When the run last wrote to its folder, as a Unix time; 0 if it never has."""
         times = [0.0]
         for name in (EVENTS_FILE, METRICS_FILE, LOCK_FILE, CONSOLE_FILE):
             with suppress(OSError):
@@ -370,21 +369,21 @@ class Run:
         return printed(self.folder / CONSOLE_FILE)
 
     def judge(self) -> tuple[Status, str, Story]:
-        """The state of the run, a sentence about it, and its newest session."""
-        # Before its events: a run that ends meanwhile was alive, or has reported its end.
+        """The state of the run, a message about it, and its newest session."""
+        # Checked before reading events: a run that ends in between was alive, or has reported its end.
         owner, is_alive = self.owner, self.pid is not None
         story = self.read()
-        # Which session spoke is seen from the number of the last event before it; clocks may be set meanwhile.
+        # Sessions are told apart by event ids, not by times, since clocks may be changed.
         after, before = self.started.get("after"), owner.after if owner else -1
         is_silent, is_on_console = story.id == after, after in (story.id, story.first - 1)
-        said = said_at_the_end(self.console, only_errors=not is_silent) if is_on_console and not is_alive else ""
+        last = said_at_the_end(self.console, only_errors=not is_silent) if is_on_console and not is_alive else ""
         if is_silent or story.id <= before:
             story = Story(progress=story.progress)
-        return *self._judge(owner, is_alive, story, said), story
+        return *self._judge(owner, is_alive, story, last), story
 
-    def _judge(self, owner: Owner | None, is_alive: bool, story: Story, said: str) -> tuple[Status, str]:
+    def _judge(self, owner: Owner | None, is_alive: bool, story: Story, last: str) -> tuple[Status, str]:
         is_elsewhere = owner is not None and owner.host != socket.gethostname()
-        # An end that was reported counts more than the process, which may take a while to exit.
+        # A reported end takes precedence over the process, which may take a while to exit.
         if story.status in ENDED:
             return ENDED[story.status], story.message
         if is_alive or (is_elsewhere and time.time() - self.seen < SILENCE):
@@ -392,10 +391,10 @@ class Run:
             return "running" if story.status in IN_LOOP else "starting", where + story.message
         if is_elsewhere:
             return "interrupted", f"No heartbeat for {clock(time.time() - self.seen)}. {owner}"
-        return self._judge_end(owner is not None or story.status in ("starting", *IN_LOOP), said)
+        return self._judge_end(owner is not None or story.status in ("starting", *IN_LOOP), last)
 
     def _judge_end(self, was_at_work: bool, last: str) -> tuple[Status, str]:
-        """The state of a session that did not report its end; `last` are its last lines on the console."""
+        """The state of a session that did not report its end; `last` are its last console lines."""
         if last:
             return ("cancelled", INTERRUPTED[0]) if last in INTERRUPTED else ("error", last)
         step = last_step(self.folder / METRICS_FILE)[0].get("step", 0)
@@ -408,7 +407,7 @@ class Run:
         return "cancelled", f"Stopped at step {step:,}."
 
     def status(self) -> dict[str, Any]:
-        """Everything that `GET /api/training/status` answers. It never fails: a run must not hide the others."""
+        """The response of `GET /api/training/status`. Never raises: a broken run must not hide the others."""
         blank = {
             "status": "idle",
             "job_id": "",
@@ -422,8 +421,8 @@ class Run:
         }
         try:
             known = self._status(blank)
-            json.dumps(known, allow_nan=False, ensure_ascii=False).encode()  # NaN or half a character cannot be sent
-        except Exception as error:  # noqa: BLE001 - whatever its files hold
+            json.dumps(known, allow_nan=False, ensure_ascii=False).encode()  # fails for NaN and lone surrogates
+        except Exception as error:  # noqa: BLE001 - damaged files may raise any error
             return blank | {"status": "broken", "message": redact(str(error) or type(error).__name__)}
         return known
 
@@ -452,27 +451,27 @@ class Run:
         }
 
     def _idleness(self, state: Status, story: Story) -> str:
-        """Why a living process makes no progress; empty if it does, or if this machine cannot tell."""
+        """Why a running process makes no progress; empty if it does, or runs on another machine."""
         owner = self.owner if state in ACTIVE else None
         if owner is None or owner.host != socket.gethostname() or owner.is_gone:
             return ""
         with suppress(psutil.NoSuchProcess):
             if psutil.Process(owner.pid).status() == psutil.STATUS_STOPPED:
-                return f"Process {owner.pid} is stopped. To let it go on: kill -CONT {owner.pid}"
-        told = (self.folder / EVENTS_FILE).stat().st_mtime if story.id else 0.0
-        silence = time.time() - max(told, owner.since)
+                return f"Process {owner.pid} is stopped. To resume it: kill -CONT {owner.pid}"
+        logged = (self.folder / EVENTS_FILE).stat().st_mtime if story.id else 0.0
+        silence = time.time() - max(logged, owner.since)
         pace = story.progress.get("metrics", {}).get("seconds_per_step") or 0.0
-        return f"Nothing new for {clock(silence)}." if silence > max(QUIET, 3 * pace) else ""
+        return f"No events for {clock(silence)}." if silence > max(QUIET, 3 * pace) else ""
 
     def _beginnings(self, step: int) -> dict[str, bool]:
-        """Which sessions can begin when none is at work."""
+        """Which kinds of sessions can begin while none is active."""
         is_free = self.may_start and bool(self.config) and self.pid is None
         has_lora = (self.folder / LORA_FILE).is_file()
         return {"start": is_free and not step, "continue": is_free and step > 0, "new": is_free and has_lora}
 
 
 def advanced(progress: dict[str, Any], last: Mapping[str, Any], *, goes_on: bool) -> dict[str, Any]:
-    """The progress in the events, updated with the last row of the record.
+    """The progress from events, updated with the last row of the record.
 
     Events of fast steps are throttled. The record has every step, so it shows how far a killed run got.
     """
@@ -485,14 +484,14 @@ def advanced(progress: dict[str, Any], last: Mapping[str, Any], *, goes_on: bool
 
 
 def requested(folder: Path) -> list[str]:
-    """The requests that a run has not taken yet."""
+    """The requests that a run has not processed yet."""
     return [request for request in REQUESTS if (folder / request).exists()]
 
 
 def over(stages: Mapping[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    """The stages of a run that has ended."""
-    cut_short = {key: {**stage, "status": "failed"} for key, stage in stages.items() if stage["status"] == "running"}
-    return {**stages, **cut_short}
+    """The stages of a run that has ended; running ones have failed."""
+    failed = {key: {**stage, "status": "failed"} for key, stage in stages.items() if stage["status"] == "running"}
+    return {**stages, **failed}
 
 
 def printed(file: Path) -> str:
@@ -502,7 +501,7 @@ def printed(file: Path) -> str:
 
 
 def said_at_the_end(console: str, *, only_errors: bool = False) -> str:
-    """The errors of the newest session in a console.log, else its last line."""
+    """The errors of the newest session in a console.log, or else its last line."""
     lines = re.split(rf"^{re.escape(PROMPT)}.*$", console, flags=re.MULTILINE)[-1].strip().splitlines()
     errors = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
     return "\n".join(errors or ([] if only_errors else lines[-1:]))

@@ -1,5 +1,5 @@
-"""Plans what `simpletuner sample` and `sweep` render: from a run's folder, a checkpoint, a LoRA file or a configuration
-to a plan without training data. Loads no weights, imports no torch and writes nothing.
+"""Plans `simpletuner sample` and `sweep`: makes a plan without training data from a run's folder, a checkpoint, a LoRA
+file or a configuration. Loads no weights, imports no torch and writes nothing.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from simpletuner.plan.resume import decide_seed
 from simpletuner.training.manifest import PIPELINE_FOLDER, Checkpoint, find_checkpoints, open_checkpoint, result_step
 from simpletuner.validation.prompts import ValidationPrompt, file_safe, unique
 
-# `offload: auto` chooses again for sampling, except for these settings, which change results.
+# `offload: auto` chooses again for sampling, except these settings, which change results.
 CHOICES_KEPT = ("base_model_precision", "vae_enable_tiling", "validation_decoding")
 CACHES = ("cache_dir", "cache_dir_text", "cache_dir_vae")
 LONGEST_STEM = 60  # characters of a prompt in the name of a file
@@ -35,13 +35,13 @@ LONGEST_STEM = 60  # characters of a prompt in the name of a file
 
 @dataclass(frozen=True)
 class SampleRequest:
-    """What the command line asks for.
+    """A request to render, from the command line.
 
     Attributes:
         source: an output folder, a checkpoint or a LoRA file; None for a base model.
-        checkpoints: steps, names or `latest`; None for the result, in a sweep for all checkpoints.
+        checkpoints: steps, names or `latest`; None means the result, in a sweep all checkpoints.
         ema: render with the moving average.
-        output: folder for the pictures or clips.
+        output: folder for pictures or clips.
         sweeps: compare checkpoints, by default with the run's prompts.
     """
 
@@ -61,9 +61,9 @@ class Sampled:
     """The weights to sample from.
 
     Attributes:
-        step: of the run; None if unknown.
+        step: training step; None if unknown.
         lora: a LoRA file for the base model.
-        transformer: of a full fine-tune, in place of the base model's.
+        transformer: the transformer of a full fine-tune, in place of the base model's.
         content: identifies the weights, see `caching.keys`; empty for a base model.
     """
 
@@ -75,7 +75,7 @@ class Sampled:
 
     @property
     def folders(self) -> list[Path]:
-        """The folders around the weights, from the outermost; one is the output folder of their run."""
+        """The parent folders of the weights, outermost first; one of them is the output folder of their run."""
         inner = self.lora or (Path(self.transformer.location, self.transformer.folder) if self.transformer else None)
         # OUTPUT/checkpoint-100/ema/LORA_FILE is the deepest.
         return [] if inner is None else [*reversed(inner.absolute().parents[:3])]
@@ -85,14 +85,14 @@ def plan_samples(request: SampleRequest) -> tuple[Plan, list[Sampled]]:
     """A plan whose previews are the requested pictures or clips, and the weights to render them with, in order.
 
     Raises:
-        ConfigError: with every problem at once.
+        ConfigError: lists all problems.
     """
     problems = request.arguments.problems
     if not request.prompts and not request.sweeps:
         problems.append(Problem("prompt", "is required; it may be given several times."))
     pictures = problems.take(_pictures(request))
     weights, run = problems.take(find_weights(request))
-    # Unreadable files are reported here; the checks below need the others.
+    # Unreadable files are reported here; the checks below need readable ones.
     weights = [
         each for each in weights if each.lora is None or problems.take(lora_keys.read_shapes("source", each.lora))
     ]
@@ -114,19 +114,19 @@ def plan_samples(request: SampleRequest) -> tuple[Plan, list[Sampled]]:
 
 
 def _pictures(request: SampleRequest) -> Reading[tuple[Sample, ...]]:
-    """The source pictures as samples of their own size."""
-    found = []
+    """The source pictures as samples at their original size."""
+    samples = []
     for path in map(home_path, request.images):
         try:
             whole = Geometry("", size := probe(path), size, (0, 0))
-            found.append(Sample("image", path.name, path.parent, content_hash(path), size, whole))
+            samples.append(Sample("image", path.name, path.parent, content_hash(path), size, whole))
         except MediaError as error:
             yield Problem("image", f"{str(path)!r} {error}.")
-    return tuple(found)
+    return tuple(samples)
 
 
 def _check_loras(paths: Sequence[Path], plan: Plan) -> Iterator[Problem]:
-    """Whether the LoRA files fit the model."""
+    """Check that the LoRA files match the model."""
     source = plan.source
     modules = {} if source.problems() else lora_keys.linear_modules(source["transformer"].weight_shapes())
     for path in paths:
@@ -139,18 +139,18 @@ def _prompts(texts: Sequence[str]) -> list[ValidationPrompt]:
 
 
 def _check_strengths(strengths: Sequence[float], weights: Sequence[Sampled]) -> Iterator[Problem]:
-    """A full fine-tune has no strength; a DoRA between 0 and 1 is not a mixture of two models."""
+    """Check strengths: a full fine-tune has none, and a DoRA between 0 and 1 does not interpolate two models."""
     if weights[0].transformer is not None and list(strengths) != [1.0]:
-        message = "is for LoRAs: a full fine-tune has no strength, its weights are the model's own."
+        message = "is for LoRAs: a full fine-tune replaces the weights, so it has no strength."
         yield Problem("strength", message)
     names = (name for each in weights if each.lora for name in tensor_shapes(each.lora))
     if set(strengths) != {1.0} and any("magnitude" in (lora_keys.role_of(name) or "") for name in names):
-        message = "scales the update of a DoRA and not its magnitudes, as in the stock pipeline."
-        yield warning("strength", f"{message} At 0 the base model is rendered; there, magnitudes stay.")
+        message = "scales the update of a DoRA but not its magnitudes, as in the stock pipeline."
+        yield warning("strength", f"{message} At 0 the base model is rendered, unlike in the stock pipeline.")
 
 
 def find_weights(request: SampleRequest) -> Reading[tuple[list[Sampled], Checkpoint | None]]:
-    """The weights of a request's source, and a checkpoint with the settings of its run, if any."""
+    """The weights of a request's source, and a checkpoint with the settings of its run, if it belongs to a run."""
     if request.source is None:
         if request.sweeps:
             raise ConfigError([Problem("sweep", "needs the output folder of a run: simpletuner sweep OUTPUT_DIR")])
@@ -164,10 +164,10 @@ def find_weights(request: SampleRequest) -> Reading[tuple[list[Sampled], Checkpo
 
 
 def _weights_in_file(request: SampleRequest, path: Path) -> Reading[tuple[list[Sampled], Checkpoint | None]]:
-    given = {"checkpoint": request.checkpoints is not None, "ema": request.ema}
-    for key in filter(given.get, given):
+    flags = {"checkpoint": request.checkpoints is not None, "ema": request.ema}
+    for key in filter(flags.get, flags):
         yield Problem(key, f"has no effect on a single file; name the run's folder, not {str(path)!r}.")
-    # The file may be in a checkpoint, in its folder ema/, or beside the checkpoints.
+    # The file may be in a checkpoint, in a checkpoint's folder ema/, or beside the checkpoints.
     run = next((each for folder in path.parents[:2] for each in _checkpoints(folder)[-1:]), None)
     return [Sampled(path.stem, lora=path, content=hash_file(path))], run
 
@@ -179,21 +179,21 @@ def _weights_of_run(request: SampleRequest, path: Path) -> Reading[tuple[list[Sa
     if request.sweeps or request.checkpoints is not None or (run is not None and run.path == path):
         chosen = yield from _choose(request.checkpoints, whole, path)
         weights = []
-        for each in chosen:
-            weights.append((yield from _weights(each.path, each.step, request.ema, is_full)))
+        for checkpoint in chosen:
+            weights.append((yield from _weights(checkpoint.path, checkpoint.step, request.ema, is_full)))
         return weights, run
     result = path / (PIPELINE_FOLDER if is_full else lora_keys.LORA_FILE)
     if result.exists():
         step = result_step(path, "full" if is_full else "lora")
         return [(yield from _weights(result if is_full else path, step, request.ema and not is_full, is_full))], run
     names = ", ".join(each.path.name for each in whole)
-    there = f"Its checkpoints: {names}; choose one with --checkpoint." if whole else "It has no checkpoints either."
-    yield Problem("source", f"{request.source!r} holds no result ({result.name}). {there}")
+    advice = f"Its checkpoints: {names}; choose one with --checkpoint." if whole else "It has no checkpoints either."
+    yield Problem("source", f"{request.source!r} contains no result ({result.name}). {advice}")
     return [], run
 
 
 def _checkpoints(folder: Path) -> list[Checkpoint]:
-    """The checkpoint that a folder is, else those in it."""
+    """The checkpoint at a folder, or else the checkpoints in it."""
     itself = open_checkpoint(folder)
     return [itself] if itself else find_checkpoints(folder)[0]
 
@@ -204,32 +204,32 @@ def _weights(folder: Path, step: int | None, ema: bool, is_full: bool) -> Readin
     name = (transformers if is_full else loras)[ema]
     path = folder / name
     if not path.exists():
-        plain = "checkpoints hold its adapter (lora_type) in its own form; only the result is also a plain LoRA."
+        plain = "checkpoints contain the adapter (lora_type) in its native form; only the result is also a plain LoRA."
         yield Problem("source", f"{str(path)!r} does not exist: {'the run had no use_ema.' if ema else plain}")
     if not is_full:
         return Sampled(folder.name, step, lora=path, content=hash_file(path)) if path.exists() else Sampled("")
     part = Part("transformer", "source", str(folder), name, None, None)
-    # Path and time, not a hash: a full transformer has gigabytes.
+    # Path and time instead of a hash: a full transformer has gigabytes.
     return Sampled(folder.name, step, transformer=part, content=f"{path.resolve()} {folder.stat().st_mtime_ns}")
 
 
 def _choose(wanted: Sequence[str] | None, whole: Sequence[Checkpoint], folder: Path) -> Reading[list[Checkpoint]]:
-    """The checkpoints of these steps or names, or `latest`; all of them if `wanted` is None."""
+    """The checkpoints with these steps or names, or `latest`; all checkpoints if `wanted` is None."""
     names = ", ".join(each.path.name for each in whole) or "none"
     known = {name: each for each in whole for name in ("latest", str(each.step), each.path.name)}
-    # Without any checkpoint, `latest` gives the message.
+    # Without checkpoints, `latest` yields the problem below.
     asked = [str(each.step) for each in whole] or ["latest"] if wanted is None else wanted
     for name in asked:
         if name not in known:
-            yield Problem("checkpoint", f"{name!r} is not a complete checkpoint. In {folder} there are: {names}.")
-    # By step, so that `latest` and its number are rendered once.
+            yield Problem("checkpoint", f"{name!r} is not a complete checkpoint. Checkpoints in {folder}: {names}.")
+    # By step, so that a checkpoint named twice (`latest` and its step) is rendered once.
     return list({known[name].step: known[name] for name in asked if name in known}.values())
 
 
 def _layers(request: SampleRequest, weights: Sampled, run: Checkpoint | None) -> Reading[list[Layer]]:
-    """The settings below the command line: of a run, of a LoRA's header, or of a configuration file."""
+    """The layers below the command line: settings of a run, of a LoRA's header, or of a configuration file."""
     selectors, lora = request.arguments.selectors, weights.lora
-    # The weakest: a LoRA file or base model without settings counts as a LoRA run.
+    # The lowest layer: a LoRA file or base model without settings counts as a LoRA run.
     layers = [Layer("", [("model_type", "lora")])]
     if run is not None:
         for name in selectors:
@@ -238,17 +238,17 @@ def _layers(request: SampleRequest, weights: Sampled, run: Checkpoint | None) ->
     if lora is not None and lora_keys.family_in_header(lora):
         family, _, flavour = read_header(lora)[METADATA]["modelspec.architecture"].partition("/")
         layers.append(Layer(str(lora), [("model_family", family), ("model_flavour", flavour)]))
-    # Problems of the arguments are collected later, with those of the other layers.
+    # Problems of the arguments are collected later, with those of other layers.
     if selectors or not (layers[1:] or "model_family" in result_of(canonical(request.arguments.layer()))):
         layers += (yield from locate(selectors)).layers
     return layers
 
 
 def plan_evaluation(run: Path, arguments: Arguments) -> Plan:
-    """The plan of a run with its evaluation datasets only: nothing to train, no previews.
+    """The plan of a run with only its evaluation datasets: no training, no previews.
 
     Args:
-        arguments: have the door to remote datasets.
+        arguments: their `collect` lists remote datasets.
 
     Raises:
         ConfigError: the run can no longer be planned, for example because its files are gone.
@@ -256,20 +256,20 @@ def plan_evaluation(run: Path, arguments: Arguments) -> Plan:
     last = _checkpoints(run)[-1]
     content = {**dict(_layer_of(last, without=()).values), "output_dir": str(last.path.parent)}
     plan = make_plan(Arguments(collect=arguments.collect, base=configured(content)))
-    return replace(plan, datasets=[each for each in plan.datasets if not each.config.is_trained], prompts=[])
+    return replace(plan, datasets=[data for data in plan.datasets if not data.config.is_trained], prompts=[])
 
 
 def _layer_of(run: Checkpoint, without: Sequence[str] = (*CACHES, "output_dir")) -> Layer:
-    """The settings of a run that were set, without its folders."""
+    """The explicit settings of a run, without its folders."""
     path, origins, names = run.path / "config.json", run.manifest.identity.origins, option_names()
-    # Its checkpoint is complete, so the file is what the run wrote.
+    # The checkpoint is complete, so the file is valid.
     settings = result_of(read_json(path))
-    if not origins and isinstance(settings, dict):  # older checkpoints do not say what was set
+    if not origins and isinstance(settings, dict):  # older checkpoints do not record origins
         changed = [key for key, value in settings.items() if key in names and value != names[key].default]
         origins = dict.fromkeys(changed, str(path))
-    mine = {key for key, origin in origins.items() if origin not in NOT_SET_BY_USER} - {*without}
-    mine |= {key for key in CHOICES_KEPT if origins.get(key) == CHOSEN}
-    return Layer(str(path), [(key, settings[key]) for key in mine] if isinstance(settings, dict) else [])
+    keys = {key for key, origin in origins.items() if origin not in NOT_SET_BY_USER} - {*without}
+    keys |= {key for key in CHOICES_KEPT if origins.get(key) == CHOSEN}
+    return Layer(str(path), [(key, settings[key]) for key in keys] if isinstance(settings, dict) else [])
 
 
 def _check_pictures(flavour: Flavour, *, given: bool) -> Iterator[Problem]:

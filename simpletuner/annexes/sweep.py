@@ -1,6 +1,6 @@
-"""`simpletuner sample` and `simpletuner sweep`: render from a result with the code and the memory of previews.
+"""Renders for `simpletuner sample` and `simpletuner sweep`, with the code and memory use of previews.
 
-plan ─► fetch ─► prompts ─► transformer ─► LoRA after LoRA, prompt after prompt
+plan ─► fetch ─► prompts ─► transformer ─► for each LoRA, for each prompt: render
 """
 
 from __future__ import annotations
@@ -47,23 +47,23 @@ from simpletuner.training.lora_files import applied_loras
 from simpletuner.validation.eval_loss import even_sigmas, sample_losses
 from simpletuner.validation.runner import Renderer, Subject
 
-CELLS = "cells"  # folder of what a sweep renders
-# Settings that decide what is rendered, besides prompt, size and seed.
+CELLS = "cells"  # folder of a sweep's renders
+# Settings that determine a render, besides prompt, size and seed.
 SETTINGS = (
     "validation_seed_source", "validation_num_inference_steps", "validation_guidance", "validation_negative_prompt",
     "base_model_precision", "mixed_precision", "text_encoder_1_precision", "vae_dtype", "validation_decoding",
 )  # fmt: skip
-# `content` identifies the LoRA wherever it is, and an upgrade alone renders nothing again.
+# `content` identifies a LoRA regardless of its path, and upgrades alone do not cause new renders.
 UNIMPORTANT = ("lora", "versions")
 
 
 @dataclass(frozen=True)
 class StudioShot:
-    """One picture or clip.
+    """A picture or clip to render.
 
     Attributes:
-        recipe: how it is made: the content of the JSON file beside it.
-        number: of its row in a sheet.
+        recipe: everything that determines the render; written to a JSON file beside it.
+        number: row number in a sheet.
     """
 
     subject: Subject
@@ -73,7 +73,7 @@ class StudioShot:
 
     @property
     def digest(self) -> str:
-        """Equal where nothing that matters differs."""
+        """A hash of the recipe, without its unimportant parts."""
         return digest({key: value for key, value in self.recipe.items() if key not in UNIMPORTANT})[:20]
 
 
@@ -82,7 +82,8 @@ class Studio:
     """The model of a plan on its device, and what to render with it.
 
     Attributes:
-        transformer: without a LoRA; loaded when it is first needed, for `loaded`.
+        transformer: without a LoRA; loaded when first needed.
+        loaded: the weights that the transformer was loaded for.
     """
 
     plan: Plan
@@ -95,7 +96,7 @@ class Studio:
 
     @classmethod
     def open(cls, plan: Plan, events: EventStream) -> Studio:
-        """Download the model and embed the prompts; the text encoders are gone before the transformer comes."""
+        """Download the model and encode the prompts; text encoders are freed before the transformer is loaded."""
         prepare_machine(plan)
         adapter, device = build_adapter(plan), make_accelerator().device
         check_device(plan.config.precision, device)
@@ -105,34 +106,34 @@ class Studio:
         return cls(plan, device, subjects, Renderer(plan.config, plan.frame_rate), adapter)
 
     def shots(self, weights: Sequence[Sampled], strengths: Sequence[float]) -> list[StudioShot]:
-        """Every subject at every size, from the same seeds with all weights and strengths."""
+        """Every subject at every size with all weights and strengths, from the same seeds."""
         indices = range(self.plan.config.validation.num_validation_images)
         rows = list(itertools.product(self.subjects, self.plan.sizes, indices))
         return [
-            StudioShot(subject, own, recipe(self.plan, subject, size, index, own, strength), number)
-            for own, strength in itertools.product(weights, strengths)
+            StudioShot(subject, sampled, recipe(self.plan, subject, size, index, sampled, strength), number)
+            for sampled, strength in itertools.product(weights, strengths)
             for number, (subject, size, index) in enumerate(rows)
         ]
 
     def render(
         self, shots: Iterable[StudioShot], name: Callable[[StudioShot], Path], events: EventStream, title: str
     ) -> list[Path]:
-        """Render each shot into the file that `name` gives it, with its recipe beside it."""
+        """Render every shot into the file that `name` returns for it, with its recipe beside it."""
         shots, paths = list(shots), list[Path]()
         with events.phase(title, len(shots), self.plan.spec.media_noun, PREVIEWS) as phase, torch.no_grad():
-            for (own, strength), group in itertools.groupby(
+            for (sampled, strength), group in itertools.groupby(
                 shots, lambda shot: (shot.weights, shot.recipe["strength"])
             ):
-                # Shots come ordered by weights and strength, so a LoRA is applied once for all of its pictures.
-                with self._with(own, strength) as transformer:
+                # Shots are ordered by weights and strength, so a LoRA is applied once for all of its shots.
+                with self._with(sampled, strength) as transformer:
                     paths += [self._render(transformer, shot, name(shot), phase) for shot in group]
         return paths
 
     def held_out(self, run: Path, arguments: Arguments, events: EventStream) -> tuple[Plan, BatchReader] | None:
-        """The evaluation of a run, encoded before the transformer takes the memory; None after a warning.
+        """Encode the evaluation data of a run, before the transformer takes the memory; None after a warning.
 
         Args:
-            arguments: have the door to remote datasets.
+            arguments: their `collect` lists remote datasets.
         """
         problems = Problems()
         try:
@@ -146,10 +147,10 @@ class Studio:
         return plan, reader
 
     def _loaded_for(self, config: RunConfig) -> RunConfig:
-        """The settings of an evaluation with the transformer as the studio loads it."""
-        mine = self.plan.config
-        offload = mine.offload.model_copy(update={"offload": "manual"})  # it was chosen for rendering
-        return replace(config, model=mine.model, precision=mine.precision, offload=offload)
+        """An evaluation's settings, with the studio's settings for the transformer."""
+        studio = self.plan.config
+        offload = studio.offload.model_copy(update={"offload": "manual"})  # already chosen, for rendering
+        return replace(config, model=studio.model, precision=studio.precision, offload=offload)
 
     def measure(
         self, plan: Plan, reader: BatchReader, weights: Sampled, strengths: Sequence[float], events: EventStream
@@ -157,10 +158,10 @@ class Studio:
         """The evaluation loss of a LoRA by strength, as its run measures it: the mean over the datasets.
 
         Args:
-            plan, reader: of `held_out`.
+            plan, reader: the result of `held_out`.
         """
         datasets, sigmas, loss = evaluated(plan), even_sigmas(plan.config.evaluation.eval_timesteps), plan.config.loss
-        total, losses = len(strengths) * sum(len(each.samples) for each in datasets), dict[str, float]()
+        total, losses = len(strengths) * sum(len(data.samples) for data in datasets), dict[str, float]()
         with events.phase("Measuring strengths", total, "samples", EVALUATION) as phase, torch.no_grad():
             for strength in strengths:
                 with self._with(weights, strength) as transformer:
@@ -168,17 +169,17 @@ class Studio:
                     def measure(sample: Sample) -> float:
                         batch = reader.read_sample(sample).to(self.device)
                         phase.advance(1, sample.name)
-                        each = sample_losses(self.adapter, transformer, batch, sigmas, plan.seed, loss)
-                        return torch.cat([*each]).mean().item()
+                        parts = sample_losses(self.adapter, transformer, batch, sigmas, plan.seed, loss)
+                        return torch.cat([*parts]).mean().item()
 
-                    losses[f"{strength:g}"] = fmean(fmean(map(measure, each.samples)) for each in datasets)
+                    losses[f"{strength:g}"] = fmean(fmean(map(measure, data.samples)) for data in datasets)
         return losses
 
     @contextmanager
     def _with(self, weights: Sampled, strength: float) -> Iterator[nn.Module]:
-        """The transformer with weights, at a strength if they are a LoRA."""
+        """The transformer with weights applied; a LoRA at a strength."""
         transformer = self._load(weights)
-        # A DoRA's magnitudes have no strength, so at 0 it would not be the base model.
+        # Not applied at 0: strength does not scale a DoRA's magnitudes.
         loras = [(weights.lora, strength)] if weights.lora is not None and strength else []
         dtype = DTYPES[trained_precision(self.plan.config.optimizer, self.plan.config.precision)]
         with applied_loras(transformer, loras, dtype, self.device):
@@ -189,16 +190,16 @@ class Studio:
         request = self.renderer.request(shot.subject, (made["width"], made["height"]), made["seed"])
         request = replace(request, between_steps=lambda: phase.advance(0, title))
         frames = self.renderer.open(self.adapter, transformer, self.device).render(request)
-        # The picture comes last: a sweep takes its presence for that of both.
+        # The picture is written last: a sweep takes its existence as proof of both files.
         write_json(path.with_suffix(".json"), made)
         self.renderer.write(frames, path)
         phase.advance(1, title)
         return path
 
     def _load(self, weights: Sampled) -> nn.Module:
-        """The transformer for these weights: a full fine-tune has its own, LoRAs share one."""
+        """The transformer for these weights: every full fine-tune has one, LoRAs share the base model's."""
         if self.transformer is None or (weights.transformer is not None and weights != self.loaded):
-            # The old transformer and the pipeline that holds it go first: two would not fit.
+            # Free the old transformer and its pipeline first, since two would not fit.
             self.transformer, self.renderer = None, Renderer(self.plan.config, self.plan.frame_rate)
             gc.collect()
             source = self.plan.source.with_transformer(weights.transformer)
@@ -209,7 +210,7 @@ class Studio:
 
 
 def read_caches(encoding: Encoding) -> tuple[Plan, Catalogue, BatchReader]:
-    """Fill the caches of a plan; returns the plan without damaged files, the entries and their reader."""
+    """Fill the caches of a plan; returns the plan without damaged files, the catalogue and a reader."""
     filler = CacheFiller(encoding, list_entries(encoding.plan, complete_catalogue(encoding.plan)))
     filler.fill()
     reader = BatchReader(filler.catalogue, 0.0, filler.plan.seed, encoding.restore, encoding.encode)
@@ -217,7 +218,7 @@ def read_caches(encoding: Encoding) -> tuple[Plan, Catalogue, BatchReader]:
 
 
 def recipe(plan: Plan, subject: Subject, size: Size, index: int, weights: Sampled, strength: float) -> dict[str, Any]:
-    """Everything that decides a picture, in words and numbers."""
+    """Everything that determines a render, as JSON values."""
     validation, values = plan.config.validation, plan.config.flat
     seed = plan.seed if validation.validation_seed is None else validation.validation_seed
     frames = validation.validation_num_video_frames if plan.frame_rate else 1
@@ -233,7 +234,7 @@ def recipe(plan: Plan, subject: Subject, size: Size, index: int, weights: Sample
 
 
 def render_samples(plan: Plan, weights: Sampled, strengths: Sequence[float], events: EventStream) -> list[Path]:
-    """Render what a plan asks for into its output folder; returns the new files. Nothing is overwritten."""
+    """Render the previews of a plan into its output folder; returns the new files. Nothing is overwritten."""
     studio = Studio.open(plan, events)
 
     def name(shot: StudioShot) -> Path:
@@ -252,12 +253,12 @@ def render_sweep(
 ) -> Sheet:  # fmt: skip
     """Render every prompt with all weights at all strengths, and write the contact sheet.
 
-    What an earlier call has rendered is used again. Of several strengths, the evaluation loss is measured with the best
-    checkpoint.
+    Renders of an earlier call are reused. With several strengths, the evaluation loss of the best checkpoint is
+    measured at all of them.
 
     Args:
         run: the output folder of the run, for its losses.
-        arguments: of the command line.
+        arguments: arguments of the command line.
     """
     studio = Studio.open(plan, events)
     shots = studio.shots(weights, strengths)
@@ -269,20 +270,20 @@ def render_sweep(
     for shot in sorted(shots, key=lambda shot: (shot.number, shot.recipe["strength"])):
         made, row = shot.recipe, shot.subject.prompt.short_name
         if len(strengths) > 1:
-            # A strength per row, since the columns are checkpoints.
+            # One row per strength, since columns are checkpoints.
             row += f" at {made['strength']:g}"
         records.append(cell(made, row, name(shot).relative_to(plan.output_dir).as_posix()))
     sheet = Sheet(run.resolve().name, plan.output_dir, records, Columns.of(read_rows(run / METRICS_FILE)))
     sheet.begin()
     absent = [shot for shot in shots if not name(shot).exists()]
     if len(absent) < len(shots):
-        events.say(f"{len(shots) - len(absent)} of {len(shots)} cells are there already.")
+        events.say(f"{len(shots) - len(absent)} of {len(shots)} cells exist already.")
     measures = len(strengths) > 1 and sheet.best is not None
     held_out = studio.held_out(run, arguments, events) if measures else None
-    # A cell's name is the digest of its recipe, so a changed setting renders a new file and an old one stays valid.
+    # A cell is named after the digest of its recipe: changed settings make new files, and old files stay valid.
     studio.render(absent, name, events, "Sweeping")
     if held_out:
-        best = next(each for each in weights if each.step == sheet.best)
+        best = next(sampled for sampled in weights if sampled.step == sheet.best)
         sheet = replace(sheet, losses=studio.measure(*held_out, best, strengths, events))
     sheet.write()
     return sheet

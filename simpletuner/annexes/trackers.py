@@ -1,6 +1,6 @@
-"""Mirrors of the run record in wandb and tensorboard, where people compare runs.
+"""Logs a run to wandb and tensorboard.
 
-A tracker never ends a run: one that fails is logged once and not called again. The local files (`simpletuner` in
+A tracker never ends a run: its first failure is logged, and it is not called again. The local files (`simpletuner` in
 `report_to`) are not a tracker; they are always written.
 """
 
@@ -30,19 +30,19 @@ logger = logging.getLogger(__name__)
 Value = TypeVar("Value")
 
 RUN_FILE = "wandb_run.json"
-# Every update of the scatter plot sends all of its points again, so it is updated rarely and the points are limited.
+# Every update of the scatter plot sends all points again, so updates are rare and the number of points is limited.
 TIMESTEPS_EVERY = 100
 TIMESTEPS_KEPT = 5000
 
 
 @dataclass(frozen=True)
 class TrackedRun:
-    """What a tracker opens.
+    """The run that a tracker logs.
 
     Attributes:
-        output_dir: paths of previews are relative to it; the wandb run id is kept there.
-        logging_dir: where trackers put their own files.
-        start_step: a resumed run continues after this step, under the same wandb run.
+        output_dir: base folder of preview paths; also holds the wandb run id.
+        logging_dir: folder for trackers' files.
+        start_step: step after which training continues; above 0, the same wandb run is resumed.
     """
 
     project: str
@@ -54,16 +54,16 @@ class TrackedRun:
 
 
 class Tracker(Protocol):
-    """Receives what the main process measures. `step` is the optimizer step."""
+    """Logs metrics and previews of the main process. `step` is the optimizer step."""
 
     def log(self, metrics: Mapping[str, Any], step: int) -> None:
-        """Numbers of a step, as in its line of the record; may be called several times for one step."""
+        """Log metrics, as in the step's line of the record; may be called several times per step."""
 
     def log_timesteps(self, timesteps: Sequence[float], step: int) -> None:
-        """The timesteps at which the samples of this step were trained."""
+        """Log the timesteps at which the samples of a step were trained."""
 
     def log_media(self, media: Sequence[MediaRecord], step: int) -> None:
-        """Previews; their files exist."""
+        """Log previews, whose files exist."""
 
     def finish(self, exit_code: int = 0) -> None:
         """Send the rest and close the run."""
@@ -71,7 +71,7 @@ class Tracker(Protocol):
 
 @dataclass
 class Trackers(Companion):
-    """Opens the trackers that `report_to` names and that can work here."""
+    """Companion that opens the available trackers in `report_to`."""
 
     events: EventStream
 
@@ -84,7 +84,7 @@ class Trackers(Companion):
 
 
 def open_trackers(report_to: str, run: TrackedRun) -> Iterator[GuardedTracker]:
-    """The trackers named that can work here; secrets in the settings are redacted."""
+    """Open the available trackers in `report_to`; secrets in settings are redacted."""
     names = tracker_names(report_to)
     run = replace(run, project=redact(run.project), name=redact(run.name), settings=redact_settings(run.settings))
     for name, build in TRACKERS.items():
@@ -97,11 +97,11 @@ def open_trackers(report_to: str, run: TrackedRun) -> Iterator[GuardedTracker]:
 
 
 class GuardedTracker:
-    """Passes events to a tracker, and keeps the tracker's failures away from training.
+    """Passes events to a tracker and isolates training from the tracker's failures.
 
     Args:
-        name: for the log.
-        build: opens the tracker; importing its package may fail too.
+        name: name of the tracker in the log.
+        build: opens the tracker; may fail, also when it imports the package.
     """
 
     def __init__(self, name: str, build: Callable[[], Tracker]) -> None:
@@ -122,7 +122,7 @@ class GuardedTracker:
                 tracker.log(event.losses, event.step)
             case happened.MediaRendered():
                 self._round.append(event.media)
-            # One call a round: of a key that is logged twice in a step, wandb keeps the last value.
+            # One call per round: if a key is logged twice in a step, wandb keeps only the last value.
             case happened.PhaseEnded() if self._round:
                 media, self._round = self._round, []
                 tracker.log_media(media, media[0].step)
@@ -143,28 +143,28 @@ class GuardedTracker:
 
 
 class WandbTracker:
-    """One wandb run, continued under the same id when training resumes. Step 0 begins a new run."""
+    """Logs to a wandb run, which is continued when training resumes. Step 0 begins a new run."""
 
     def __init__(self, run: TrackedRun) -> None:
-        import wandb  # takes a second, which only its users should wait for
+        import wandb  # imported here because it takes a second
 
         self._wandb, self._output_dir = wandb, run.output_dir
         self._timesteps: list[tuple[int, float]] = []
         self._sent_timesteps_at = run.start_step
         run.logging_dir.mkdir(parents=True, exist_ok=True)
-        known = result_of(read_json(run.output_dir / RUN_FILE, dict)) or {}  # none if it is missing or damaged
+        known = result_of(read_json(run.output_dir / RUN_FILE, dict)) or {}  # empty if missing or damaged
         run_id = known.get("id") if run.start_step else None
         self._run: Any = wandb.init(
             project=run.project,
             name=run.name,
             id=run_id,
-            # Offline there is no server to resume from, and wandb warns of the setting.
+            # Offline there is no server to resume from, and wandb warns about the setting.
             resume="allow" if run_id and wandb_mode() == "online" else None,
             dir=str(run.logging_dir),
             config=dict(run.settings),
-            # A resumed run may have other settings, which wandb refuses otherwise.
+            # By default, wandb rejects changed settings of a resumed run.
             allow_val_change=True,
-            # The console may show anything and the command line may contain a webhook's address: send neither.
+            # Console output and the command line are not sent: they may contain secrets such as a webhook's URL.
             settings=wandb.Settings(
                 console="off",
                 quiet=True,
@@ -174,7 +174,7 @@ class WandbTracker:
                 init_timeout=30.0,  # seconds that an unreachable server may delay the start
             ),
         )
-        # Steps after the checkpoint were already sent before the interruption; the repeated steps have equal values.
+        # Steps after the checkpoint were sent before the interruption; repeated steps have equal values.
         self._first_step = self._run.starting_step
         run.output_dir.mkdir(parents=True, exist_ok=True)
         (run.output_dir / RUN_FILE).write_text(json.dumps({"id": self._run.id}), encoding="utf-8")
@@ -215,7 +215,7 @@ class WandbTracker:
 
 
 class TensorboardTracker:
-    """One folder of event files, one per session. Steps that this session repeats are hidden in older files."""
+    """Writes tensorboard event files, one per session. Steps repeated by this session are hidden in older files."""
 
     def __init__(self, run: TrackedRun) -> None:
         from torch.utils.tensorboard import SummaryWriter

@@ -1,6 +1,6 @@
-"""Sends the events of a run to webhooks, with one thread per webhook, so that a slow receiver delays no step.
+"""Sends the events of a run to webhooks, with one thread per webhook, so that slow receivers do not delay steps.
 
-A message that cannot be delivered is lost. It is not sent again, and does not end the run.
+A message that cannot be delivered is dropped without a retry, and does not end the run.
 """
 
 from __future__ import annotations
@@ -31,13 +31,14 @@ from simpletuner.reporting.events import Event, EventStream
 from simpletuner.reporting.metrics import MIME
 
 logger = logging.getLogger(__name__)
-tls_context = functools.cache(httpx.create_ssl_context)  # reading the machine's certificates takes a tenth of a second
+# Cached, since reading the machine's certificates takes a tenth of a second.
+tls_context = functools.cache(httpx.create_ssl_context)
 
 TIMEOUT = 5.0  # seconds for a connection, and for a message
-PATIENCE = 30.0  # for a message that is never dropped, and for what is left at the end of a run
-WAITING = 64  # messages in a queue
+PATIENCE = 30.0  # seconds for a message that is never dropped, and for pending ones at the end of a run
+WAITING = 64  # maximum number of messages in a queue
 SECONDS_BETWEEN_WARNINGS = 60.0
-MOST_REDIRECTS = 3  # the last one must lead to an answer
+MOST_REDIRECTS = 3  # number of requests, of which the last must not redirect
 LEVELS = {"critical": 0, "error": 1, "warning": 2, "success": 3, "info": 3, "debug": 4}
 # Limits of Discord: characters of a message, and bytes of a file.
 LONGEST_TEXT, LARGEST_FILE = 2000, 10_000_000
@@ -45,13 +46,13 @@ DISCORD_TYPES = {"training.status", "training.checkpoint", "training.validation"
 
 
 class Outbox:
-    """Messages that wait for their delivery, at most `WAITING`.
+    """A queue of pending messages, at most `WAITING`.
 
-    A full queue drops its oldest message about progress, else its oldest message, but none about a checkpoint, an error
-    or the end of the run.
+    A full queue drops the oldest progress message, or else the oldest message, but never one about a checkpoint, an
+    error or the end of the run.
 
     Attributes:
-        dropped: the number of dropped messages.
+        dropped: number of dropped messages.
     """
 
     def __init__(self) -> None:
@@ -68,7 +69,7 @@ class Outbox:
         with self._changed:
             self._messages.append(message)
             if len(self._messages) > WAITING:
-                # Of equals `min` takes the first, which has waited longest.
+                # `min` returns the first of equals, which is the oldest.
                 victim = min(self._messages, key=_worth)
                 if _worth(victim) < KEPT:
                     self._messages.remove(victim)
@@ -76,19 +77,19 @@ class Outbox:
             self._changed.notify()
 
     def take(self) -> Payload | None:
-        """The oldest message, once there is one; None if the queue is closed and empty."""
+        """Wait for a message and return the oldest; None if the queue is closed and empty."""
         with self._changed:
             self._changed.wait_for(lambda: self._messages or self._closed)
             return self._messages.popleft() if self._messages else None
 
     def close(self) -> None:
-        """What is in the queue can still be taken."""
+        """Close the queue; pending messages can still be taken."""
         with self._changed:
             self._closed = True
             self._changed.notify()
 
     def hurry(self) -> None:
-        """Drop all that may be dropped."""
+        """Drop all pending messages that may be dropped."""
         with self._changed:
             kept = deque(message for message in self._messages if _worth(message) == KEPT)
             self.dropped += len(self._messages) - len(kept)
@@ -99,7 +100,7 @@ KEPT = 2
 
 
 def _worth(message: Payload) -> int:
-    """0 for progress, 1 for other messages, `KEPT` for those that are never dropped."""
+    """The priority of a message: 0 for progress, `KEPT` for messages that are never dropped, else 1."""
     if message["type"] in ("training.checkpoint", "error"):
         return KEPT
     if message["type"] == "training.status":
@@ -112,7 +113,7 @@ class Delivery:
     """Subscriber that sends events to one webhook.
 
     Attributes:
-        folder: the output folder, which the paths in payloads are relative to.
+        folder: the output folder, to which paths in payloads are relative.
     """
 
     hook: Hook
@@ -125,7 +126,7 @@ class Delivery:
 
     def __post_init__(self) -> None:
         self._tls = tls_context(verify=self.hook.verifies)
-        # A daemon: a message in transit does not keep the process from ending.
+        # A daemon, so that a message in transit does not keep the process alive.
         self._thread = threading.Thread(target=self._run, name=f"webhook {self.hook.host}", daemon=True)
         self._thread.start()
 
@@ -136,12 +137,12 @@ class Delivery:
                 self.outbox.put(payload)
 
     def close(self, deadline: float) -> None:
-        """Take no further events, and deliver what is left, until a time of `time.monotonic`."""
+        """Close the queue and deliver pending messages until a deadline of `time.monotonic`."""
         self.outbox.close()
         self._thread.join(max(0.0, deadline - time.monotonic()))
 
     def finish(self, deadline: float) -> None:
-        """Deliver what is left of the messages that are never dropped, until a time of `time.monotonic`."""
+        """Deliver the pending messages that are never dropped, until a deadline of `time.monotonic`."""
         self.outbox.hurry()
         self.close(deadline)
         lost = self.outbox.dropped + len(self.outbox)
@@ -165,39 +166,39 @@ class Delivery:
         patience = httpx.Timeout(PATIENCE if _worth(payload) == KEPT else TIMEOUT, connect=TIMEOUT)
         url = httpx.URL(self.hook.address)
         for _ in range(MOST_REDIRECTS):
-            # Redirects of httpx turn a POST into a GET without a body.
+            # Not httpx's redirects, which turn a POST into a GET without a body.
             request = client.build_request("POST", url, timeout=patience, **body)
             hide(str(request.url))  # libraries log it in this form
-            response = client.send(request, stream=True)  # the answer itself is of no interest
+            response = client.send(request, stream=True)  # the body is not read
             response.close()
             if response.is_error:
-                self._complain(logging.WARNING, f"answers with status {response.status_code}.")
+                self._complain(logging.WARNING, f"returned status {response.status_code}.")
             target = response.next_request
-            # 303 means delivered, and that an answer can be fetched elsewhere.
+            # 303: the message is delivered, and a response can be fetched elsewhere.
             if target is None or response.status_code == 303:
                 return
-            # The token must not reach another host, or travel without HTTPS.
+            # The token must not be sent to another host, or without HTTPS.
             if target.url.host != url.host or target.url.scheme not in (url.scheme, "https"):
                 place = target.url.copy_with(path="/", query=None, fragment=None, userinfo=b"")
-                said = f"answers with status {response.status_code}: it has moved to {place}, where nothing is sent."
-                self._complain(logging.ERROR, f"{said} Change webhook_config if that is right.")
+                moved = f"returned status {response.status_code}: it redirects to {place}, where nothing is sent."
+                self._complain(logging.ERROR, f"{moved} Change webhook_config if that is right.")
                 return
             url = target.url
         self._complain(logging.WARNING, f"redirects more than {MOST_REDIRECTS - 1} times; the message is lost.")
 
-    def _complain(self, level: int, said: str) -> None:
+    def _complain(self, level: int, message: str) -> None:
         if time.monotonic() - self._warned_at >= SECONDS_BETWEEN_WARNINGS:
             self._warned_at = time.monotonic()
-            logger.log(level, "The webhook at %s %s", self.hook.host, said)
+            logger.log(level, "The webhook at %s %s", self.hook.host, message)
 
 
 def is_for_people(payload: Payload) -> bool:
-    """Whether it belongs in a Discord channel: no progress, and no failure, which an error repeats."""
+    """Whether a payload is sent to Discord: not progress, and not a failure status, which an error repeats."""
     return payload["type"] in DISCORD_TYPES and payload.get("data", {}).get("status") not in ("running", "failed")
 
 
 def inlined(payload: Payload, folder: Path, images: str) -> Payload:
-    """The payload with its pictures and clips as data URIs, or as base64; files that are gone are left out."""
+    """The payload with pictures and clips as data URIs, or pictures as base64; missing files are left out."""
     if not payload.get("images") and not payload.get("videos"):
         return payload
     pictures = [(MIME[Path(path).suffix], _encoded(folder / path)) for path in payload["images"]]
@@ -218,7 +219,7 @@ def _encoded(path: Path) -> str:
 
 
 def discord_form(hook: Hook, payload: Payload, folder: Path) -> dict[str, Any]:
-    """The body of a Discord message, as arguments of httpx: its text, and its pictures and clips as files."""
+    """The body of a Discord message as arguments of httpx: the text, with pictures and clips as files."""
     text = payload.get("message") or payload.get("title") or ""
     if payload["type"] == "training.validation":
         noun, name = "video" if payload["videos"] else "image", payload["data"]["name"]
@@ -226,16 +227,16 @@ def discord_form(hook: Hook, payload: Payload, folder: Path) -> dict[str, Any]:
     paths = [*payload.get("images", ()), *(clip["src"] for clip in payload.get("videos", ()))]
     files, notes = _attachments([folder / path for path in paths])
     text = "\n".join([f"`({hook.message_prefix})` {text}" if hook.message_prefix else text, *notes])
-    # Discord refuses longer messages as a whole.
+    # Discord rejects longer messages.
     text = text if len(text) <= LONGEST_TEXT else f"{text[: LONGEST_TEXT - 1]}…"
-    # Discord prefers payload_json. Prompts may name people, who should not be notified.
+    # Discord prefers payload_json over `content`. Mentions are disabled: prompts may contain @names.
     settings = json.dumps({"content": text, "allowed_mentions": {"parse": []}})
     fields = {"content": (None, text), "payload_json": (None, settings, "application/json")}
     return {"files": {**fields, **{f"file{number}": file for number, file in enumerate(files)}}}
 
 
 def _attachments(paths: Sequence[Path]) -> tuple[list[tuple[str, bytes]], list[str]]:
-    """The files' names and contents, and notes about files that are too large to send."""
+    """Names and contents of files, and notes about files that are too large to send."""
     files, notes = [], []
     for path in filter(Path.is_file, paths):
         if path.stat().st_size <= LARGEST_FILE:
@@ -247,7 +248,7 @@ def _attachments(paths: Sequence[Path]) -> tuple[list[tuple[str, bytes]], list[s
 
 
 def still_jpeg(path: Path) -> bytes:
-    """A picture, or the middle frame of a clip, as JPEG of at most 1024 pixels a side."""
+    """A picture, or the middle frame of a clip, as JPEG with sides of at most 1024 pixels."""
     picture = still(path)
     picture.thumbnail((1024, 1024))
     buffer = io.BytesIO()
@@ -257,7 +258,7 @@ def still_jpeg(path: Path) -> bytes:
 
 @contextmanager
 def delivered(config: RunConfig, folder: Path, events: EventStream, job_id: str) -> Iterator[None]:
-    """Send the events of a run to its webhooks; what waits at the end is delivered within `TIMEOUT` or `PATIENCE`."""
+    """Send the events of a run to its webhooks; pending messages are delivered within `TIMEOUT` or `PATIENCE`."""
     project = config.tracking.tracker_project_name
     settings, deliveries = config.webhooks, []
     for hook in settings.hooks:
@@ -268,7 +269,7 @@ def delivered(config: RunConfig, folder: Path, events: EventStream, job_id: str)
     try:
         yield
     finally:
-        # All queues close before one is waited for, so that slow receivers share the time instead of adding theirs up.
+        # Deadlines are shared, so that the delays of slow receivers do not add up.
         now = time.monotonic()
         for delivery in deliveries:
             delivery.close(now + TIMEOUT)

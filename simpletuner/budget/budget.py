@@ -28,24 +28,24 @@ from simpletuner.plan.entries import Listing, evaluated, list_entries, make_cata
 from simpletuner.reporting.events import CACHING, EVALUATION, SAVING, Rounds
 from simpletuner.reporting.events import PREVIEWS as PREVIEW_ROUNDS
 
-# Rate of a VAE's convolutions, relative to products of matrices: assumed, and measured with the VAEs of the demos.
+# Rate of a VAE's convolutions, relative to matmuls: assumed on GPUs, measured with the demos' VAEs on CPUs.
 GPU_CONVOLUTIONS, CPU_CONVOLUTIONS = 0.3, 0.17
 CAPTIONS, LOADING, PREVIEWS = "encoding captions", "loading the transformer", "rendering previews"
-# Activations of one prompt, relative to the text encoders' weights. Where more do not fit, batches become smaller.
+# Activations of one prompt, relative to the text encoders' weights. If more do not fit, batches are reduced.
 TEXT_ACTIVATIONS = 0.03
 # Share of these weights on the device when their blocks are streamed: embeddings, vision tower, slots.
 STREAMED_TEXT = 0.3
-# Share of the host's memory that a copy of what is saved leaves free.
+# Share of the host's memory that must stay free beside a copy of the checkpoint.
 SPARE = 0.1
-# torch's `upsample_nearest3d` on CUDA refused more (pytorch #144855), and since then counts them in 32 unsigned bits.
+# Limit of torch's `upsample_nearest3d` on CUDA, which refused more (pytorch #144855) and now counts in uint32.
 MOST_UPSAMPLED = 2**31
 DECODING = "validation_decoding"
-# Faster previews must never be what does not fit: estimates may be off by a tenth.
+# Room that faster previews must leave free, since estimates may be off by a tenth.
 BATCHED, PREVIEW_ROOM = "validation_batched_guidance", 0.1
 # If the user set no interval: rounds of previews between start and end at most, the fewest steps between two, and the
 # share of the run that all of them may take.
 MILESTONES, SHORTEST_INTERVAL, PREVIEW_SHARE = 8, 100, 0.1
-# Of a clip's decoding, what cuDNN may take beside it for 3D convolutions: 20 to 40 %, assumed.
+# Extra memory that cuDNN may take for 3D convolutions, as a share of a clip's decoding: 20 to 40 %, assumed.
 WORKSPACE = 0.3
 
 
@@ -54,12 +54,12 @@ class PhasePeak:
     """Peak memory of a phase, in bytes.
 
     Attributes:
-        device: of one process.
-        host: of all processes of a machine.
-        passing: the part of `device` that passes through host memory on its way to a GPU, of all processes.
+        device: memory of one process on its device.
+        host: host memory of all processes of a machine.
+        passing: the part of `device` that passes through host memory on its way to a GPU, for all processes.
         trains: whether the phase is training.
-        common: the part of `host` that there is once on a machine.
-        processes: on each machine.
+        common: the part of `host` that exists once per machine.
+        processes: number of processes per machine.
     """
 
     name: str
@@ -71,24 +71,24 @@ class PhasePeak:
     processes: int = 1
 
     def times(self, processes: int) -> PhasePeak:
-        """The peak of several processes from that of one."""
-        # Text encoders are loaded one after the other, or by one process.
+        """The peak of several processes, from the peak of one."""
+        # Text encoders are loaded in turn, or by one process.
         readers = 1 if self.name == CAPTIONS else processes
-        # Streamed and shared weights are in memory once, however many processes map them.
+        # Streamed and shared weights exist once, however many processes map them.
         host = self.common + processes * (self.host - self.common)
         return replace(self, host=host, passing=readers * self.passing, processes=processes)
 
     def on_host(self, device: Device) -> float:
-        """Bytes of the host's memory, with weights on their way to a GPU."""
+        """Bytes of host memory, including weights on their way to a GPU."""
         return self.host + (self.passing if device.is_gpu else 0.0)
 
     def needed(self, device: Device) -> float:
         """Bytes of the device's memory, which without a GPU is the machine's."""
-        # On a CPU, the "device" of every process is the same RAM.
+        # On a CPU, the device memory of every process is in the same RAM.
         return self.device if device.is_gpu else self.device * self.processes + self.host
 
     def shortage(self, device: Device, *, headroom: float = 0.0) -> str | None:
-        """Describe the memory that the phase lacks; None if it fits.
+        """Describe the missing memory; None if the phase fits.
 
         Args:
             headroom: share of the device's memory that must stay free.
@@ -115,8 +115,8 @@ class Budget:
     Attributes:
         plan: with the settings that are estimated; with `offload: auto` those that were chosen.
         listing: cache entries of the first epoch; None if the checkpoint is not on this machine.
-        decisions: what `offload: auto` chose, and why.
-        outcome: of an earlier run of this kind on this device, which corrects the durations.
+        decisions: choices of `offload: auto`, with reasons.
+        outcome: outcome of an earlier run of this kind on this device, which corrects the durations.
     """
 
     plan: Plan
@@ -132,7 +132,7 @@ class Budget:
         return self.plan.config
 
     def under(self, values: Mapping[str, Any], origin: str) -> Budget:
-        """The same run under changed settings; see `RunConfig.with_values`."""
+        """The same run with changed settings; see `RunConfig.with_values`."""
         return replace(self, plan=replace(self.plan, config=self.config.with_values(values, origin)))
 
     @cached_property
@@ -150,11 +150,11 @@ class Budget:
 
     @cached_property
     def step_seconds(self) -> float:
-        """Seconds of an optimizer step, averaged over buckets by their share; processes communicate meanwhile."""
+        """Seconds of an optimizer step, averaged over buckets by share; communication overlaps with compute."""
         buckets = zip(self.workload.buckets, self.steps, strict=True)
         micro = sum(step.cost.seconds * bucket.share for bucket, step in buckets)
         computing = micro * self.config.schedule.gradient_accumulation_steps
-        # As if the shorter of the two were hidden behind the longer.
+        # Assumes that the shorter of the two is hidden behind the longer.
         return self.outcome.step * max(computing, exchange_seconds(self.sent, self.device, self.config.launch))
 
     @property
@@ -175,13 +175,13 @@ class Budget:
 
     @property
     def preview_flops(self) -> float:
-        """FLOPs of sampling them."""
+        """FLOPs of sampling one prompt's previews at all sizes."""
         loads = (self.parts.load(self._sampled(preview)) for preview in self.workload.previews)
         return self._forwards * sum(self.model.cost.forward(load, self.model.adapters).total for load in loads)
 
     @property
     def _forwards(self) -> int:
-        """Forward passes of one prompt's previews at a size."""
+        """Forward passes of one prompt's preview at one size."""
         validation = self.config.validation
         steps = (validation.validation_num_inference_steps or 1) * validation.num_validation_images
         alone = self._is_guided and not self.parts.cost.guided_together and not validation.validation_batched_guidance
@@ -197,7 +197,7 @@ class Budget:
         return replace(preview, batch=2) if batched else preview
 
     def shortages(self, *, headroom: float = 0.0) -> list[tuple[PhasePeak, str]]:
-        """The phases that do not fit, and what they lack."""
+        """The phases that do not fit, with the missing memory."""
         lacking = ((phase, phase.shortage(self.device, headroom=headroom)) for phase in self.phases)
         return [(phase, text) for phase, text in lacking if text is not None]
 
@@ -222,7 +222,7 @@ class Budget:
         config, parts, workload = self.config, self.parts, self.workload
         vae, text = parts.encoder_bytes(config)
         if workload.encodes_text:
-            # The language head, and a vision tower that no prompt needs, are dropped on the host.
+            # The language head, and a vision tower if no prompt has a picture, are dropped on the host.
             kept = text * (1 - parts.text_dropped / parts.text_parameters)
             on_device = kept * (STREAMED_TEXT if config.offload.group_offload_text_encoder else 1.0)
             yield PhasePeak(CAPTIONS, on_device + text * TEXT_ACTIVATIONS, self.device.process_memory, text)
@@ -231,7 +231,7 @@ class Budget:
             batches = [replace(load, samples=min(samples, load.samples)) for load in workload.encoded]
             # bytes of the decoded RGB pixels of a batch
             clip = 3.0 * max(load.samples * load.frames * load.width * load.height for load in batches)
-            # Bytes on the host, gathered into a batch and page-locked.
+            # Bytes on the host, gathered into a batch and pinned.
             host = self.device.process_memory + workload.waiting + 2 * clip
             # `to_pixels` widens them to float32 on the device.
             peak = vae + self._vae_bytes(batches) + clip * BYTES["fp32"]
@@ -246,25 +246,25 @@ class Budget:
         later = workload.encoded_in_training
         beside = vae + self._vae_bytes(later) if later else 0.0
         on_disk = config.offload.group_offload_to_disk_path is not None
-        streamed = 0.0 if on_disk else model.streamed_bytes  # the processes of a machine share them
-        # On the host, FSDP2's blocks wait to be split among the processes of the machine.
+        streamed = 0.0 if on_disk else model.streamed_bytes  # shared by the processes of a machine
+        # On the host, FSDP2's blocks wait to be sharded.
         common = streamed + (sum(model.whole_blocks) if model.sharded else 0.0)
         yield PhasePeak(LOADING, frozen, self.device.process_memory + common, model.passing_bytes, common=common)
         on_device, on_host = model.average_memory("device"), model.average_memory("host")
         waiting = self.device.process_memory + streamed + on_host.kept + model.state_on_host_bytes
         idle = trained - model.gradient_bytes  # between two steps
-        # Features that are not cached keep their encoder on the device beside the transformer.
+        # Uncached features keep their encoder on the device beside the transformer.
         live = not all(kind.is_cached for technique in parts.techniques for kind in technique.features)
         for bucket, step in zip(workload.buckets, self.steps, strict=True):
             resident, teaching = (self._teacher(bucket), self._teaching(bucket)) if live else (0.0, 0.0)
             peak = step.memory.total + resident
-            # Three moments: the backward pass; the encoder before it; the average's update after it, without gradients.
+            # Three peaks: the backward pass; the encoder before it; the average's update after it, without gradients.
             peak = max(peak, frozen + trained + teaching, frozen + idle + resident + on_device.updating)
             host = waiting + max(model.inputs_on_host_bytes(step.load), on_host.updating)
             peak += beside + self._kept_for_previews()
             yield PhasePeak(f"training at {bucket.label}", peak, host, trains=True, common=streamed)
         if workload.evaluated:
-            # Sample by sample, without gradients; what is not trained, as in a sweep, has its LoRA loaded.
+            # Sample by sample, without gradients; in a sweep, which trains nothing, with a LoRA loaded.
             largest, lora = parts.load(workload.evaluated[0]), 0.0 if parts.trains else parts.lora_bytes
             peak = idle + frozen + model.sampling_bytes(largest) + lora + on_device.waiting + beside
             peak += self._kept_for_previews()
@@ -287,7 +287,7 @@ class Budget:
         return replace(load, tiled=caching.vae_enable_tiling, sliced=caching.vae_enable_patch_conv)
 
     def _teacher(self, bucket: Bucket) -> float:
-        """Memory of the VAE and the encoder that compute features."""
+        """Memory of the VAE and the vision encoder that compute features."""
         load = self.parts.load(bucket)
         kinds = [kind for technique in self.parts.techniques for kind in technique.features]
         vae, _ = self.parts.encoder_bytes(self.config)
@@ -299,14 +299,14 @@ class Budget:
         return self._teacher(bucket) + numbers * BYTES[vae_dtype(self.config.precision, self.config.caching)]
 
     def _kept_for_previews(self) -> float:
-        """Memory that previews keep during training: the VAE, and a decoding in the background."""
+        """Memory that previews keep during training: the VAE, and background decoding."""
         background = self.config.validation.validation_decode_in_background
         if not self.workload.previews or not (background or self.config.caching.keep_vae_loaded):
             return 0.0
         return self.parts.encoder_bytes(self.config)[0] + (self._decoding() if background else 0.0)
 
     def _rendering(self) -> float:
-        """Peak of sampling or decoding the largest preview, with the weights that are on the device at that time."""
+        """Peak of sampling or decoding the largest preview, with the weights on the device at that time."""
         parts, largest = self.parts, self.workload.previews[0]
         vae, weights = parts.encoder_bytes(self.config)[0], self.model.frozen_bytes
         sampling = weights + self.model.sampling_bytes(parts.load(self._sampled(largest)))
@@ -316,7 +316,7 @@ class Budget:
         return max(sampling + vae, decoding + weights)
 
     def _decoding(self) -> float:
-        """Peak of decoding the largest preview, without the weights of the VAE."""
+        """Peak of decoding the largest preview, without the VAE's weights."""
         parts, largest, how = self.parts, self.workload.previews[0], self.config.validation.validation_decoding
         tiled, tile = (True, TILE) if how == "tiles" else (self.config.caching.vae_enable_tiling, VaeLoad.tile)
         picture = replace(largest.clip, tiled=tiled, strips=how != "whole", tile=tile)
@@ -325,12 +325,12 @@ class Budget:
 
     @property
     def preview_dtype(self) -> str:
-        """The dtype in which the VAE of previews decodes, whatever `vae_dtype` is for encoding."""
+        """The dtype in which the VAE decodes previews, independent of `vae_dtype`, which is for encoding."""
         return "fp32" if self.parts.spec.defaults.get("vae_dtype") == "fp32" else self.model.dtype
 
 
 def with_strips(budget: Budget) -> Budget:
-    """Decode previews in strips where `check_decoding` has doubts or they fit only so, unless the user chose how."""
+    """Decode previews in strips if `check_decoding` warns or they fit only this way, unless the user has chosen."""
     if budget.config.is_explicit(DECODING) or not budget.parts.spec.decodes_in_strips:
         return budget
     strips = budget.under({DECODING: "strips"}, BY_SIZE)
@@ -340,7 +340,7 @@ def with_strips(budget: Budget) -> Budget:
 
 
 def check_decoding(budget: Budget) -> Iterator[Problem]:
-    """Whether previews are small enough for torch to decode them whole."""
+    """Warn about previews that are too large for torch to decode whole."""
     sizes = budget.workload.previews if budget.config.validation.validation_decoding == "whole" else ()
     numbers = {each.label: budget.parts.vae.upsampled(each.clip) for each in sizes}
     if large := [label for label, count in numbers.items() if count >= MOST_UPSAMPLED]:
@@ -349,7 +349,7 @@ def check_decoding(budget: Budget) -> Iterator[Problem]:
 
 
 def with_faster_previews(budget: Budget) -> Budget:
-    """Enable what makes previews faster where it fits with room to spare and the user has not decided."""
+    """Enable settings for faster previews if they fit with room to spare and the user has not decided."""
     if not budget.workload.previews or budget.device.memory is None:
         return budget
     for key in _faster_previews(budget):
@@ -361,7 +361,7 @@ def with_faster_previews(budget: Budget) -> Budget:
 
 
 def _faster_previews(budget: Budget) -> Iterator[str]:
-    """Settings that make previews faster if memory allows."""
+    """Keys of settings that make previews faster if memory allows."""
     config = budget.config
     if not budget.parts.cost.guided_together and config.speed.speed == "auto":
         yield BATCHED
@@ -370,7 +370,7 @@ def _faster_previews(budget: Budget) -> Iterator[str]:
     moves = config.offload.enable_model_cpu_offload or config.offload.group_offload_vae
     if not moves:
         yield "keep_vae_loaded"
-    # In float32, decoding changes settings of the process.
+    # Decoding in float32 changes process-wide settings.
     if not moves and config.launch.num_processes == 1 and budget.preview_dtype != "fp32":
         yield from BACKGROUND_KEYS
 
@@ -384,10 +384,10 @@ def decoding_seconds(budget: Budget) -> float:
 
 
 def saves_in_background(budget: Budget) -> bool:
-    """Whether the host has room for a copy of what is saved, beside any phase."""
+    """Whether the host has room for a copy of the checkpoint in every phase."""
     device, model = budget.device, budget.model
     room = device.host_memory if device.is_gpu else device.memory
-    # Weights as trained and as published, optimizer state, and both of the average.
+    # Weights as trained and as published, optimizer state, and the moving average in both forms.
     copied = 2 * model.number_bytes + model.state_bytes + model.average_bytes
     # torch rounds page-locked memory up to powers of two.
     copies = model.trained_numbers * copied * (2 if device.is_gpu else 1)
@@ -402,16 +402,16 @@ def make_budget(plan: Plan, device: Device) -> Budget:
     workload = workload_of(plan, listing)
     outcome = find_outcome(plan, workload, device)
     budget = Budget(plan, parts_of(plan, is_gpu=device.is_gpu), workload, device, listing, outcome=outcome)
-    # With assumed densities: a measured one is of this machine.
+    # With assumed densities, since measured ones are specific to this machine.
     budget = with_milestones(budget)
     return replace(budget, parts=budget.parts.with_densities(outcome.densities))
 
 
 def with_milestones(budget: Budget) -> Budget:
-    """Set an interval of previews, unless the user has set one.
+    """Set the interval of previews, unless the user has set one.
 
-    The first and the last round are always rendered. Between them are as many as `PREVIEW_SHARE` pays for, counted in
-    the model's FLOPs, which do not depend on the machine: all processes of a run, and its resumed sessions, agree.
+    The first and the last round are always rendered. `PREVIEW_SHARE` limits the number of rounds in between, in model
+    FLOPs, which are independent of the machine, so that all processes and resumed sessions agree.
     """
     plan, config, total = budget.plan, budget.config, budget.plan.length.total_steps
     intervals = config.validation.validation_step_interval, config.validation.validation_epoch_interval
@@ -422,19 +422,18 @@ def with_milestones(budget: Budget) -> Budget:
     affordable = PREVIEW_SHARE / (1 - PREVIEW_SHARE) * total * step / (_previews_alone(plan) * budget.preview_flops)
     ends = 1 if config.validation.disable_benchmark else 2
     between = min(MILESTONES, max(0, int(affordable) - ends))
-    # In tens, so that file names sort and read well.
+    # A multiple of ten, for readable file names.
     interval = max(SHORTEST_INTERVAL, math.ceil(total / (between + 1) / 10) * 10)
     return budget.under({"validation_step_interval": interval}, BY_COST)
 
 
 def free_batch(budget: Budget, steps: float) -> int | None:
-    """The largest train_batch_size that is as fast a step as the present one, and fits; None if that is the largest.
+    """The largest train_batch_size that fits and does not slow down a step; None if the current one is the largest.
 
-    Small pictures on a fast GPU: a step takes as long as the host takes to launch its kernels. CUDA graphs need no
-    launches.
+    With small pictures on a fast GPU, a step is bound by the host's kernel launches. CUDA graphs avoid launches.
 
     Args:
-        steps: of an epoch; after the change, the samples of each bucket still have to fill one.
+        steps: steps per epoch; the samples of each bucket must still fill a step.
     """
     batches = {bucket.batch for bucket in budget.workload.buckets}
     if len(batches) != 1 or graph_key(budget.config.launch) is not None:
@@ -449,12 +448,12 @@ def free_batch(budget: Budget, steps: float) -> int | None:
 
 
 def steps_per_epoch(plan: Plan) -> float:
-    """Optimizer steps of an epoch, as a fraction."""
+    """Optimizer steps per epoch, possibly fractional."""
     return plan.length.batches_per_epoch / plan.config.schedule.gradient_accumulation_steps
 
 
 def find_rounds(budget: Budget) -> dict[str, Rounds]:
-    """Previews, evaluations, saves and re-encoding of new crops, by kind, with their expected duration."""
+    """Recurring work (previews, evaluations, saves, encoding of new crops) by kind, with expected durations."""
     plan, evaluation, epoch = budget.plan, budget.config.evaluation, steps_per_epoch(budget.plan)
     rounds = {SAVING: Rounds(plan.config.checkpoints.checkpoint_step_interval, at_end=True)}
     if plan.prompts:
@@ -480,11 +479,11 @@ def preview_interval(plan: Plan) -> float:
 
 
 def preview_rounds(plan: Plan) -> int:
-    """Rounds of previews left for a session that starts now, including that of the untrained model."""
+    """Rounds of previews left for a session that starts now, including the untrained model's."""
     if not plan.prompts:
         return 0
     total, rounds = plan.length.total_steps, Rounds(preview_interval(plan), at_end=True)
-    # A resumed run has previews of the untrained model already.
+    # A resumed run already has previews of the untrained model.
     untrained = plan.resume is None and not plan.config.validation.disable_benchmark
     return rounds.after(total - remaining_steps(plan), total) + untrained
 
@@ -495,7 +494,7 @@ def round_seconds(budget: Budget) -> float:
 
 
 def _previews_alone(plan: Plan) -> float:
-    """Prompts whose previews a process renders in a round: all divide them, unless they share the weights (FSDP2)."""
+    """Prompts per process in a round of previews: split among the processes, unless weights are sharded (FSDP2)."""
     launch = plan.config.launch
     previews, subjects = previews_of_a_round(plan)
     alone = previews if launch.is_sharded else -(-previews // launch.num_processes)

@@ -1,4 +1,4 @@
-"""Finds the device without torch, and its speed: measured by an earlier run, or assumed. Free of torch."""
+"""Finds the device without torch, and its speed, as measured by an earlier run or assumed."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ class DeviceRates:
     """Measured speed of a device.
 
     Attributes:
-        device: its name.
-        matmul_flops: FLOP/s of a large matrix product.
-        host_to_device_bytes: bytes/s of copies from page-locked memory; None without a GPU.
+        device: name of the device.
+        matmul_flops: FLOP/s of a large matmul.
+        host_to_device_bytes: bytes/s of copies from pinned memory; None without a GPU.
         dtype: dtype of the matrices, such as `bfloat16`.
     """
 
@@ -44,7 +44,7 @@ class DeviceRates:
 
 
 def read_rates(folder: Path) -> DeviceRates | None:
-    """The rates that an earlier session measured; None if the file is absent or invalid."""
+    """The rates measured by an earlier session; None if the file is missing or invalid."""
     return read_stored(folder / RATES_FILE, DeviceRates)
 
 
@@ -64,23 +64,22 @@ SLICE = re.compile(r"MIG (?P<sevenths>\d)g\.(?P<gigabytes>\d+)gb")
 SLICE_SHARE = 0.97  # usable share of the memory in the name of a MIG slice
 # Device memory lost to the driver and libraries (bytes), and to fragmentation (share).
 DEVICE_OVERHEAD, FRAGMENTS = 0.6e9, 0.03
-# Host memory of the process before any weight is loaded: the interpreter, torch, diffusers and transformers; less where
-# CUDA's libraries are not loaded (metered: 0.5 GB, and 0.1 in the first step).
+# Host memory of the process before any weight is loaded: the interpreter, torch, diffusers and transformers; less
+# without CUDA's libraries (measured: 0.5 GB, and 0.1 in the first step).
 HOST_BASE, CPU_BASE = 1.2e9, 0.7e9
-# Bytes in use on an idle device are the driver's, and part of that; they differ a little from machine to machine.
+# Bytes that the driver uses on an idle device, part of DEVICE_OVERHEAD; they differ slightly between machines.
 IDLE = 0.5e9
-# NCCL's buffers on a device (bytes), not measured: 16 channels with four connections, of a ring and a tree, with 4, 4.7
-# and 0.5 MiB for its protocols. The sizes are the defaults in its source; the number of channels depends on the links.
+# NCCL's buffers per device (bytes), not measured: 16 channels with four connections (ring and tree), with 4, 4.7 and
+# 0.5 MiB for its protocols. Sizes are the defaults in NCCL's source; the number of channels depends on the links.
 NCCL_BUFFERS = 16 * 4 * 9.2 * 2**20
-# Shares of the rate of matrix products that softmax attention reaches, forward and backward: dense, and block-sparse by
-# flex attention.
+# Rate of softmax attention, forward and backward, relative to matmuls: dense, and block-sparse by flex attention.
 ATTENTION_SHARE, SPARSE_SHARE = 0.55, 0.55
 
 
 @dataclass(frozen=True)
 class Rates:
-    """FLOP/s of matrix products, of dense and of block-sparse attention; bytes/s of device memory, of copies from the
-    host, and to another GPU of the machine."""
+    """FLOP/s of matmuls, dense attention and block-sparse attention; bytes/s of device memory, of copies from the host,
+    and to another GPU of the machine."""
 
     matmul: float
     attention: float
@@ -96,15 +95,15 @@ class Device:
 
     Attributes:
         name: as reported by the driver.
-        memory: its bytes; None if unknown.
-        host_memory: bytes of the machine; None if unknown.
-        is_gpu: it has its own memory; otherwise it uses the host's.
-        rates: assumed or measured.
-        note: which of the rates are assumed or measured, for the plan.
-        taken: bytes of its memory that other programs use now.
-        users: these programs, as far as the driver names them.
-        idle: the GPU of this machine that torch cannot use.
-        buffers: bytes that NCCL takes; 0 for one process.
+        memory: bytes of device memory; None if unknown.
+        host_memory: bytes of host memory; None if unknown.
+        is_gpu: has separate memory; otherwise it uses the host's.
+        rates: assumed or measured rates.
+        note: which rates are assumed or measured, for the plan.
+        taken: bytes of device memory that other programs use now.
+        users: these programs, as named by the driver.
+        idle: a GPU of this machine that torch cannot use.
+        buffers: bytes of NCCL's buffers; 0 for one process.
     """
 
     name: str
@@ -120,7 +119,7 @@ class Device:
 
     @property
     def process_memory(self) -> float:
-        """Bytes of host memory that a process takes before it loads a weight."""
+        """Bytes of host memory of a process before it loads a weight."""
         return HOST_BASE if self.is_gpu else CPU_BASE
 
     @property
@@ -132,17 +131,17 @@ class Device:
 
     @property
     def taken_by_others(self) -> str:
-        """The memory that other programs use, as a phrase; empty if they use none."""
+        """A phrase about the memory that other programs use; empty if none."""
         return f"{gigabytes(self.taken)} in use by {self.users or 'other programs'}" if self.taken else ""
 
 
 def gigabytes(number: float) -> str:
-    """Bytes as text: in GB (10^9 bytes), or in a smaller unit for less than a tenth."""
+    """Bytes as text: in GB (10^9 bytes), or in a smaller unit below a tenth of a GB."""
     return size_text(round(number)) if number < 0.95e8 else f"{number / 1e9:.1f} GB"
 
 
 def compared(number: float, limit: float) -> tuple[str, str]:
-    """Two numbers of bytes as text, with as many digits as show which is larger: 16.14 GB and 16.06 GB."""
+    """Two numbers of bytes as text, with enough digits to show which is larger: 16.14 GB and 16.06 GB."""
     texts = gigabytes(number), gigabytes(limit)
     return (f"{number / 1e9:.3f} GB", f"{limit / 1e9:.3f} GB") if texts[0] == texts[1] else texts
 
@@ -151,13 +150,13 @@ def _rates(
     tflops: float, memory_tb: float, transfer_gb: float, *, nvlink_gb: float = 0.0, sparse: float = SPARSE_SHARE
 ) -> Rates:
     flops, transfer = tflops * 1e12, transfer_gb * 1e9
-    # GPUs without NVLink exchange through the host's bus.
+    # GPUs without NVLink communicate over the host's bus.
     link = nvlink_gb * 1e9 or transfer
     return Rates(flops, ATTENTION_SHARE * flops, sparse * flops, memory_tb * 1e12, transfer, link)
 
 
 class KnownCard(NamedTuple):
-    """A card: the part of the driver's name that identifies it, its memory in GiB, and its rates."""
+    """A card: the part of the driver's device name that identifies it, its memory in GiB, and its rates."""
 
     name: str
     gibibytes: float
@@ -171,7 +170,7 @@ def _card(name: str, gibibytes: float, **rates: float) -> KnownCard:
 TABLE = cast("dict[Card, Any]", read_toml("simpletuner.budget", "cards.toml"))
 CARDS: Mapping[Card, KnownCard] = {card: _card(**row) for card, row in TABLE.items()}
 UNKNOWN_GPU = _rates(50, 0.5, 11)
-# The usual card with at least so many GiB, whose rates `--device-memory` assumes without `--device`.
+# The typical card by minimum GiB, whose rates `--device-memory` assumes without `--device`.
 USUAL: Mapping[float, Card] = {0: "3060", 15: "4080", 20: "4090", 30: "5090", 40: "a100", 120: "h200"}
 # float32 FLOP/s of a core, by the widest vector instructions that /proc/cpuinfo lists: 60 to 90 % of two fused
 # multiply-adds of a vector a cycle at 2.6 GHz; and bytes/s of the memory that small tensors are in.
@@ -181,7 +180,7 @@ NVLINK_BYTES = 18e9  # bytes/s of one NVLink that exchanges reach, of 25 (second
 
 
 def find_device(gibibytes: float | None = None, output_dir: Path | None = None, card: Card | None = None) -> Device:
-    """The device that a run on this machine would use, or the one that the plan's keys ask for.
+    """The device that a run on this machine would use, or the one that the plan's keys select.
 
     Args:
         gibibytes: `plan_device_memory_gb`, memory of a GPU to plan for instead of this machine's device.
@@ -192,7 +191,7 @@ def find_device(gibibytes: float | None = None, output_dir: Path | None = None, 
     if card is not None or gibibytes is not None:
         return planned_device(gibibytes, card, gpu)
     if gpu and torch_uses_gpus():
-        # Processes that a launcher started must decide alike, and hold memory of the device themselves by now.
+        # Launched processes must decide alike, and already hold device memory themselves.
         taken = gpu.taken if launched(os.environ) is None else 0.0
         users = query_users() if taken else ""
         device = Device(gpu.name, gpu.memory, host_memory(), True, rates_of(gpu.name), "rates assumed", taken, users)
@@ -202,8 +201,8 @@ def find_device(gibibytes: float | None = None, output_dir: Path | None = None, 
 
 
 def planned_device(gibibytes: float | None, card: Card | None, gpu: Gpu | None) -> Device:
-    """A GPU to plan for: a card by its name, or one with so much memory."""
-    # Without a GPU here, the run will be on another machine, whose host memory is unknown.
+    """A GPU to plan for: a card by name, or a GPU with this much memory."""
+    # Without a GPU here, the run will be on another machine with unknown host memory.
     host = host_memory() if gpu else None
     if card is not None:
         known = CARDS[card]
@@ -217,7 +216,7 @@ def planned_device(gibibytes: float | None, card: Card | None, gpu: Gpu | None) 
 
 
 def this_cpu(idle: str = "") -> Device:
-    """The processor of this machine, with the name of a GPU that torch cannot use."""
+    """The CPU of this machine, with the name of a GPU that torch cannot use, if any."""
     host, flops = host_memory(), compute_threads() * core_flops()
     rates = Rates(flops, flops, flops, CPU_BYTES, CPU_BYTES, CPU_BYTES)
     return Device("CPU", host, host, False, rates, "rates assumed", idle=idle)
@@ -233,20 +232,20 @@ def core_flops() -> float:
 
 
 def one_of_several(device: Device, *, is_planned: bool) -> Device:
-    """A device whose process trains with others: with NCCL's buffers, and with the links that this machine has.
+    """The device of one of several processes: with NCCL's buffers, and with this machine's links.
 
     Args:
-        is_planned: it need not be in this machine.
+        is_planned: the device may not be in this machine.
     """
     links = linked() if device.is_gpu and not is_planned else {}
     return replace(device, buffers=NCCL_BUFFERS, rates=replace(device.rates, **links))
 
 
 def linked() -> dict[str, float]:
-    """The rate of the NVLinks between this machine's GPUs, as `link` of `Rates`; empty if the driver does not tell.
+    """The rate of the NVLinks between this machine's GPUs, as `link` of `Rates`; empty if unknown.
 
-    In the matrix of `nvidia-smi topo -m`, NV18 in the row of GPU0 stands for 18 links to another one; PIX, PHB, NODE
-    and SYS are ways through the host.
+    In the matrix of `nvidia-smi topo -m`, NV18 in the row of GPU0 means 18 links to another GPU; PIX, PHB, NODE and SYS
+    are paths through the host.
     """
     row = next((line.split() for line in ask_driver("topo", "-m") if line.split()[:2] == ["GPU0", "X"]), [])
     links = [int(cell[2:]) for cell in row if re.fullmatch(r"NV\d+", cell)]
@@ -254,7 +253,7 @@ def linked() -> dict[str, float]:
 
 
 def torch_uses_gpus() -> bool:
-    """Whether the installed torch was built for GPUs, as its version.py tells without an import; assumed otherwise."""
+    """Whether the installed torch is built for GPUs, read from its version.py without an import; True if unknown."""
     torch = importlib.util.find_spec("torch")
     file = Path(torch.origin).with_name("version.py") if torch and torch.origin else Path()
     text = file.read_text(encoding="utf-8") if file.is_file() else ""
@@ -278,7 +277,7 @@ def rates_of(name: str) -> Rates:
 def with_measured(device: Device, folder: Path) -> Device:
     """The device with the rates in a folder, if they were measured on it.
 
-    Of a GPU, rates of float32 products are ignored: the assumed rates are for 16 bits.
+    For a GPU, rates of float32 matmuls are ignored, since the assumed rates are for 16 bits.
     """
     rates = read_rates(folder)
     measured: dict[str, float] = {}
@@ -293,7 +292,7 @@ def with_measured(device: Device, folder: Path) -> Device:
 
 
 class Gpu(NamedTuple):
-    """A GPU or a part of one: its name, its bytes of memory, and those in use; of a part the driver does not know."""
+    """A GPU or a MIG slice: name, bytes of memory, and bytes in use, which are unknown for a slice."""
 
     name: str
     memory: float
@@ -306,7 +305,7 @@ def query_gpu() -> Gpu | None:
     if part := _slice(ask_driver("-L") if driver() else [], _first_visible()):
         return part
     try:
-        # From the right, whatever the name holds.
+        # Split from the right, since the name may contain commas.
         name, total, used = _ask_about("gpu=name,memory.total,memory.used", _first_visible())[0].rsplit(",", 2)
         taken = float(used) * 2**20
         return Gpu(name.strip(), float(total) * 2**20, taken if taken > IDLE else 0.0)
@@ -315,7 +314,7 @@ def query_gpu() -> Gpu | None:
 
 
 def query_users() -> str:
-    """The programs that compute on that GPU, such as "python (process 4711)"; desktops are not among them."""
+    """The programs that compute on that GPU, such as "python (process 4711)"; excludes desktops."""
     rows = (line.partition(",") for line in _ask_about("compute-apps=pid,process_name", _first_visible()))
     return ", ".join(f"{Path(name.strip()).name} (process {pid})" for pid, _, name in rows)
 
@@ -323,14 +322,14 @@ def query_users() -> str:
 def compute_capability() -> tuple[int, int] | None:
     """CUDA compute capability of that GPU; None if unknown."""
     first = _first_visible()
-    # Queries answer for whole GPUs only, see `_slice`; those of one machine are taken to be alike.
+    # Queries answer for whole GPUs only, see `_slice`; assumes that a machine's GPUs are alike.
     answer = "".join(_ask_about("gpu=compute_cap", "" if first.startswith("MIG-") else first)[:1])
     numbers = re.fullmatch(r"(\d+)\.(\d+)", answer)
     return (int(numbers[1]), int(numbers[2])) if numbers else None
 
 
 def count_gpus() -> int:
-    """How many NVIDIA GPUs this process sees; 0 if there are none or the driver does not answer."""
+    """Number of NVIDIA GPUs visible to this process; 0 if the driver does not answer."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is not None and shutil.which("nvidia-smi"):
         return len([each for each in visible.split(",") if each.strip() not in ("", "-1")])
@@ -343,13 +342,13 @@ def _first_visible() -> str:
 
 
 def _ask_about(what: str, gpu: str) -> list[str]:
-    """The answer of nvidia-smi about a GPU, or about the programs on it; nothing if none is visible."""
+    """The answer of nvidia-smi about a GPU or the programs on it; empty if no GPU is visible."""
     words = ["-i", gpu] if gpu else []
     return ask_driver(*words, f"--query-{what}", "--format=csv,noheader,nounits") if driver() else []
 
 
 def ask_driver(*words: str) -> list[str]:
-    """The lines that nvidia-smi prints; none if it is not there, fails or hangs."""
+    """The output lines of nvidia-smi; empty if it is missing, fails or hangs."""
     try:
         done = subprocess.run(["nvidia-smi", *words], capture_output=True, text=True, timeout=QUERY_SECONDS, check=True)
     except (OSError, subprocess.SubprocessError):
@@ -360,8 +359,8 @@ def ask_driver(*words: str) -> list[str]:
 def _slice(listed: Sequence[str], chosen: str) -> Gpu | None:
     """The MIG slice that CUDA would use; None if it uses a whole GPU.
 
-    nvidia-smi lists slices below their GPU, but its queries answer for whole GPUs only. CUDA uses one slice: the one
-    whose UUID is in CUDA_VISIBLE_DEVICES, otherwise the first of the chosen GPU.
+    nvidia-smi lists slices below their GPU, but its queries answer for whole GPUs only. CUDA uses one slice: the slice
+    whose UUID is in CUDA_VISIBLE_DEVICES, else the first slice of the chosen GPU.
 
     Args:
         listed: output of `nvidia-smi -L`.

@@ -1,4 +1,4 @@
-"""Estimates what a run writes to disk, and checks free space."""
+"""Estimates the bytes that a run writes to disk, and checks free space."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from simpletuner.plan.entries import Listing, text_folder
 from simpletuner.plan.environment import existing
 
 COMPRESSED = 0.8  # size of a latent compressed with zstd, relative to uncompressed
-USUAL_CAPTION = 0.25  # tokens of a usual caption, relative to the longest allowed
+USUAL_CAPTION = 0.25  # tokens of a typical caption, relative to the maximum
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ def _cache_writings(budget: Budget, listing: Listing) -> Iterator[Writing]:
     features = feature_costs(plan.spec, listing)
     if features.stored:
         yield Writing("features", listing.features.missing[0].folder, features.stored, features.stored)
-    # The limit for `total`: every caption as long as the longest prompt.
+    # Upper bound for `total`: every caption as long as the longest prompt.
     longest = max((bucket.text for bucket in budget.workload.buckets), default=0)
     width = budget.parts.transformer.shapes[f"{plan.spec.cost.prompt_layer}.weight"][1]
     texts = float(len(listing.texts.missing) * longest * width * BYTES[text_encoder_dtype(plan.config.precision)])
@@ -80,7 +80,7 @@ def feature_costs(spec: FamilySpec, listing: Listing | None) -> FeatureCost:
 
 
 def check_disk(plan: Plan, writings: Iterable[Writing]) -> Iterator[Problem]:
-    """Problems of small disks: fatal if `at_once` does not fit, a warning if `total` may not."""
+    """Report lack of disk space: fatal if `at_once` does not fit, a warning if `total` may not."""
     by_disk: dict[int, list[Writing]] = {}
     for writing in writings:
         # Folders on one disk compete for its space.

@@ -1,4 +1,4 @@
-"""Estimates the memory and the duration of a training step, and what processes send each other. Free of torch.
+"""Estimates the memory and duration of a training step, and the communication between processes. Imports no torch.
 
 On the device, at the peak of a step:
 
@@ -10,16 +10,15 @@ On the device, at the peak of a step:
     seconds = products / matmul rate + attention / attention rate + elementwise bytes / memory rate
 
 or the time to launch the operations, or to copy streamed weights, whichever is longest; on a CPU, operations are
-launched and computed in turn. It excludes waiting for data.
+launched and computed in turn. Waiting for data is excluded.
 
-Ring algorithms of N processes send as little as possible: each sends (N - 1) / N of a tensor to gather it or to reduce
-and scatter it, and twice that to reduce it on all (Patarasuk and Yuan, Journal of Parallel and Distributed Computing
+Ring algorithms of N processes are bandwidth-optimal: each process sends (N - 1) / N of a tensor in an all-gather or
+reduce-scatter, and twice that in an all-reduce (Patarasuk and Yuan, Journal of Parallel and Distributed Computing
 69(2), 2009).
 """
 
 from __future__ import annotations
 
-import math
 from dataclasses import astuple, dataclass, replace
 from functools import cached_property
 from typing import Literal
@@ -51,20 +50,20 @@ from simpletuner.models.cost import (
 from simpletuner.techniques.spec import TechniqueCost, TechniqueSpec
 
 AVERAGE = 4.0  # bytes per number of the moving average: float32
-# Bytes per number of the widest layer that quantised products add to the peak, as metered: float32 copies and sums.
+# Bytes per number of the widest layer that quantised matmuls add to the peak (measured): float32 copies and sums.
 PRODUCT = 4.5
-# Blocks in FSDP2's buffers beside the one that computes. What was gathered for it is kept until the next arrives, in
-# memory of another stream; gradients are copied to be summed (torch 2.13, `FSDPParamGroup.wait_for_unshard`).
+# Blocks in FSDP2's buffers besides the one that computes. Gathered weights are kept until the next block's arrive, in
+# memory of another stream; gradients are copied to be reduced (torch 2.13, `FSDPParamGroup.wait_for_unshard`).
 GATHERED, SCATTERED = 2, 1
-# Where processes share tokens: copies of a tensor that is exchanged, and bytes per number of the hidden states of all
-# tokens around the output layer, which each process computes for all; metered.
+# Sequence parallelism: copies of a tensor in an all-to-all, and bytes per number of the hidden states of all tokens
+# around the output layer, which every process computes for all tokens (measured).
 EXCHANGED, GATHERED_TOKENS = 4, 14
-# Exchanges of a tensor in a block's forward pass, and in its backward pass: queries, keys, values and the result.
+# All-to-alls in a block's forward pass, and in its backward pass: queries, keys, values and the output.
 EXCHANGES = 4
-BUNDLE = 1 << 24  # numbers that an average is updated with at a time, unless one weight has more
-SHARD = 5e9  # bytes of the files that a full model is saved in, each assembled in host memory
-# Operations of a stock block in forward plus backward, and seconds to launch one; and the host's seconds for a compiled
-# block. On a GPU neither was measured.
+BUNDLE = 1 << 24  # numbers per update of a moving average, unless one weight has more
+SHARD = 5e9  # bytes per file of a saved full model, each assembled in host memory
+# Operations of a stock block in forward plus backward, and seconds to launch one; and the host's seconds per compiled
+# block. The figures for a GPU are not measured.
 LAUNCHES, GPU_LAUNCH, CPU_LAUNCH = 450, 6e-6, 8e-6
 COMPILED_LAUNCHES = 2.0e-3
 FLOAT32_SHARE = 0.5  # rate of float32 products with TF32, relative to bf16
@@ -80,7 +79,7 @@ class StepMemory:
         inputs: activations kept for the backward pass of all blocks.
         block: the block whose backward pass runs.
         outside: activations outside the blocks.
-        update: what the update of the weights needs beyond these activations, which it comes after.
+        update: memory of the optimizer update in excess of these activations, which are free by then.
     """
 
     weights: float
@@ -100,8 +99,8 @@ class AverageMemory:
     """Bytes of a moving average, on the device or on the host.
 
     Attributes:
-        kept: the average itself, throughout the run.
-        updating: float32 copies of some weights, during its update.
+        kept: the average, throughout the run.
+        updating: float32 copies of some weights, during the update.
         waiting: the trained weights, while the average replaces them for previews and saving.
     """
 
@@ -112,13 +111,13 @@ class AverageMemory:
 
 @dataclass(frozen=True)
 class ModelStates:
-    """What the weights of a transformer take under some settings: the weights themselves and, of trained ones,
-    gradients, optimizer state and a moving average ("model states" in ZeRO, arXiv:1910.02054).
+    """Memory of a transformer's "model states" (ZeRO, arXiv:1910.02054): weights and, if trained, gradients, optimizer
+    state and a moving average.
 
     Attributes:
-        cost: of the transformer.
+        cost: cost of the transformer.
         adapters: the LoRA; none for a full fine-tune.
-        trains: whether anything is trained; a model without adapters is trained as a whole.
+        trains: whether weights are trained; without adapters, all of them.
     """
 
     cost: TransformerCost
@@ -133,7 +132,7 @@ class ModelStates:
 
     @cached_property
     def dtype(self) -> str:
-        """Dtype of the transformer: bf16, fp16 or fp32. A full fine-tune computes in that of the weights it trains."""
+        """Dtype of the transformer: bf16, fp16 or fp32. A full fine-tune computes in the dtype of its weights."""
         is_lora = self.config.model.model_type == "lora"
         return transformer_dtype(self.config.precision) if is_lora else self.trained_dtype
 
@@ -153,7 +152,7 @@ class ModelStates:
         size = number if spec.moment_bytes is None else spec.moment_bytes
         if self.trained_dtype != "bf16":
             return spec.moments * size
-        # Compensated summation needs one more tensor; a second moment may be float32.
+        # Kahan summation needs one more tensor; the second moment may be float32.
         compensation = 0.0 if spec.rounds_randomly else number
         widened = widens_second_moment(self.config.optimizer, self.config.precision.mixed_precision)
         return spec.moments * size + compensation + (BYTES["fp32"] - size if widened else 0.0)
@@ -168,17 +167,12 @@ class ModelStates:
 
     @property
     def trained_shares(self) -> int:
-        """Among how many processes trained weights are divided."""
+        """Number of processes that trained weights are sharded across."""
         return self.config.launch.sharers if self.is_full else 1
 
     @property
     def trained_numbers(self) -> int:
         return self.cost.parameters if self.is_full else self.cost.adapter_parameters(self.adapters)
-
-    @property
-    def largest_weight(self) -> int:
-        """Numbers of the largest weight."""
-        return max(map(math.prod, self.cost.shapes.values()))
 
     @cached_property
     def rest(self) -> float:
@@ -198,14 +192,14 @@ class ModelStates:
 
     @property
     def moving(self) -> int:
-        """How many blocks stream; 0 where all stay."""
+        """Number of streamed blocks; 0 without streaming."""
         residents = self.config.offload.group_offload_resident_blocks
         return max(len(self.blocks) - residents, 0) if self.config.offload.enable_group_offload else 0
 
     @cached_property
     def update_bytes(self) -> float:
-        """Bytes per trained number that the optimizer allocates on a GPU while it updates all weights at once; 0 if it
-        allocates those of one weight at a time."""
+        """Temporary bytes per trained number of an update of all weights at once on a GPU; 0 if weights are updated one
+        at a time."""
         weights = len(self.cost.shapes) if self.is_full else 2 * len(self.adapters.modules)
         numbers, sharded = self.trained_numbers, self.trained_shares > 1
         kernel = update_kernel(self.optimizer, "cuda", weights, numbers, sharded=sharded, triton=True)
@@ -214,7 +208,7 @@ class ModelStates:
     @cached_property
     def trained_bytes(self) -> float:
         """Bytes of trained weights, gradients, optimizer state, and a moving average on the device."""
-        # Left out: temporary tensors of the update of one weight. Those of all weights together count in `StepMemory`.
+        # Without temporaries of the update: those of all weights at once count in `StepMemory`, those of one are small.
         kept = self.trained_numbers * (self.number_bytes + self.state_bytes) / self.trained_shares
         average = self.average_memory("device").kept
         return kept + average - self.state_on_host_bytes + self.gradient_bytes
@@ -223,19 +217,19 @@ class ModelStates:
     def state_on_host_bytes(self) -> float:
         """Bytes of optimizer state in host memory: all but that of one weight that is updated, one whose state arrives,
         and those, one more than `SLOTS`, whose state leaves."""
-        here = self.trained_numbers - (SLOTS + 3) * self.largest_weight
+        here = self.trained_numbers - (SLOTS + 3) * self.cost.largest_weight
         return max(here, 0) * self.state_bytes if self.config.offload.offload_optimizer_state else 0.0
 
     @property
     def gradient_bytes(self) -> float:
-        """Bytes of the gradients of trained weights; of released ones, those that the largest block has at once."""
+        """Bytes of the gradients of trained weights; if released, of the largest block only."""
         if self.config.optimizer.optimizer_release_gradients:
             return max(self.whole_blocks)
         return self.trained_numbers * self.number_bytes / (1 if self.whole_gradients else self.trained_shares)
 
     @property
     def whole_gradients(self) -> bool:
-        """Whether gradients of sharded weights are whole until the last of several micro-steps."""
+        """Whether sharded weights have unsharded gradients until the last micro-step."""
         return self.config.launch.fsdp_whole_gradients and self.config.schedule.gradient_accumulation_steps > 1
 
     @property
@@ -244,11 +238,11 @@ class ModelStates:
         return AVERAGE + self.number_bytes if self.config.ema.use_ema else 0.0
 
     def average_memory(self, where: Literal["device", "host"]) -> AverageMemory:
-        """Memory of the moving average on one side; 0 if it is kept on the other."""
+        """Memory of the moving average on the device or host; 0 if it is kept on the other."""
         ema = self.config.ema
         is_there = ema.use_ema and ema.is_on_host == (where == "host")
         count = self.trained_numbers / self.trained_shares if is_there else 0.0
-        bundle = min(count, max(BUNDLE, self.largest_weight))
+        bundle = min(count, max(BUNDLE, self.cost.largest_weight))
         return AverageMemory(AVERAGE * count, AVERAGE * bundle, self.number_bytes * count)
 
     @property
@@ -259,7 +253,7 @@ class ModelStates:
 
     @cached_property
     def frozen_bytes(self) -> float:
-        """Bytes of frozen weights on the device during a step, and of what FSDP2 has gathered."""
+        """Bytes of frozen weights on the device during a step, including weights gathered by FSDP2."""
         if self.is_full:
             return self.gathered_bytes
         if self.sharded:
@@ -273,8 +267,7 @@ class ModelStates:
 
     @property
     def gathered_bytes(self) -> float:
-        """Bytes of whole weights and gradients that FSDP2 has on a device: what is outside the blocks, and some of
-        them."""
+        """Bytes of unsharded weights and gradients that FSDP2 holds: of some blocks, and of weights outside them."""
         if not self.sharded:
             return 0.0
         buffer = max(self.whole_blocks)
@@ -289,9 +282,9 @@ class ModelStates:
 
     @property
     def passing_bytes(self) -> float:
-        """Host memory of a process while it loads the transformer, besides streamed and shared weights: what is outside
-        the blocks, and the blocks in work, as they are read and as they are packed."""
-        # Blocks that stay wait on the host until adapters have been computed from them.
+        """Host memory of a process during loading, without streamed and shared weights: weights outside the blocks, and
+        the current blocks as read and as packed."""
+        # Resident blocks wait on the host if the adapter is computed from them.
         from_base = self.adapters.modules and self.config.lora.starts_from_base
         waiting = sum(self.blocks) - self.streamed_bytes if from_base else 0.0
         group = self.config.offload.group_offload_blocks_per_group if self.config.offload.enable_group_offload else 1
@@ -310,13 +303,13 @@ class StepModel(ModelStates):
 
     @property
     def routes(self) -> list[Route]:
-        """Windows of blocks that some tokens skip, in training only."""
+        """TREAD routes, in training only."""
         return [route for technique in self.techniques for route in technique.routes]
 
     def memory(self, load: BatchShape) -> StepMemory:
         """Peak memory of a step with one micro-batch."""
         blocks, chosen, added = self.activations(load), self.checkpointed, self.added(load)
-        # Of offloaded inputs, a few are still leaving or back already; the largest ones are assumed.
+        # A few offloaded inputs are still leaving or already back; assume the largest.
         inputs = self._held(load)[-SLOTS:] if self.config.offload.offload_block_inputs else self._held(load)
         whole = [block.saved + block.held for block, is_one in zip(blocks, chosen, strict=True) if not is_one]
         keeps = keeps_attention(self.config.speed)
@@ -329,21 +322,21 @@ class StepModel(ModelStates):
             # Modules of techniques are trained in float32: weight and gradient.
             trained=self.trained_bytes + added.parameters * (2 * BYTES["fp32"] + self.state_bytes),
             inputs=added.held + sum(inputs) + sum(whole) + sum(attention),
-            # A checkpointed block saves its activations again when it is recomputed.
+            # Recomputing a checkpointed block saves its activations again.
             block=product + max(*(block.transient + (block.saved if any(chosen) else 0.0) for block in blocks), around),
             outside=self.one_block(load).outside,
         )
         temporary = self.update_bytes * (self.trained_numbers / self.trained_shares + added.parameters)
-        # Activations are free again by then, so only what exceeds them raises the peak.
+        # Activations are free by then, so only the excess raises the peak.
         return replace(backward, update=max(0.0, temporary - backward.inputs - backward.block - backward.outside))
 
     def added(self, load: BatchShape) -> TechniqueCost:
-        """The cost that all techniques together add to a micro-batch."""
+        """The total cost that techniques add to a micro-batch."""
         costs = [astuple(technique.cost(self.cost, load)) for technique in self.techniques]
         return TechniqueCost(*map(sum, zip(*costs, strict=True)))
 
     def activations(self, load: BatchShape) -> list[Activations]:
-        """Activations of each large block in a training step, after routes, which extra passes do not have."""
+        """Activations of each large block in a training step, with routes, which extra passes do not use."""
         routes = () if self.added(load).passes else self.routes
         blocks = self.cost.activations_by_block(self.cost.routed(load, routes), BYTES[self.dtype], self.adapters)
         sequence = self.config.launch.sequence_parallel_size
@@ -374,12 +367,12 @@ class StepModel(ModelStates):
         return sorted(block.held for block, is_one in blocks if is_one)
 
     def one_block(self, load: BatchShape) -> Activations:
-        """Activations of a large block that sees all tokens."""
+        """Activations of a large block that processes all tokens."""
         return self.cost.activations(load, BYTES[self.dtype], self.adapters)
 
 
 def _share(whole: Activations, count: int) -> Activations:
-    """The activations of a block on each of `count` processes that share its tokens."""
+    """The activations of a block per process of a sequence-parallel group of `count`."""
     exchanging = whole.transient + EXCHANGED * whole.held
     share = {"held": whole.held, "saved": whole.saved, "attention": whole.attention, "transient": exchanging}
     return replace(whole, **{name: size / count for name, size in share.items()})
@@ -394,8 +387,8 @@ class StepCost:
         executed: FLOPs that the device executes, including recomputed blocks and attention scores.
         traffic: bytes moved by elementwise operations.
         seconds: estimated duration.
-        computing, launching, copying: seconds of the device's kernels, of the host that launches them, and of copying
-            weights, overlapped with the compute or not.
+        computing, launching, copying: seconds of the device's kernels, of launching them on the host, and of copying
+            weights, overlapped with compute or not.
     """
 
     model: float
@@ -430,34 +423,34 @@ class Step:
         passes = 1 + added.passes
         executed = main + extra.times(added.passes) + alone + Work(added.flops)
         traffic = main_traffic + extra_traffic * added.passes + self._forward_traffic * added.forwards
-        # `LAUNCHES` counts forward and backward; a forward pass is a third of them.
+        # `LAUNCHES` counts forward and backward; the forward pass is a third.
         launching = self._launches * (1 + self._recomputed / 3) * passes + self._eager_launches * added.forwards / 3
         computing = self._seconds(executed, traffic)
         busy = self._together(computing, launching)
-        # A block is needed in the forward and again in the backward pass.
+        # Each block is copied for the forward and again for the backward pass.
         copying = self._copying(2 * passes + added.forwards)
         seconds = max(busy, copying) if model.config.offload.group_offload_use_stream else busy + copying
-        seconds += self.exchanged / self.device.rates.link  # a block waits for its exchanges
-        seconds += 2 * model.state_on_host_bytes / self.device.rates.transfer  # as if nothing of it were hidden
+        seconds += self.exchanged / self.device.rates.link  # blocks wait for their all-to-alls
+        seconds += 2 * model.state_on_host_bytes / self.device.rates.transfer  # assumes no overlap
         return StepCost(flops, executed, traffic, seconds, computing, launching, copying)
 
     def _together(self, computing: float, launching: float) -> float:
-        """Seconds of kernels and of launching them, which a CPU does in turn."""
+        """Seconds of kernels and launches combined: sequential on a CPU, overlapped on a GPU."""
         return max(computing, launching) if self.device.is_gpu else computing + launching
 
     @property
     def free_samples(self) -> int:
-        """Samples that a micro-batch may have and take no longer, while a GPU waits for the host to launch kernels."""
+        """Largest micro-batch that takes no longer, while a GPU is bound by kernel launches."""
         waits = self.device.is_gpu and self.cost.launching > self.cost.copying
         most = self.load.samples * self.cost.launching / self.cost.computing
         return max(int(most), self.load.samples) if waits else self.load.samples
 
     @property
     def exchanged(self) -> float:
-        """Bytes that a process sends to those that it shares tokens with."""
+        """Bytes that a process sends within its sequence-parallel group."""
         model, load, sequence = self.model, self.load, self.model.config.launch.sequence_parallel_size
         tensor = load.samples * load.tokens * model.cost.hidden * BYTES[model.dtype]
-        # Of its share of a tensor, a process keeps that of its own heads.
+        # A process keeps the part of its tokens for its heads.
         sent = tensor / sequence * (sequence - 1) / sequence
         times = EXCHANGES * (2 + self._recomputed) * (1 + model.added(load).passes)
         return times * model.cost.large * sent
@@ -473,19 +466,19 @@ class Step:
     def _pass(self, load: BatchShape) -> tuple[float, Work, float]:
         """Forward and backward: FLOPs without and with recomputation, and bytes of elementwise operations.
 
-        Processes that share tokens divide all of it, but for a few text tokens and the output layer.
+        Sequence parallelism divides all of it, except for text tokens and the output layer, which are neglected.
         """
         model, share, forward = self.model, self._recomputed, self._forward(load)
         backward = model.cost.backward(load, model.adapters, full=model.is_full)
         blocks = model.cost.forward(load, model.adapters, blocks_only=True)
-        # Recomputed: all of a checkpointed block but the attention that was kept.
+        # Recomputed: a checkpointed block without the kept attention.
         again = blocks.times(share, 0.0 if keeps_attention(model.config.speed) else share)
-        # Scores that a flash kernel recomputes are executed, but not part of the model's FLOPs.
+        # Scores recomputed by a flash kernel are executed but not part of the model's FLOPs.
         flash = forward.times(0.0, FLASH_BACKWARD - ATTENTION_BACKWARD)
         moved = model.cost.activations_by_block(load, BYTES[model.dtype], model.adapters)
         traffic = sum(block.forward * (1 + share) + block.backward for block in moved)
-        executed, own = forward + backward + again + flash, 1 / model.config.launch.sequence_parallel_size
-        return own * (forward.total + backward.total), executed.times(own), own * traffic
+        executed, part = forward + backward + again + flash, 1 / model.config.launch.sequence_parallel_size
+        return part * (forward.total + backward.total), executed.times(part), part * traffic
 
     def _forward(self, load: BatchShape) -> Work:
         return self.model.cost.forward(load, self.model.adapters)
@@ -496,12 +489,11 @@ class Step:
 
     @property
     def _recomputed(self) -> float:
-        """Share of the large blocks whose forward pass runs twice."""
+        """Share of large blocks that are recomputed."""
         return sum(self.model.checkpointed) / max(self.model.cost.large, 1)
 
     def _copying(self, times: float) -> float:
-        """Seconds of copying streamed blocks, which are gone through some times, except for those still in the slots
-        at the turn."""
+        """Seconds of copying streamed blocks in `times` passes, without blocks still in the slots at a turn."""
         moving = max(self.model.moving - SLOTS * self.model.config.offload.group_offload_blocks_per_group, 0)
         return times * moving * sum(self.model.blocks) / len(self.model.blocks) / self.device.rates.transfer
 
@@ -527,11 +519,11 @@ class Sent:
     """Bytes that each process sends in an optimizer step.
 
     Attributes:
-        reduced: to sum gradients on all processes (DDP), also those of adapters and techniques beside FSDP2.
-        gathered: to gather weights (FSDP2).
-        scattered: to sum each gradient where it belongs (FSDP2, full fine-tunes).
-        across: to sum those of all machines, where each machine has all shares.
-        exchanged: tokens for heads (sequence parallelism), which each block waits for.
+        reduced: all-reduce of gradients (DDP), including adapters and techniques with FSDP2.
+        gathered: all-gather of weights (FSDP2).
+        scattered: reduce-scatter of gradients (FSDP2, full fine-tunes).
+        across: all-reduce of gradient shards between machines (hybrid sharding).
+        exchanged: all-to-all of tokens and heads (sequence parallelism), which blocks wait for.
     """
 
     reduced: float = 0.0
@@ -547,10 +539,10 @@ class Sent:
 
 def sent_bytes(model: StepModel, added: TechniqueCost) -> Sent:
     """Bytes that each process sends: with DDP once per optimizer step, with FSDP2 in each micro-step, except for
-    gradients that are kept whole.
+    gradients that are kept unsharded.
 
     Args:
-        added: what techniques add to a micro-step.
+        added: cost that techniques add to a micro-step.
     """
     if not model.trains:
         return Sent()
@@ -562,7 +554,7 @@ def sent_bytes(model: StepModel, added: TechniqueCost) -> Sent:
     if not model.sharded:
         return Sent(reduced=2 * share * reduced)
     backward = 1 + added.passes
-    # Weights that are given up after the forward pass are gathered again for the backward pass.
+    # Weights that are resharded after the forward pass are gathered again for the backward pass.
     times = backward + added.forwards + (backward if launch.fsdp_reshard_after_forward else 0.0)
     scattered = (1 if model.whole_gradients else backward * micro_steps) * weights * model.is_full
     machines = launch.num_processes / launch.sharers
@@ -571,13 +563,14 @@ def sent_bytes(model: StepModel, added: TechniqueCost) -> Sent:
 
 
 def exchange_seconds(sent: Sent, device: Device, launch: LaunchConfig) -> float:
-    """Seconds of an exchange: through NVLink or the host's bus, and between machines through one network card each.
-    Tokens are exchanged during micro-steps, whose time that is.
+    """Seconds of communication over NVLink or the host's bus, and between machines over one network card each.
+
+    Excludes the all-to-alls of sequence parallelism, which count in the time of micro-steps.
     """
     link, network = device.rates.link, launch.network_gbit / 8 * 1e9
     slowest = min(link, network) if launch.num_machines > 1 else link
     if not launch.fsdp_hybrid:
         return (sent.total - sent.exchanged) / slowest
-    # All processes of a machine send their shares at once.
+    # All processes of a machine send their shards at once.
     across = sent.across * launch.local_processes / network
     return sent.reduced / slowest + (sent.gathered + sent.scattered) / link + across

@@ -1,6 +1,6 @@
-"""A short benchmark of a device: the rates of a large matrix product, and of copies from page-locked memory.
+"""A short benchmark of a device: the rates of a large matmul, and of copies from pinned memory.
 
-It uses its own random generator and frees all memory, so it does not affect training.
+It uses a separate random generator and frees all memory, so it does not affect training.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from simpletuner.budget.device import DeviceRates, read_rates, write_rates
 # Large enough to saturate any GPU; the three matrices take 0.4 GB in bfloat16.
 SIDE = 8192
 COPIED_BYTES = 1 << 28
-# On a CPU, the larger product is measured only if the smaller one takes less than this.
+# On a CPU, the larger matmul is measured only if the smaller one takes less than this.
 SMALL_SIDE, MEDIUM_SIDE = 256, 512
 AFFORDABLE_SECONDS = 0.01
 ROUNDS = 5
@@ -25,7 +25,7 @@ ROUNDS = 5
 def device_rates(folder: Path, device: torch.device, dtype: torch.dtype) -> DeviceRates | None:
     """The rates of the device at the precision of training, measured once per output folder and device.
 
-    None on devices that are neither CUDA nor CPU.
+    None for devices other than CUDA and CPU.
     """
     known = read_rates(folder)
     if known is not None and (known.device, known.dtype) == (device_name(device), _name(dtype)):
@@ -38,21 +38,21 @@ def device_rates(folder: Path, device: torch.device, dtype: torch.dtype) -> Devi
 
 
 def device_name(device: torch.device) -> str:
-    """Name of the device, as users know it."""
+    """User-facing name of the device."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
 
 
 def matmul_flops(device: torch.device, dtype: torch.dtype, side: int, rounds: int = ROUNDS) -> float:
-    """FLOP/s of a square matrix product of `2 side^3` FLOPs; the fastest of some rounds."""
+    """FLOP/s of a square matmul of `2 side^3` FLOPs; the fastest of several rounds."""
     generator = torch.Generator(device).manual_seed(0)
-    # Random values: multiplying zeros takes less power, so a GPU would run at a clock that it cannot sustain.
+    # Random values, since multiplying zeros takes less power, and a GPU would run at an unsustainable clock.
     left, right = (torch.randn(side, side, device=device, dtype=dtype, generator=generator) for _ in range(2))
     out = torch.empty_like(left)
     return 2 * side**3 / fastest(lambda: torch.mm(left, right, out=out), device, rounds)
 
 
 def host_to_device_bytes(device: torch.device, count: int = COPIED_BYTES, rounds: int = ROUNDS) -> float:
-    """Bytes per second from page-locked host memory to a GPU."""
+    """Bytes per second from pinned host memory to a GPU."""
     host = torch.empty(count, dtype=torch.uint8, pin_memory=True)
     there = torch.empty(count, dtype=torch.uint8, device=device)
     return count / fastest(lambda: there.copy_(host, non_blocking=True), device, rounds)
@@ -71,14 +71,14 @@ def fastest(work: Callable[[], object], device: torch.device, rounds: int) -> fl
 def _measure_cuda(device: torch.device, dtype: torch.dtype) -> DeviceRates:
     rate = matmul_flops(device, dtype, SIDE)
     rates = DeviceRates(device_name(device), rate, host_to_device_bytes(device), _name(dtype))
-    # The peak that a run reports must not be the benchmark's.
+    # The peak memory that a run reports must not include the benchmark.
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats(device)
     return rates
 
 
 def _measure_cpu(dtype: torch.dtype) -> DeviceRates:
-    """Processors that emulate bfloat16 take seconds for what others do in milliseconds, so start small."""
+    """Measure a CPU; starts small, since CPUs that emulate bfloat16 are a thousand times slower."""
     device = torch.device("cpu")
     rate = matmul_flops(device, dtype, SMALL_SIDE, rounds=1)
     if 2 * SMALL_SIDE**3 / rate < AFFORDABLE_SECONDS:

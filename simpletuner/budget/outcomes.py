@@ -1,6 +1,6 @@
-"""What runs took relative to their estimates, which corrects the estimates of later runs on the same machine.
+"""Actual relative to estimated durations of runs, which correct later estimates on the same machine.
 
-`outcomes.json` in the cache folder: device -> what was trained -> `Outcome`. Free of torch.
+`outcomes.json` in the cache folder: device -> kind of run -> `Outcome`. Imports no torch.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ from simpletuner.plan.build import Plan
 from simpletuner.plan.entries import machine_folder
 
 OUTCOMES_FILE = "outcomes.json"
-LATEST = 5  # runs of which the usual one corrects: a single one may have shared its device with other programs
+LATEST = 5  # runs whose median is used, since a single run may have shared its device with other programs
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """How long runs took, by how long they were estimated to take.
+    """Actual durations of runs, divided by the estimates.
 
     Attributes:
-        day: when the last one ended, such as 2026-11-20.
-        step, previews: of a step, and of a round of previews.
-        densities: share of the tiles that block-sparse attention visited, by tokens of a sample.
-        latest: step and previews of each of the latest runs; those above are their lower medians.
+        day: end of the last run, such as 2026-11-20.
+        step, previews: ratio for a step, and for a round of previews.
+        densities: share of tiles visited by block-sparse attention, by tokens of a sample.
+        latest: (step, previews) of the latest runs, whose lower medians are `step` and `previews`.
     """
 
     day: str
@@ -56,15 +56,15 @@ def find_outcome(plan: Plan, workload: Workload, device: Device) -> Outcome:
 
 
 def remember(plan: Plan, workload: Workload, device: Device, outcome: Outcome) -> None:
-    """Add the outcome of a run to those that correct later plans.
+    """Store the outcome of a run, to correct later plans.
 
     Raises:
         OSError: the folder is not writable.
-        WriteError: no space is left.
+        WriteError: no space left.
     """
     folder = machine_folder(plan)
     with changing(folder / OUTCOMES_FILE):
-        known = _read(folder)  # other runs may have written meanwhile
+        known = _read(folder)  # read again, since other runs may have written
         runs, kind = known.root.setdefault(_machine(device), {}), kind_of_run(plan, workload)
         latest = [*runs.get(kind, UNCORRECTED).latest, (outcome.step, outcome.previews)][-LATEST:]
         step, previews = map(median_low, zip(*latest, strict=True))
@@ -73,7 +73,7 @@ def remember(plan: Plan, workload: Workload, device: Device, outcome: Outcome) -
 
 
 def kind_of_run(plan: Plan, workload: Workload) -> str:
-    """Model, kind of training, processes, and the largest bucket: what estimates are off by depends on these."""
+    """Model, kind of training, processes, and the largest bucket, on which the error of estimates depends."""
     config = plan.config
     shape = workload.buckets[0].label if workload.buckets else "previews"
     count = config.launch.num_processes

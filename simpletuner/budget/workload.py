@@ -1,5 +1,5 @@
-"""What a run computes with: its model, from the files on this machine or from the published checkpoint, the buckets it
-trains on, what is encoded, and the previews."""
+"""The workload of a run: the parts of its model, from local files or the published checkpoint, training buckets,
+samples to encode, and previews."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import compress
 
 from simpletuner.budget import device
@@ -22,6 +23,7 @@ from simpletuner.models.cost import (
     BatchShape,
     FamilyCost,
     Kernels,
+    Shape,
     TransformerCost,
     VaeCost,
     VaeLoad,
@@ -43,7 +45,7 @@ class Bucket:
         batch: samples per micro-batch.
         share: share of this bucket in an epoch's micro-batches.
         text: text tokens of the longest prompt.
-        timed: a first frame is given, so that tokens have their own timesteps.
+        timed: a first frame is the condition, so timesteps are per token.
     """
 
     width: int
@@ -75,15 +77,15 @@ class Workload:
     """The work of a run, apart from its settings.
 
     Attributes:
-        buckets: training buckets, the largest first.
-        encoded: samples that the VAE has to encode, by shape; empty if all latents are cached. Batch size and tiling
-            depend on the settings.
+        buckets: training buckets, largest first.
+        encoded: samples for the VAE to encode, by shape; empty if all latents are cached. Batch size and tiling depend
+            on the settings.
         encodes_text: captions or prompts are missing from the cache.
         previews: sizes and frames of previews; empty without validation.
-        waiting: most bytes of decoded pixels that wait for the VAE.
-        encoded_in_training: samples that training encodes, one at a time, by shape.
+        waiting: maximum bytes of decoded pixels in the queue of the VAE.
+        encoded_in_training: samples encoded during training, one at a time, by shape.
         encodes_features: features of techniques are missing from the cache.
-        evaluated: held-out samples whose loss is measured, one at a time, by shape, the largest first.
+        evaluated: samples of the evaluation loss, one at a time, by shape, largest first.
     """
 
     buckets: Sequence[Bucket]
@@ -98,7 +100,7 @@ class Workload:
     def scaled(self, *, spec: FamilySpec, sides: float = 1.0, frames: float = 1.0) -> Workload:
         """The workload with smaller pictures or shorter clips, of sizes that the family supports.
 
-        Previews keep their size unless they are all there is.
+        Previews keep their size unless the run has nothing else.
         """
         grid, stride = max(64, spec.size_multiple), spec.frame_stride
 
@@ -123,7 +125,7 @@ class Workload:
 
 
 def workload_of(plan: Plan, listing: Listing | None) -> Workload:
-    """The workload of a plan with the entries that its caches need; without a listing, all of them are missing."""
+    """The workload of a plan and its missing cache entries; without a listing, all entries count as missing."""
     ahead, later = _to_encode(plan, listing)
     shapes = Counter((sample.geometry.size, sample.frames) for sample in ahead)
     pixels = sum(3.0 * count * math.prod(size) * frames for (size, frames), count in shapes.items())
@@ -141,7 +143,7 @@ def workload_of(plan: Plan, listing: Listing | None) -> Workload:
 
 
 def _to_encode(plan: Plan, listing: Listing | None) -> tuple[list[Sample], list[Sample]]:
-    """The samples that are encoded before training, and those that training encodes."""
+    """(samples encoded before training, samples encoded during training)."""
     if listing is not None:
         entries = listing.ahead.missing, listing.encoded_in_training
         return [entry.sample for entry in entries[0]], [entry.sample for entry in entries[1]]
@@ -155,7 +157,7 @@ def buckets_of(plan: Plan) -> list[Bucket]:
     counts: Counter[Bucket] = Counter()
     for dataset in plan.trained:
         for samples in dataset.buckets.values():
-            # Samples of a bucket have one size and length. Its last batch is filled up, so it counts in full.
+            # Samples of a bucket have one size and length. The last batch is padded, so it counts in full.
             count = -(-len(samples) * (dataset.repeats + 1) // dataset.batch_size)
             counts[_bucket(plan, samples[0], dataset.batch_size)] += count
     return _largest_first(replace(bucket, share=count / counts.total()) for bucket, count in counts.items())
@@ -163,7 +165,7 @@ def buckets_of(plan: Plan) -> list[Bucket]:
 
 def _bucket(plan: Plan, sample: Sample, batch: int = 1) -> Bucket:
     """The bucket of a sample, without its share."""
-    # The prompt of i2i holds the source picture.
+    # The prompt of i2i includes the source picture.
     text = prompt_length(plan, sample.partner.geometry.size if sample.partner else None)
     return Bucket(*sample.geometry.size, sample.frames, batch, 0.0, text, sample.is_i2v)
 
@@ -173,11 +175,11 @@ def _largest_first(buckets: Iterable[Bucket]) -> list[Bucket]:
 
 
 def prompt_length(plan: Plan, picture: tuple[int, int] | None) -> int:
-    """Text tokens of the longest allowed prompt, including a source picture if the prompt holds it."""
+    """Text tokens of the longest allowed prompt, including its source picture, if any."""
     cost = plan.spec.cost
     held = picture if picture and plan.flavour.task in plan.spec.words.hold_picture else None
     longest = plan.spec.words.length(plan.config.text)
-    # A family that pads has one length, whatever the caption.
+    # Families that pad have a single length.
     return cost.padded_text or longest + (cost.picture_tokens(*held) if held else 0)
 
 
@@ -187,7 +189,7 @@ def previews_of(plan: Plan) -> list[Bucket]:
     if not plan.prompts:
         return []
     frames = 1 if plan.spec.frame_rate is None else validation.validation_num_video_frames or 1
-    # Some pipelines run both branches of guidance as one batch, others one after the other.
+    # Some pipelines batch the two passes of guidance, others run them in turn.
     batch = 2 if plan.spec.cost.guided_together and (validation.validation_guidance or 1) > 1 else 1
     timed = plan.flavour.task == "i2v" and plan.spec.cost.guided_together
     return _largest_first(Bucket(*size, frames, batch, 0.0, prompt_length(plan, size), timed) for size in plan.sizes)
@@ -202,13 +204,13 @@ class Parts:
         targets: selection of the modules that get a LoRA.
         vae: cost of the VAE.
         text_parameters: parameters of all text encoders.
-        text_dropped: of the text encoders, what never gets to the device: the language head, and the vision tower
-            where prompts hold no picture.
-        assumed: parts that are not on this machine, so that the published checkpoint's dimensions are used.
-        techniques: those in use, which may add memory and time to a step.
-        trains: whether anything is trained; otherwise previews are all there is.
-        on_gpu: whether cuDNN computes.
-        lora_bytes: of the further LoRAs that previews are rendered with.
+        text_dropped: parameters of the text encoders that are never moved to the device: the language head, and the
+            vision tower without pictures in prompts.
+        assumed: parts that are not on this machine, for which the published checkpoint's dimensions are used.
+        techniques: enabled techniques, which may add memory and time to a step.
+        trains: whether the run trains; otherwise it only renders previews.
+        on_gpu: whether cuDNN is used.
+        lora_bytes: bytes of the further LoRAs in previews.
     """
 
     spec: FamilySpec
@@ -227,9 +229,14 @@ class Parts:
     def cost(self) -> FamilyCost:
         return self.spec.cost
 
+    @cached_property
+    def _layers(self) -> dict[str, Shape]:
+        """Shapes of the transformer's weights by layer."""
+        return weights_of(self.transformer.shapes)
+
     @property
     def download(self) -> int:
-        """About how many bytes of weights are not on this machine, as published: mostly two bytes a parameter."""
+        """Approximate bytes of weights to download, at two bytes per parameter for most parts."""
         sizes = {
             "transformer": self.transformer.parameters,
             "VAE": self.vae.parameters,
@@ -238,7 +245,7 @@ class Parts:
         return sum(2 * sizes[part] for part in self.assumed)
 
     def with_densities(self, measured: Mapping[int, float]) -> Parts:
-        """With measured shares of the tiles that block-sparse attention visits, by tokens of a sample."""
+        """The parts with measured shares of tiles visited by block-sparse attention, by tokens of a sample."""
         cost, assumed = self.transformer, self.transformer.density
         if assumed is None:
             return self
@@ -252,22 +259,22 @@ class Parts:
         return BatchShape(bucket.batch, frames, height // patch, width // patch, bucket.text, bucket.timed)
 
     def encoder_bytes(self, config: RunConfig) -> tuple[float, float]:
-        """Bytes of the weights of the VAE, and of the text encoders together."""
+        """(bytes of the VAE's weights, bytes of all text encoders' weights)."""
         vae = self.vae.parameters * BYTES[vae_dtype(config.precision, config.caching)]
         quantised = quantised_bytes(config.precision.text_encoder_1_precision)
         return float(vae), self.text_parameters * (quantised or BYTES[text_encoder_dtype(config.precision)])
 
     def model(self, config: RunConfig) -> StepModel:
         """The transformer under some settings."""
-        weights, adapted = weights_of(self.transformer.shapes), config.model.model_type == "lora" and self.trains
-        adapters = planned_adapters(config.lora, self.spec, self.targets, weights) if adapted else NO_ADAPTERS
+        adapted = config.model.model_type == "lora" and self.trains
+        adapters = planned_adapters(config.lora, self.spec, self.targets, self._layers) if adapted else NO_ADAPTERS
         return StepModel(self.transformer, config, adapters, self.trains, self.techniques)
 
 
 def kernels_on(config: RunConfig, spec: FamilySpec, *, is_gpu: bool) -> Kernels:
-    """The kernels of the blocks. Compilation counts only where it was measured: for fast blocks, and on a GPU for Sana
-    Video, whose gradients fail their check on a CPU."""
-    # A GPU that this machine's torch cannot use is another machine's.
+    """The kernels of the blocks. Compilation counts only where measured: for fast blocks, and on a GPU for Sana Video,
+    whose gradients fail their check on a CPU."""
+    # A GPU that this machine's torch cannot use is in another machine.
     elsewhere = is_gpu and not device.torch_uses_gpus()
     backend = compile_backend(config.speed, config.launch, "cuda" if is_gpu else "cpu", elsewhere=elsewhere)
     measured = plain_math(config.speed) if spec.fast_blocks else is_gpu and config.speed.speed == "auto"
@@ -275,7 +282,7 @@ def kernels_on(config: RunConfig, spec: FamilySpec, *, is_gpu: bool) -> Kernels:
 
 
 def parts_of(plan: Plan, *, is_gpu: bool) -> Parts:
-    """The parts of a plan on a GPU or a CPU: measured from files on this machine, otherwise as published."""
+    """The parts of a plan on a GPU or a CPU: from local files, else as published."""
     cost, source, kernels = plan.spec.cost, plan.source, kernels_on(plan.config, plan.spec, is_gpu=is_gpu)
     settings, shapes = source.read_config("transformer"), source["transformer"].weight_shapes()
     if settings is None or not shapes:
@@ -291,7 +298,7 @@ def parts_of(plan: Plan, *, is_gpu: bool) -> Parts:
         transformer=transformer,
         targets=plan.lora_targets,
         vae=replace(cost.vae, settings=vae or {}, parameters=count_parameters(source["vae"]) or cost.vae.parameters),
-        # The published number covers all encoders, so one that is absent replaces the whole sum.
+        # The published number covers all encoders, so a missing encoder replaces the whole sum.
         text_parameters=sum(counts) if all(counts) else cost.text_parameters,
         assumed=tuple(compress(absent, absent.values())),
         techniques=plan.techniques,
@@ -303,7 +310,7 @@ def parts_of(plan: Plan, *, is_gpu: bool) -> Parts:
 
 
 def _dropped_parameters(plan: Plan, encoders: Sequence[Part]) -> int:
-    """Parameters of the text encoders that are dropped once they are loaded; as published if none is given."""
+    """Parameters of the text encoders that are dropped after loading; as published without local encoders."""
     sees, cost = plan.flavour.task in plan.spec.words.hold_picture, plan.spec.cost
     if not encoders:
         return cost.head_parameters + (0 if sees else cost.vision_parameters)
@@ -313,5 +320,5 @@ def _dropped_parameters(plan: Plan, encoders: Sequence[Part]) -> int:
 
 
 def count_parameters(part: Part) -> int:
-    """Parameters in the files of a part; 0 if it has none on this machine, or they do not tell."""
+    """Number of parameters in the files of a part; 0 if it has no files on this machine, or if unknown."""
     return sum(math.prod(shape) for shape in part.weight_shapes().values())

@@ -123,7 +123,7 @@ def make_noisy(
     in_input = noise
     if loss.noise_offset or loss.input_perturbation:
         if place is None:
-            raise ValueError("noise_offset and input_perturbation draw random numbers: pass the place in the run")
+            raise ValueError("noise_offset and input_perturbation draw random numbers: pass the position in the run")
         # Both draw from the same generators, so the order of the draws matters.
         generators = place.generators("perturbation")
         if loss.noise_offset:

@@ -1,7 +1,7 @@
-"""What a model family consists of, and what all families share.
+"""The interface of a model family, and code common to all families.
 
 An adapter loads the parts of one checkpoint and translates between the family's conventions and the common ones
-(`diffusion.batch`). It holds no training logic, and the training code knows nothing about families.
+(`diffusion.batch`). It contains no training logic, and the training code is independent of families.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class TextRequest:
 
 
 class EncoderQuantiser(Protocol):
-    """Applies `text_encoder_1_precision` and `text_encoder_2_precision` to encoders that were just loaded."""
+    """Applies `text_encoder_1_precision` and `text_encoder_2_precision` to loaded encoders."""
 
     def __call__(self, model: nn.Module, layers: str, *, encoder: int) -> None:
         """Quantise, in place, the linear layers whose path matches a regular expression.
@@ -54,8 +54,8 @@ class Encoder(Protocol):
     """Networks of the text encoder's part of a checkpoint.
 
     Attributes:
-        device: where the models run.
-        models: the networks inside.
+        device: compute device of the models.
+        models: the networks of the encoder.
     """
 
     device: torch.device
@@ -69,7 +69,7 @@ class TextEncoder(Encoder):
 
     @torch.no_grad()
     def encode(self, requests: Sequence[TextRequest]) -> list[TextEmbeds]:
-        """Encode each request, those of one length together; unpadded embeddings on the CPU."""
+        """Encode requests, batched by length; returns unpadded embeddings on the CPU."""
         alike: dict[Any, list[int]] = defaultdict(list)
         for index, request in enumerate(requests):
             size = None if request.picture is None else request.picture.size
@@ -81,7 +81,7 @@ class TextEncoder(Encoder):
 
     @abstractmethod
     def encode_alike(self, requests: Sequence[TextRequest]) -> list[TextEmbeds]:
-        """Encode requests of one padded length, all bare or none, with pictures of one size."""
+        """Encode requests of one padded length, all or none of them bare, with pictures of one size."""
 
     @abstractmethod
     def padded_length(self, request: TextRequest) -> int:
@@ -93,7 +93,7 @@ class TextEncoder(Encoder):
 
 
 class LatentEncoder(ABC):
-    """Converts pixels to the latents that the transformer sees, and back."""
+    """Converts pixels to the transformer's latents, and back."""
 
     def __init__(self, vae: Any, device: torch.device, dtype: torch.dtype) -> None:
         self.vae, self.device, self.dtype = vae, device, dtype
@@ -102,8 +102,8 @@ class LatentEncoder(ABC):
     def encode(self, pixels: Tensor, seeds: Sequence[int]) -> Tensor:
         """Encode `B 3 F H W` in [-1, 1] to z `B C F H W`, float32, on the CPU.
 
-        `seeds` has one number per sample. Where the family samples the VAE's posterior, the draw depends on that
-        number alone, so latents do not depend on batching.
+        `seeds` has one number per sample. If the family samples the VAE's posterior, the draw depends only on that
+        number, so latents are independent of batching.
         """
 
     @abstractmethod
@@ -124,7 +124,7 @@ class LatentEncoder(ABC):
     def use_less_memory(self) -> bool:
         """Enable a setting that lowers peak memory and changes latents only by rounding.
 
-        Returns False if there is none left.
+        Returns False if no setting is left.
         """
         return False
 
@@ -141,16 +141,16 @@ class TokenRouting:
     A block takes the tokens, `B S D`, as its first positional argument.
 
     Attributes:
-        unit: how many consecutive tokens are kept or dropped together: a tile of block-sparse attention, else 1.
-        tables: positional arguments of a block with an entry for each token, by position, and how to select the kept
-            ones: (argument, indices of the kept tokens `B K`) -> argument.
+        unit: number of consecutive tokens kept or dropped together: a tile of block-sparse attention, else 1.
+        tables: positional arguments of a block with one entry per token, by position, and the function that selects the
+            kept entries: (argument, indices of the kept tokens `B K`) -> argument.
     """
 
     unit: int
     tables: Mapping[int, Callable[[Any, Tensor], Any]]
 
 
-# Tokens of a sample -> pairs of tiles that block-sparse attention visited, a number on the device, and all pairs.
+# Tokens of a sample -> (tile pairs visited by block-sparse attention, on the device; all tile pairs).
 TileCounts = dict[int, tuple[Tensor, int]]
 Forward = Callable[..., Any]
 Compiler = Callable[[Forward], Forward]
@@ -158,7 +158,7 @@ Compiler = Callable[[Forward], Forward]
 
 @dataclass(frozen=True)
 class BlockLayout:
-    """Where the repeated blocks of a transformer are, and how visual tokens pass through them.
+    """The repeated blocks of a transformer, and how visual tokens pass through them.
 
     Attributes:
         groups: the blocks by the name of their list, in the order of the forward pass.
@@ -167,11 +167,10 @@ class BlockLayout:
         order: (frames, rows, columns) of the grid of tokens -> for each token of a visual block, in their order there,
             its index in the flattened grid; int64, `S`.
         routing: None if a visual block needs all tokens.
-        rope: position of the argument of a visual block with the rotations of all tokens, `B S ...`; None if processes
-            cannot share the tokens.
-        compiled: (compiler, forward of a block) -> that forward, compiled for all sizes; None if it has to be compiled
-            for each.
-        take_tiles: what block-sparse attention visited in training since the last call.
+        rope: position of a visual block's argument with the rotary embeddings of all tokens, `B S ...`; None without
+            sequence parallelism.
+        compiled: (compiler, forward of a block) -> that forward, compiled for all sizes; None to compile every size.
+        take_tiles: returns the tiles visited by block-sparse attention in training since the last call.
     """
 
     groups: Mapping[str, nn.ModuleList]
@@ -204,8 +203,8 @@ class PreviewRequest:
         width, height: exact size in pixels.
         source: the source picture of an i2i or i2v preview, of any size.
         num_frames: frames of a clip; 1 for pictures.
-        batched: compute both branches of guidance as one batch, where the pipeline would do it one after the other.
-        between_steps: called after each sampling step; an exception from it stops the rendering.
+        batched: run both passes of guidance as one batch, even if the pipeline would run them in turn.
+        between_steps: called after each sampling step; an exception stops the rendering.
         watch: called after each sampling step with (steps done, timestep, sigma, z `1 C F H W`).
     """
 
@@ -216,7 +215,7 @@ class PreviewRequest:
     num_inference_steps: int
     guidance_scale: float
     seed: int
-    # The CPU draws the same noise for a seed on every machine; a GPU's generator depends on its kind.
+    # A CPU draws the same noise for a seed on every machine; a GPU's generator depends on the model.
     seed_device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     source: Image | None = None
     num_frames: int = 1
@@ -234,10 +233,10 @@ class PreviewRequest:
         def after_step(pipeline: Any, index: int, timestep: Any, tensors: dict[str, Any]) -> dict[str, Any]:
             self.between_steps()
             if self.watch is not None:
-                # The latents are those after the step; `sigmas` has one entry more than the timesteps, the final 0.
+                # These are the latents after the step; `sigmas` has one more entry than the timesteps, the final 0.
                 sigma = float(pipeline.scheduler.sigmas[index + 1])
                 self.watch(index + 1, float(timestep), sigma, z_of(tensors["latents"]))
-            # diffusers takes tensors that are returned in place of its own.
+            # diffusers would replace its tensors by returned ones.
             return {}
 
         return {
@@ -272,7 +271,7 @@ class PreviewPipeline(ABC):
         """Sample one picture or clip of exactly the requested size; returns its frames in order."""
 
     def sample(self, request: PreviewRequest) -> Callable[[], list[Image]]:
-        """Like `render`, but what is returned decodes, byte for byte the same, if the family can leave it for later."""
+        """Like `render`, but returns a function that decodes, if the family supports it; bit-identical."""
         frames = self.render(request)
         return lambda: frames
 
@@ -281,19 +280,19 @@ class FamilyAdapter(ABC):
     """One checkpoint of one family.
 
     Args:
-        config: of a run; what is about captions, the VAE and the family is kept.
-        source: where the components are.
-        use_size: (width, height) at which the result will be sampled; None if unknown.
+        config: config of the run, of which settings for captions, the VAE and the family are kept.
+        source: locations of the components.
+        use_size: (width, height) for sampling from the result; None if unknown.
 
     Attributes:
-        spec: of the family, with the changes of the flavour.
-        transformer_class: of diffusers, as is `pipeline_class`.
+        spec: the family's spec, with the changes of the flavour.
+        transformer_class: class of diffusers, like `pipeline_class`.
         encoder_class: wraps the VAE.
-        text_encoder: `module:Class` of a `TextEncoder`, made of (adapter, device, dtype, quantise). It imports
+        text_encoder: `module:Class` of a `TextEncoder`, called with (adapter, device, dtype, quantise). It imports
             transformers' models, which a run with full caches never needs.
-        options: those of all families.
+        options: options of all families.
         solver: value of `validation_noise_scheduler`.
-        dtype: dtype that the transformer was loaded in.
+        dtype: dtype of the loaded transformer.
     """
 
     spec: FamilySpec
@@ -311,12 +310,12 @@ class FamilyAdapter(ABC):
     @property
     @abstractmethod
     def pipeline_class(self) -> Any:
-        """The pipeline of diffusers for its task."""
+        """The diffusers pipeline for the task."""
 
     def load_text_encoder(
         self, device: torch.device, dtype: torch.dtype, quantise: EncoderQuantiser | None = None
     ) -> TextEncoder:
-        """Load text encoders and tokenizers onto a device, quantising them on the way."""
+        """Load text encoders and tokenizers onto a device, quantising them during loading."""
         return resolve_name(self.text_encoder)(self, device, dtype, quantise)
 
     def load_vae(self, device: torch.device, dtype: torch.dtype) -> Any:
@@ -324,20 +323,20 @@ class FamilyAdapter(ABC):
         return loading.load_vae(self.spec, self.source, self.caching, device, dtype)
 
     def load_latent_encoder(self, device: torch.device, dtype: torch.dtype) -> LatentEncoder:
-        """Load the VAE onto a device, to make latents."""
+        """Load the VAE onto a device, wrapped to encode latents."""
         return self.encoder_class(self.load_vae(device, dtype), device, dtype)
 
     def load_transformer(self, dtype: torch.dtype, *, empty: bool = False) -> nn.Module:
-        """Load the transformer onto the CPU; layers that must stay float32 do.
+        """Load the transformer onto the CPU, with layers that must stay float32 in float32.
 
-        With `empty` no weights are read, and parameters are on `meta`; their dtype may not be the final one. A
-        family that cannot do so reads them.
+        With `empty`, no weights are read, and parameters are on `meta`, possibly not in their final dtype. A family
+        without support for this reads them.
         """
         self.dtype = dtype
         return loading.load_denoiser(self.transformer_class, self.source["transformer"], dtype, empty=empty)
 
     def prepare(self, noisy: NoisyBatch) -> NoisyBatch:
-        """Apply the flavour's changes to a noisy batch before anything else reads it.
+        """Apply the flavour's changes to a noisy batch, before all other code.
 
         For i2v, frame 0 is the clean condition and is excluded from the loss; other flavours return the batch
         unchanged.
@@ -353,16 +352,16 @@ class FamilyAdapter(ABC):
         """The repeated blocks of a loaded transformer."""
 
     def use_fast_blocks(self, transformer: nn.Module) -> FastBlocks | None:
-        """Replace the forward of the repeated blocks by a faster equivalent; None if the family has none."""
+        """Replace the forward of the repeated blocks with a faster equivalent; None if the family has none."""
         return None
 
     def store_modulation_in_bf16(self, transformer: nn.Module) -> None:  # noqa: B027 - a family may have none
         """Store frozen float32 modulation weights that bf16 represents exactly in bf16."""
 
     def load_sampler(self, shift: float | None, *, from_picture: bool) -> Any:
-        """The diffusers scheduler of previews; `shift` replaces its own if given.
+        """The diffusers scheduler of previews; `shift`, if set, replaces the scheduler's.
 
-        `from_picture` means clips that start from a given frame.
+        `from_picture` selects the scheduler for clips with a conditioning first frame.
         """
         overrides = {} if shift is None else {"shift": shift}
         return loading.with_solver(loading.load_scheduler(self.source["scheduler"], **overrides), self.solver)
@@ -371,7 +370,7 @@ class FamilyAdapter(ABC):
     def load_preview_pipeline(
         self, transformer: nn.Module, device: torch.device, shift: float | None
     ) -> PreviewPipeline:
-        """The stock pipeline around the transformer in training; `shift` replaces its scheduler's if given."""
+        """The stock pipeline around the transformer in training; `shift`, if set, replaces the scheduler's."""
 
     @staticmethod
     @abstractmethod
@@ -379,7 +378,7 @@ class FamilyAdapter(ABC):
         """Python code that loads a result into the stock pipeline and reproduces its preview."""
 
     def load_bare_pipeline(self) -> Any:
-        """A new stock pipeline whose transformer has the right layers but no weights, to load LoRA files into."""
+        """A new stock pipeline whose transformer has layers but no weights, to load LoRA files into."""
         settings = self.transformer_class.load_config(self.source["transformer"].fetch())
         transformer = loading.share_zero_weights(loading.build_bare(self.transformer_class, settings))
         return loading.stock_pipeline(self.pipeline_class, self.source, transformer=transformer)

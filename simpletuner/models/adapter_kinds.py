@@ -1,6 +1,6 @@
-"""The kinds of adapter, as plan, budget and training need them. Free of torch.
+"""The kinds of adapter, for plan, budget and training. Imports no torch.
 
-Kinds other than LoRA are annexes: like the adapters of families they are named here and imported when they are used.
+Kinds other than LoRA are annexes: like the adapters of families, they are named here and imported on use.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ class AdapterKind:
         add: `module:function` that freezes a transformer and adds the adapter: (transformer, settings, targets, family,
             seed=, dtype=) -> `Trained`. None for a LoRA, which is part of the core.
         numbers: (settings, family, targets, shapes) -> trained numbers by layer. None for a LoRA, which has a rank.
-        layers: (settings, family, shapes, quantised) -> the layers that the kind's own file chooses, and the problems
-            of that file. None where `peft_lora_target_modules` chooses them.
-        takes_any_rank: also one above the width of a layer.
-        settings_file: the key of the kind's own file, if it has one.
-        no_slider: why its strength cannot be multiplied; empty if it can.
+        layers: (settings, family, shapes, quantised) -> the layers selected by the kind's settings file, and the
+            problems of that file. None if `peft_lora_target_modules` selects them.
+        takes_any_rank: whether the rank may exceed the width of a layer.
+        settings_file: the key of the kind's settings file, if any.
+        no_slider: why its strength cannot be scaled; empty if it can.
     """
 
     add: str | None = None
@@ -59,12 +59,12 @@ def planned_adapters(config: LoraConfig, spec: FamilySpec, targets: Targets, sha
 
 
 def trained_layers(config: RunConfig, spec: FamilySpec, source: ModelSource) -> Reading[Targets]:
-    """The layers that get an adapter, and what is wrong with this choice and with `init_lora`."""
+    """The layers that get an adapter; reports problems of this selection and of `init_lora`."""
     value = "slider" if config.lora.slider_lora_target else config.lora.peft_lora_target_modules
     targets = yield from lora_keys.resolve_targets(value, spec)
     if config.model.model_type != "lora":
         return targets
-    # Old formats do not list their weights without being loaded; they are checked then.
+    # Old formats list their weights only on loading, and are checked then.
     shapes, kind = source["transformer"].weight_shapes(), adapter_kind(config.lora)
     if kind.layers:
         quantised = config.precision.base_model_precision not in PLAIN_PRECISIONS
@@ -73,7 +73,7 @@ def trained_layers(config: RunConfig, spec: FamilySpec, source: ModelSource) -> 
     yield from lora_keys.check_init_lora(config.lora, list(modules), targets)
     if modules:
         yield from lora_keys.check_targets(modules, targets)
-    # Above the narrower side of a weight, a rank adds numbers and no freedom.
+    # Above the narrower side of a weight, a higher rank adds parameters without expressiveness.
     narrowest = min((min(modules[name]) for name in matching_modules(modules, targets)), default=None)
     if narrowest is not None and config.lora.lora_rank > narrowest and not kind.takes_any_rank:
         message = f"{config.lora.lora_rank} is more than the width of the narrowest layer ({narrowest})."

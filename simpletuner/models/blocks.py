@@ -1,12 +1,11 @@
-"""The repeated blocks of a transformer as a few functions that training can compile or wrap, and their kernels.
+"""Fast blocks: the repeated blocks of a transformer as functions that training can compile or wrap, and their kernels.
 
-A family that provides them (`FamilyAdapter.use_fast_blocks`) computes exactly what its diffusers blocks compute.
-Self-attention is a separate function between the others, so that checkpointing can keep its result and a device can use
-its fastest kernel.
+Fast blocks (`FamilyAdapter.use_fast_blocks`) compute exactly the same as the diffusers blocks. Self-attention is a
+separate function, so that checkpointing can keep its output and each device can use its fastest kernel.
 
-Every call's kernel is timed once per device: `kernel_choices.json` in the output folder, and in the cache folder for
-other runs. Kernels round differently, and timings vary. So a choice holds for all processes, and until the device or a
-version changes: resumed runs, previews and `simpletuner sample` then compute as the run did.
+Every call's kernel is timed once per device and stored in `kernel_choices.json`, in the output folder and, for other
+runs, in the cache folder. Kernels round differently and timings vary, so a choice applies to all processes until the
+device or a version changes: resumed runs, previews and `simpletuner sample` then compute like the run.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ if TYPE_CHECKING:
 
 AttentionKernel = Callable[[Tensor, Tensor, Tensor], Tensor]
 AttentionCall = Callable[[AttentionKernel, Tensor, Tensor, Tensor], Tensor]
-# Errors unrelated to the kernel on trial: no memory is left, or an earlier call has made the device unusable.
+# Errors unrelated to the tested kernel: out of memory, or a device made unusable by an earlier call.
 DEVICE_FAILURES = (torch.OutOfMemoryError, torch.AcceleratorError)
 
 
@@ -51,8 +50,8 @@ class SelfAttention:
     """The self-attention shared by all blocks of a transformer; never part of a compiled function.
 
     Attributes:
-        choose: picks the kernel of a dense call; it may time kernels, since it never runs inside a compiled function.
-        group: processes that share the tokens in training, and here the heads; None if this one has all tokens.
+        choose: chooses the kernel of a dense call; may time kernels, since it never runs inside a compiled function.
+        group: sequence-parallel group, which shards the heads here; None without one.
     """
 
     group: SequenceGroup | None = None
@@ -91,7 +90,7 @@ class SelfAttention:
 class FreeSizes:
     """Marks dimensions as dynamic for the compiler.
 
-    Marking takes longer than launching a kernel, so inputs of a shape are marked once, and again after a compilation.
+    Marking takes longer than launching a kernel, so inputs are marked once per shape, and again after a compilation.
     """
 
     def __init__(self) -> None:
@@ -99,20 +98,20 @@ class FreeSizes:
         self._graphs = 0
 
     def mark(self, inputs: Sequence[Tensor | None], dimensions: Callable[[Tensor], Sequence[int]]) -> None:
-        """Mark those dimensions of the inputs of a call."""
+        """Mark `dimensions` of the inputs of a call."""
         graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
         if graphs != self._graphs:
             self._graphs = graphs
             self._marked.clear()
         kinds = [None if each is None else (each.shape, each.dtype, each.requires_grad) for each in inputs]
-        # Training and sampling compile apart, and so do other dtypes.
+        # Training and sampling are compiled separately, as are different dtypes.
         call = (torch.is_grad_enabled(), *kinds)
         if call in self._marked:
             return
         self._marked.add(call)
         for tensor in inputs:
             if tensor is not None:
-                # Unlike `mark_dynamic`, this does not raise where the compiler has to specialise, as on a size of 1.
+                # Unlike `mark_dynamic`, this does not raise if the compiler must specialise, as for a size of 1.
                 torch._dynamo.maybe_mark_dynamic(tensor, [*dimensions(tensor)])
 
 
@@ -125,9 +124,9 @@ class FastBlocks:
             argument is a block, the second its hidden states, the others are tensors or None. Dimension 1 of every
             tensor counts tokens, or is 1, or is the same at every size.
         last: names of functions that end a block.
-        recomputing: versions of those that keep only their inputs for the backward pass, by name.
-        outside_checkpoint: entered around those in a checkpointed block; it hides the block's checkpoint from them.
-        shared_inputs: modules, each with names of its layers that read the same input.
+        recomputing: versions of the last functions that keep only their inputs for the backward pass, by name.
+        outside_checkpoint: context around these versions that hides the enclosing block's checkpoint.
+        shared_inputs: (module, names of its layers with the same input).
     """
 
     pieces: dict[str, Callable[..., Any]]
@@ -140,8 +139,8 @@ class FastBlocks:
     def finish(self, name: str, *inputs: Any) -> Any:
         """Run the last function of a block.
 
-        In a checkpointed block, a version that recomputes itself stays outside the checkpoint, whose recomputation then
-        ends before it.
+        In a checkpointed block, a version that recomputes itself is outside the checkpoint, whose recomputation ends
+        before it.
         """
         if name not in self.recomputing or not self.self_attention.is_kept:
             return self.pieces[name](*inputs)
@@ -150,7 +149,7 @@ class FastBlocks:
 
 
 CHOICES_FILE = "kernel_choices.json"
-# Part of a platform's name: another version may be faster or slower, and round differently.
+# Part of a platform's name, since another version may have other speeds and rounding.
 KERNEL_PACKAGES = ("triton", "flash-attn", "flash-attn-3", "flash-attn-4")
 
 logger = logging.getLogger(__name__)
@@ -161,7 +160,7 @@ _CHOICES = TypeAdapter(Choices)
 
 
 class KernelChoices:
-    """The choices of a process; in memory only until `open`."""
+    """Kernel choices of a process, in memory only until `open`."""
 
     def __init__(self) -> None:
         self._paths: list[Path] = []
@@ -174,9 +173,9 @@ class KernelChoices:
 
         Args:
             folder: None to store nothing.
-            earlier: folders of the runs that this one continues or samples; their choices take precedence.
-            world: the processes that must choose alike.
-            shared: folder with the choices of all runs, which are used where this one has none, and added to.
+            earlier: folders of the runs that this run continues or samples; their choices take precedence.
+            world: the processes that must make the same choices.
+            shared: folder with the choices of all runs, used for calls without a choice, and updated.
         """
         self._paths, self._world = [each / CHOICES_FILE for each in (folder, shared) if each is not None], world
 
@@ -195,12 +194,12 @@ class KernelChoices:
 
         Args:
             call: everything that determines a kernel's speed.
-            among: kernels that may be remembered.
-            pick: times the kernels, if none is stored for this device and these versions.
+            among: kernels that may be stored.
+            pick: times the kernels; called if none is stored for this device and these versions.
         """
         platform = describe_platform(device)
         known = self._known.get(platform, {}).get(call)
-        # A file of another version of this program may name a kernel that this one lacks.
+        # A file from another version of this program may name an unknown kernel.
         if known is not None and known in among:
             return known
         picked = self._others.get(platform, {}).get(call)
@@ -208,10 +207,10 @@ class KernelChoices:
             if self._known and platform not in self._known:
                 logger.info("Kernels were chosen on %s, and are timed anew on %s.", "; ".join(self._known), platform)
             picked = pick()
-        # A last resort, such as dense attention in place of a sparse one: not stored, so the next run tries again.
+        # A fallback, such as dense instead of sparse attention, is not stored, so the next run tries again.
         if picked not in among:
             return picked
-        # Timings differ between processes: the first one that has a result decides for all.
+        # Timings differ between processes, so the first result decides for all.
         chosen = self._world.first(f"{platform}: {call}", picked)
         self._known = merge_choices(self._known, {platform: {call: chosen}})
         if chosen == picked:  # otherwise the first process has written it
@@ -225,7 +224,7 @@ class KernelChoices:
                 write_json(path, merge_choices(read_choices(path) or {}, self._known), durable=False)
 
     def knows(self, device: torch.device, call: str) -> bool:
-        """Whether the kernel of a call was chosen."""
+        """Whether a kernel has been chosen for a call."""
         return call in self._known.get(describe_platform(device), {})
 
 
@@ -233,7 +232,7 @@ KERNELS = KernelChoices()  # those of this process
 
 
 def read_choices(path: Path) -> Choices | None:
-    """The choices in a file; None if it is absent, or damaged, with a warning."""
+    """The choices in a file; None if it is missing or, with a warning, damaged."""
     try:
         return _CHOICES.validate_json(path.read_bytes())
     except FileNotFoundError:
@@ -244,7 +243,7 @@ def read_choices(path: Path) -> Choices | None:
 
 
 def merge_choices(*parts: Choices) -> Choices:
-    """The choices of all parts; later ones come first."""
+    """Merge choices; later parts take precedence."""
     merged: Choices = {}
     for platform, calls in (item for part in parts for item in part.items()):
         merged.setdefault(platform, {}).update(calls)

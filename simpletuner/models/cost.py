@@ -1,9 +1,9 @@
 """Memory and compute of a transformer and a VAE, calculated without torch.
 
-A family's `cost.json` has what was measured: `python -m benchmarks.cost_table` writes it. In names, `#` stands for the
-number of a block. A quantity is a sum of products: the key of a factor, such as `token width`, names what the factor is
-multiplied by. From the shapes of the parameters and from this table follow the bytes of weights and activations, and
-the FLOPs of a forward pass and of a training step.
+A family's `cost.json`, written by `python -m benchmarks.cost_table`, has the measurements. In names, `#` is the number
+of a block. A quantity is a sum of products: the key of a factor, such as `token width`, names its multipliers. The
+shapes of the parameters and this table determine the bytes of weights and activations, and the FLOPs of a forward pass
+and of a training step.
 
 FLOPs count a multiply-add as 2.
 """
@@ -27,22 +27,22 @@ R = TypeVar("R")
 Shape = tuple[int, ...]
 Shapes = Mapping[str, Shape]  # of parameters, by name
 BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}  # per number
-# Cost of the backward pass of attention relative to its forward pass. dQ, dK, dV and dP are four matrix products, the
-# forward pass has two; a flash kernel recomputes the scores as well (Dao 2023, arXiv 2307.08691, section 2.3).
+# Cost of the backward pass of attention relative to its forward pass. dQ, dK, dV and dP are four matmuls, the forward
+# pass has two; a flash kernel also recomputes the scores (Dao 2023, arXiv 2307.08691, section 2.3).
 ATTENTION_BACKWARD, FLASH_BACKWARD = 2.0, 2.5
 LENGTHS = ("token", "text")
 
 
 @dataclass(frozen=True)
 class BatchShape:
-    """One micro-batch as the transformer sees it.
+    """The shape of a micro-batch in tokens.
 
     Attributes:
         samples: batch size.
         frames, height, width: tokens per sample along each axis.
         text: text tokens per sample.
-        timed_tokens: each token has its own timestep (a given first frame in Sana Video).
-        kept: tokens per sample in each large block when routes drop some; empty when every block gets all.
+        timed_tokens: timesteps are per token (a conditioning first frame in Sana Video).
+        kept: tokens per sample in each large block with routes; empty if every block processes all tokens.
     """
 
     samples: int
@@ -60,22 +60,22 @@ class BatchShape:
 
     @property
     def positions(self) -> dict[str, int]:
-        """Positions that a weight is applied to, by what it is applied to."""
+        """Number of positions that a weight is applied to, by axis."""
         return {"sample": self.samples, "text": self.samples * self.text, "token": self.samples * self.tokens}
 
     def in_blocks(self, blocks: int) -> list[BatchShape]:
-        """This micro-batch as each of the `blocks` large blocks sees it."""
+        """The shape of this micro-batch in each of the `blocks` large blocks."""
         if not self.kept:
             return [self] * blocks
         whole = replace(self, kept=())
-        # What routes leave of a grid is no grid: one row of tokens.
+        # Kept tokens do not form a grid, so they count as one row.
         parts = {kept: replace(whole, frames=1, height=1, width=kept) for kept in self.kept}
         return [whole if kept == self.tokens else parts[kept] for kept in self.kept]
 
 
 @dataclass(frozen=True)
 class Work:
-    """FLOPs of matrix products (`linear`), of dense softmax attention, and of block-sparse attention (`sparse`)."""
+    """FLOPs of matmuls (`linear`), of dense softmax attention, and of block-sparse attention (`sparse`)."""
 
     linear: float = 0.0
     attention: float = 0.0
@@ -105,7 +105,7 @@ class Activations:
         outside: tensors that live for the whole step: position tables, timestep embeddings.
         sampling: the peak of a forward pass without gradients.
         traffic: bytes moved by a stock block's elementwise operations in a forward pass.
-        forward, backward: bytes that a block in its kernels moves in training, in either pass.
+        forward, backward: bytes moved by a block's kernels in training, in each pass.
     """
 
     held: float
@@ -121,7 +121,7 @@ class Activations:
 
 @dataclass(frozen=True)
 class Kernels:
-    """The kernels of the blocks, which determine what autograd saves.
+    """The kernels of the blocks, which determine the tensors that autograd saves.
 
     Attributes:
         compiled: by inductor.
@@ -137,12 +137,12 @@ STOCK = Kernels()
 
 @dataclass(frozen=True)
 class Adapters:
-    """An adapter: a LoRA of a rank, or another kind; without modules, no adapter.
+    """An adapter: a LoRA, or another kind; without modules, no adapter.
 
     Attributes:
-        rank: of a LoRA.
-        modules: names of its target modules.
-        products: trained numbers per module of another kind, which materialises an update of the whole weight.
+        rank: rank of a LoRA.
+        modules: names of the target modules.
+        products: trained numbers per module of another kind, which materialises the update of the whole weight.
     """
 
     rank: int
@@ -163,10 +163,10 @@ class CostTable:
     Attributes:
         groups: names of the lists of repeated blocks, in the order of the forward pass; the last has the large ones.
         float32: name components of parameters that stay float32 at every precision setting.
-        rows: what each weight is applied to: every `token`, `text` token or `sample`.
+        rows: the axis that each weight is applied to: every `token`, `text` token or `sample`.
         no_gradient: layers whose input needs no gradient, by kind of run: `lora` or `full`.
-        keeps_attention: whether selective checkpointing can keep the result of the self-attention.
-        flops: of a `large` and a `small` block, excluding products with weights.
+        keeps_attention: whether selective checkpointing can keep the output of self-attention.
+        flops: FLOPs of a `large` and a `small` block, excluding matmuls with weights.
         bytes: of a large block, by dtype; `reads` lists layers whose input is kept only for an adapter, each with
             the first layer that reads the same input, `compiled` is what a compiled block saves, `compiled forward` and
             `compiled backward` what its kernels move, and `trained` what a stock one saves in a full fine-tune.
@@ -256,17 +256,17 @@ class Layer(NamedTuple):
 
 
 def remembered(method: Callable[Concatenate[Any, P], R]) -> cached_property[Callable[P, R]]:
-    """A method whose results each object keeps: the search over settings asks for the same ones many times."""
+    """A method with a cache per object, since the search over settings repeats calls."""
     return cached_property(lambda owner: cast("Callable[P, R]", cache(partial(method, owner))))
 
 
 @dataclass(frozen=True)
 class Weights:
-    """The parameters of a transformer: which block has them, what they are applied to, and their bytes.
+    """The parameters of a transformer: their blocks, axes and bytes.
 
     Attributes:
         table: the measurements of its class.
-        shapes: of every parameter, by name, as in the safetensors header.
+        shapes: shape of every parameter, by name, as in the safetensors header.
     """
 
     table: CostTable
@@ -280,7 +280,7 @@ class Weights:
 
     @cached_property
     def large(self) -> int:
-        """How many of the last blocks are large, that is, described by `activations`; the others are small."""
+        """Number of large blocks, which come last and are described by `activations`; all others are small."""
         return sum(prefix.startswith(f"{self.table.groups[-1]}.") for prefix in self.blocks)
 
     @cached_property
@@ -302,7 +302,7 @@ class Weights:
 
     @cached_property
     def large_layers(self) -> list[Layer]:
-        """Those of a large block."""
+        """The layers of a large block."""
         return [layer for layer in self.layers if layer.block == self.blocks[-1]]
 
     @cached_property
@@ -314,14 +314,19 @@ class Weights:
     def parameters(self) -> int:
         return sum(math.prod(shape) for shape in self.shapes.values())
 
+    @cached_property
+    def largest_weight(self) -> int:
+        """Numbers of the largest weight."""
+        return max(map(math.prod, self.shapes.values()))
+
     def stays_float32(self, name: str) -> bool:
         """Whether a parameter stays float32 at every precision setting."""
         return any(part in name.split(".") for part in self.table.float32)
 
     @remembered
     def needs_no_gradient(self, module: str, full: bool) -> bool:
-        """Whether the input of a module needs no gradient, because no trained weight comes before it; in a full
-        fine-tune only the embeddings."""
+        """Whether the input of a module needs no gradient, because no trained weight precedes it; in a full fine-tune,
+        only for embeddings."""
         names = self.table.no_gradient["full" if full else "lora"]
         return module in names or numbered(module, self.table.groups) in names
 
@@ -334,6 +339,7 @@ class Weights:
         """
         return [sum(self._size(name, dtype, quantised) for name in self._by_block[prefix]) for prefix in self.blocks]
 
+    @remembered
     def rest_bytes(self, dtype: str) -> float:
         """Bytes of the weights outside the blocks."""
         return sum(self._size(name, dtype, 0.0) for name in self._by_block[""])
@@ -362,11 +368,11 @@ class TransformerCost(Weights):
 
     Attributes:
         head: width of an attention head.
-        unit: how many tokens a route keeps or drops together.
+        unit: number of tokens that a route keeps or drops together.
         tiles: (micro-batch, bytes per number) -> bytes of the tile lists or masks of block-sparse attention: saved, and
             at the peak of making them.
         compiled: blocks with adapters are compiled.
-        density: tokens of a sample -> share of the pairs of tokens that block-sparse attention computes; None if all.
+        density: tokens of a sample -> share of token pairs that block-sparse attention computes; None if dense.
         compiled_reads: further layers whose input a compiled block keeps only for an adapter; see the table's `reads`.
     """
 
@@ -378,9 +384,10 @@ class TransformerCost(Weights):
     compiled_reads: Mapping[str, str] = field(default_factory=dict)
 
     def routed(self, batch: BatchShape, routes: Sequence[Route]) -> BatchShape:
-        """The micro-batch with the tokens that routes leave in each block."""
+        """The micro-batch with the tokens kept by routes in each block."""
         return replace(batch, kept=tokens_by_block(routes, self.large, batch.tokens, self.unit)) if routes else batch
 
+    @remembered
     def activations(self, batch: BatchShape, size: int, adapters: Adapters) -> Activations:
         """Bytes of a micro-batch in a large block with its adapters. Measurements of stock blocks serve as bounds for
         compiled ones.
@@ -389,20 +396,20 @@ class TransformerCost(Weights):
             size: bytes per number of the compute dtype.
         """
         kind, positions, (tiles, making) = "bf16" if size < 4 else "fp32", batch.positions, self.tiles(batch, size)
-        # Measured only for families whose tokens can have their own timesteps.
+        # Measured only for families with timesteps per token.
         factors = self.table.bytes.get(f"{kind} given" if batch.timed_tokens else kind, self.table.bytes[kind])
         # The feed-forward has the widest output.
         heads = self.hidden // self.head
         inner = max(layer.shape[0] for layer in self.large_layers if layer.axis == "token")
         numbers = {**positions, "width": self.hidden, "inner": inner, "head": self.head, "heads": heads}
         sums = {name: sum_of(factor, numbers) for name, factor in factors.items() if name != "reads"}
-        # A full fine-tune also saves the input of every layer, for the gradient of its weight.
+        # A full fine-tune also saves the input of every layer, for the weight gradient.
         saved = ("compiled" if self.compiled else "saved") if adapters.modules else "trained"
         reads = factors["reads"] | (self.compiled_reads if self.compiled else {})
         elements = positions["token"] * self.hidden
         kept = elements * size + positions["token"] * heads * 4  # its result and log-sum-exp
         traffic, lists = sums["traffic"], 2 * (tiles + making)
-        # The backward pass of stock code moves twice as many.
+        # The backward pass of stock code moves twice as much.
         forward, backward = self._moved(sums, positions, adapters, size) if self.compiled else (traffic, 2 * traffic)
         return Activations(
             held=elements * size,
@@ -444,6 +451,7 @@ class TransformerCost(Weights):
             rest += math.prod(layer.shape) if adapters.products else positions[layer.axis] * adapters.rank
         return sum(inputs.values()) + rest
 
+    @remembered
     def activations_by_block(self, batch: BatchShape, size: int, adapters: Adapters) -> list[Activations]:
         """Activations of each large block. A block that starts a route still holds all tokens as its input."""
         blocks, whole = batch.in_blocks(self.large), replace(batch, kept=())
@@ -529,7 +537,7 @@ class VaeLoad:
     tiled: bool = False
     sliced: bool = False
     strips: bool = False
-    # That of diffusers' video VAEs.
+    # As in diffusers' video VAEs.
     tile: int = 256
 
     @property
@@ -544,20 +552,20 @@ Ways = Mapping[str, Sequence[Factors]]  # by way of working, the phases of it
 
 @dataclass(frozen=True)
 class VaeCost:
-    """What a VAE takes for a sample, measured: sums of products, as in a `cost.json`.
+    """Measured cost of a VAE per sample, as sums of products like in `cost.json`.
 
-    In products, `width` is the first width of its layers, `layers` their number as a share of the published, `frame`
-    the frames at a time, `later` those but the first, `pixel` the pixels of a frame or of a tile of it, and `clip`
-    those of all frames.
+    In products, `width` is the first width of its layers, `layers` their number relative to the published VAE, `frame`
+    the frames processed at a time, `later` these without the first, `pixel` the pixels of a frame or tile, and `clip`
+    the pixels of all frames.
 
     Attributes:
-        parameters: how many it has; in a family's table, those of the published one.
+        parameters: number of parameters; in a family's table, of the published VAE.
         encoding, decoding: numbers alive in each phase, by way of working: `usual`, `sliced`, in `strips`, in `tiles`.
         flops: of decoding.
         upsampling: numbers that decoding upsamples at once.
-        width_key: of the first width in its config; `width` is the default.
-        frames: the most that it processes at a time; 0 for all.
-        settings: its config.json; empty for the published one.
+        width_key: config key of the first width; `width` is the default.
+        frames: maximum number of frames processed at a time; 0 for all.
+        settings: its config.json; empty for the published VAE.
     """
 
     parameters: int
@@ -605,13 +613,13 @@ class VaeCost:
 
 
 def read_vae_costs(package: str) -> dict[str, VaeCost]:
-    """What the VAEs of a family take, by their class in diffusers."""
+    """Costs of a family's VAEs, by diffusers class."""
     return {name: VaeCost(**table) for name, table in read_toml(package, "vae.toml").items()}
 
 
 @dataclass(frozen=True)
 class FamilyCost:
-    """Everything the plan needs from a family's `cost.py`.
+    """The contents of a family's `cost.py`, for the plan.
 
     Attributes:
         package: the folder of the family, with its `cost.json`.
@@ -619,12 +627,12 @@ class FamilyCost:
         published: flavour name -> dimensions of the published transformer, as in its config.json.
         transformer: (config.json, shapes of parameters by name, kernels) -> its cost.
         vae: the cost of its VAE.
-        text_parameters: of the published encoders, for checkpoints that are not downloaded yet.
-        head_parameters, vision_parameters: of those, what is dropped once it is loaded; the vision tower only where
-            prompts hold no picture.
+        text_parameters: parameters of the published encoders, for checkpoints that are not downloaded yet.
+        head_parameters, vision_parameters: the part of these dropped after loading; the vision tower only if prompts
+            have no picture.
         prompt_layer: the layer that reads text embeddings, and so has their width.
-        picture_tokens: (width, height) of a source picture -> text tokens that it takes in a prompt that holds it.
-        guided_together: guidance runs both prompts in one batch instead of one after the other.
+        picture_tokens: (width, height) of a source picture -> its text tokens in a prompt.
+        guided_together: guidance runs both prompts in one batch instead of in turn.
         padded_text: the length that every prompt is padded to; 0 if prompts are not padded.
     """
 

@@ -1,10 +1,10 @@
-"""Decodes previews in less memory than a VAE's `decode` takes: in strips of rows, or in tiles as well.
+"""Decodes previews in less memory than a VAE's `decode`: in strips of rows, or in tiles as well.
 
-At full size a decoder has several copies of its widest feature maps at once: upsampled, padded, normalised. In strips,
+At full size, a decoder holds several copies of its widest feature maps: upsampled, padded, normalised. In strips,
 residual blocks and upsamplers compute `ROWS` rows at a time, from these rows and the neighbours that their convolutions
-read. Group normalisation takes its statistics from all rows first, so only the rounding changes. Tiles are decoded
-independently, without the statistics and neighbours of the rest, so pixels change slightly, most of all at the seams.
-The Wan VAE decodes few frames at a time, so strips would save next to nothing and are not offered.
+read. Group normalisation first computes its statistics over all rows, so only the rounding changes. Tiles are decoded
+independently, without statistics and neighbours of other tiles, so pixels change slightly, mostly at the seams. The Wan
+VAE decodes few frames at a time, so strips would save almost nothing and are not supported.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from simpletuner.config.schema import Decoding
 from simpletuner.models.cost import OVERLAP, TILE
 from simpletuner.models.loading import attend_by_frame
 
-ROWS = 8  # of a strip, which computes its two neighbours as well: a quarter more work
+ROWS = 8  # rows per strip, which also computes its two neighbours: a quarter more work
 RESNETS = (ResnetBlock2D, HunyuanVideoResnetBlockCausal3D, LTX2VideoResnetBlock3d)
 UPSAMPLERS = (Upsample2D, HunyuanVideoUpsampleCausal3D, LTX2VideoUpsampler3d)
 
@@ -66,16 +66,16 @@ def has_more_inputs(block: Any) -> bool:
 
 
 def strips(height: int) -> Iterator[tuple[slice, slice, slice]]:
-    """Slices of rows: a strip, the strip with a neighbour on each side, and the strip within that."""
+    """Row slices: a strip, the strip with one neighbour per side, and the position of the strip in the latter."""
     for top in range(0, height, ROWS):
         bottom = min(top + ROWS, height)
-        # One neighbour on each side: the kernels are three rows high.
+        # One neighbour per side, since kernels are three rows high.
         first = max(top - 1, 0)
         yield slice(top, bottom), slice(first, min(bottom + 1, height)), slice(top - first, bottom - first)
 
 
 def in_strips(compute: Callable[..., Tensor], x: Tensor, *inputs: Any, **settings: Any) -> Tensor:
-    """`compute(x)` of `... H W`, where an output row depends on neighbours at most, and a row may become several."""
+    """`compute(x)` of `... H W` in strips; an output row may depend on neighbouring rows, and rows may be upsampled."""
     out = x.new_empty(0)
     for own, reach, place in strips(x.shape[-2]):
         part = compute(x[..., reach, :], *inputs, **settings)
@@ -87,14 +87,14 @@ def in_strips(compute: Callable[..., Tensor], x: Tensor, *inputs: Any, **setting
 
 
 def resnet_in_strips(block: Any, x: Tensor, temb: None = None, generator: None = None, **settings: Any) -> Tensor:
-    """The output of a residual block, `B C H W` or `B C T H W`, written over its input, which nothing else reads."""
+    """The output of a residual block, `B C H W` or `B C T H W`, written in place over its input."""
     # Statistics are computed over one sample.
     if len(x) > 1:
         return torch.cat([resnet_in_strips(block, sample, **settings) for sample in x.split(1)])
     first, act = normaliser(block.norm1, x), block.nonlinearity
     middle = in_strips(lambda rows: block.conv1(act(first(rows)), **settings), x)
     second = normaliser(block.norm2, middle)
-    # In place, which is safe: from here on, a strip of the output reads only the same rows of `x`.
+    # In place is safe: from here on, a strip of the output reads only the same rows of `x`.
     out = x[:, : middle.shape[1]] if middle.shape[1] <= x.shape[1] else torch.empty_like(middle)
     for own, reach, place in strips(x.shape[-2]):
         rows = x[..., own, :]
@@ -106,15 +106,15 @@ def resnet_in_strips(block: Any, x: Tensor, temb: None = None, generator: None =
 def normaliser(norm: nn.Module, x: Tensor) -> Callable[[Tensor], Tensor]:
     """A function that normalises rows of a sample `1 C ... H W` with the statistics of all rows, like `norm`."""
     if not isinstance(norm, nn.GroupNorm):
-        return norm  # of single positions
+        return norm  # normalises single positions
     mean, variance = channel_statistics(norm, x)
     weight, bias, eps = norm.weight.float(), norm.bias.float(), norm.eps
-    # Batch norm, because it takes statistics as arguments; `group_norm` would compute them over the strip.
+    # Batch norm accepts statistics as arguments; `group_norm` would compute them over the strip.
     return lambda rows: nn.functional.batch_norm(rows, mean, variance, weight, bias, eps=eps)
 
 
 def channel_statistics(norm: nn.GroupNorm, x: Tensor) -> tuple[Tensor, Tensor]:
-    """Mean and variance of every channel's group, `C` in float32, combined from statistics of strips."""
+    """Mean and variance per channel, `C`, float32, of the channel's group, combined from statistics of strips."""
     found, shares = [], []
     for own, _, _ in strips(x.shape[-2]):
         groups = x[0, ..., own, :].float().unflatten(0, (norm.num_groups, -1)).flatten(1)
@@ -145,15 +145,13 @@ def decode_tiles(
             down, across = (slice(stride * part.start, stride * part.stop) for part in (rows, columns))
             out[..., down, across] += part * weight
             total[down, across] += weight
-    # Divided by the sum of weights, so they need not add up to 1 where tiles overlap.
+    # Normalised, since weights of overlapping tiles need not add up to 1.
     pixels = out.div_(total).to(part.dtype)
     return DecoderOutput(sample=pixels) if return_dict else (pixels,)
 
 
 def spans(length: int, stride: int) -> Iterator[slice]:
-    """Starts of equal tiles, in latent positions, evenly spread along a side with an overlap of at least `OVERLAP`
-    pixels.
-    """
+    """Equal tiles along a side, in latent positions, evenly spread, with an overlap of at least `OVERLAP` pixels."""
     tile, overlap = min(TILE // stride, length), OVERLAP // stride
     count = max(1, -(-(length - overlap) // (tile - overlap)))
     for index in range(count):
@@ -163,6 +161,6 @@ def spans(length: int, stride: int) -> Iterator[slice]:
 
 def fall_off(length: int, device: torch.device) -> Tensor:
     """Blending weights along a side of a tile: 1 inside, less within `OVERLAP` pixels of its ends."""
-    # Centres of pixels, so no weight is 0: a corner of the picture has only one tile.
+    # At pixel centres, so that no weight is 0, since corners of the picture are in one tile only.
     places = torch.arange(length, device=device) + 0.5
     return (torch.minimum(places, length - places) / OVERLAP).clamp(max=1)

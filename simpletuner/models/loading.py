@@ -5,9 +5,9 @@
 - 3D convolutions in slices of time, and the HunyuanVideo VAE's attention without its mask
 - pipelines whose transformer has no weights, to check LoRA files against
 
-TF32, which `disable_tf32` switches off for everything, keeps 10 of a factor's 23 bits. That is enough for a run in
-float32 and for the float32 weights of a LoRA. It would defeat the purpose of a float32 VAE, and of the layers that
-diffusers keeps in float32 in a bf16 model; stock pipelines compute these layers in full.
+TF32, which `disable_tf32` disables everywhere, keeps 10 of 23 mantissa bits. This is enough for a float32 run and for a
+LoRA's float32 weights, but would defeat the purpose of a float32 VAE, and of the layers that diffusers keeps in float32
+in a bf16 model; stock pipelines compute these layers in full float32.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from simpletuner.models.usage import FLOW, SOLVERS
 
 @contextmanager
 def full_float32() -> Iterator[None]:
-    """A context without TF32. The setting is global: it also affects other threads."""
+    """A context without TF32. The setting is process-wide, so it affects other threads too."""
     products, convolutions = torch.backends.cuda.matmul, torch.backends.cudnn
     allowed = products.allow_tf32, convolutions.allow_tf32
     try:
@@ -49,7 +49,7 @@ def full_float32() -> Iterator[None]:
     "simpletuner::full_linear", mutates_args=(), schema="(Tensor x, Tensor weight, Tensor? bias) -> Tensor"
 )
 def full_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """x Wᵀ + b in full float32; an operation, since compiled code cannot change torch's settings."""
+    """x Wᵀ + b in full float32; a custom op, since compiled code cannot change torch's settings."""
     with full_float32():
         return nn.functional.linear(x, weight, bias)
 
@@ -74,7 +74,7 @@ full_linear.register_autograd(_gradients, setup_context=lambda ctx, inputs, outp
 
 
 def keep_full_float32(transformer: nn.Module) -> None:
-    """Compute the linear layers that the class of a transformer keeps in float32 in full."""
+    """Compute the linear layers that a transformer's class keeps in float32 in full float32."""
     model: Any = transformer
     kept = set(model._keep_in_fp32_modules or ())
     for name, layer in transformer.named_modules():
@@ -89,7 +89,7 @@ def _full_forward(layer: nn.Linear, x: Tensor) -> Tensor:
 
 @contextmanager
 def user_errors(part: Part) -> Iterator[None]:
-    """Turn the errors of the libraries about a part's files into one that names it.
+    """Translate library errors about a part's files to an error that names the part.
 
     Raises:
         UserError: the files cannot be used.
@@ -125,7 +125,7 @@ def refuse_missing(part: Part, absent: Collection[str]) -> None:
 
 
 def load_denoiser(model_class: Any, part: Part, dtype: torch.dtype, *, empty: bool) -> Any:
-    """Load a transformer onto the CPU, except for the layers that its class keeps in float32 in one dtype.
+    """Load a transformer onto the CPU in one dtype, except for layers that its class keeps in float32.
 
     Args:
         empty: read no weights: parameters are on `meta`, and only buffers have values. `DeferredWeights` reads the
@@ -134,9 +134,9 @@ def load_denoiser(model_class: Any, part: Part, dtype: torch.dtype, *, empty: bo
     if not empty:
         return load_whole(model_class, part, torch_dtype=dtype, low_cpu_mem_usage=True)
     folder, usual = part.fetch(), torch.get_default_dtype()
-    torch.set_default_dtype(dtype)  # of buffers, as in `from_pretrained`
+    torch.set_default_dtype(dtype)  # for buffers, as in `from_pretrained`
     try:
-        # Not on `torch.device("meta")`: buffers that are not in the files need their values.
+        # Not `torch.device("meta")`, since buffers that are not in the files need values.
         with user_errors(part), init_empty_weights():
             model = model_class.from_config(model_class.load_config(folder))
     finally:
@@ -147,7 +147,7 @@ def load_denoiser(model_class: Any, part: Part, dtype: torch.dtype, *, empty: bo
 
 
 def build_bare(model_class: Any, settings: Any) -> Any:
-    """A diffusers model on the meta device: names and shapes without values, so nothing is initialised either."""
+    """A diffusers model on the meta device: names and shapes without values or initialisation."""
     with torch.device("meta"), no_init_weights():
         return model_class.from_config(settings)
 
@@ -229,9 +229,9 @@ def sliced_forward(module: Any, x: Tensor) -> Tensor:
 
 
 def attend_by_frame(vae: nn.Module) -> None:
-    """Let the mid blocks of a HunyuanVideo VAE attend frame by frame, so that no mask is needed."""
+    """Make the mid blocks of a HunyuanVideo VAE attend frame by frame, without a mask."""
     for block in vae.modules():
-        # Any other attention keeps its mask.
+        # All other attention keeps its mask.
         if isinstance(block, HunyuanVideoMidBlock3D) and all(map(_is_plain, block.attentions)):
             block.forward = partial(_mid_block_forward, block)
 
@@ -249,7 +249,7 @@ def _mid_block_forward(block: Any, x: Tensor) -> Tensor:
 
 
 def frame_causal_attention(attn: Any, x: Tensor) -> Tensor:
-    """diffusers' `Attention` on `B C F H W`, where each frame attends to itself and the frames before it."""
+    """diffusers' `Attention` on `B C F H W`, where each frame attends to itself and to earlier frames."""
     tokens = x.permute(0, 2, 3, 4, 1).flatten(1, 3)  # B F·H·W C
     normed = attn.group_norm(tokens.transpose(1, 2)).transpose(1, 2)
     query, key, value = (
@@ -266,10 +266,9 @@ def frame_causal_attention(attn: Any, x: Tensor) -> Tensor:
 
 
 def with_solver(scheduler: Any, name: str | None) -> Any:
-    """The scheduler that `validation_noise_scheduler` names, with the shift of a pipeline's own.
+    """The scheduler selected by `validation_noise_scheduler`, with the shift of the pipeline's scheduler.
 
-    diffusers' multi-step solvers truncate timesteps to whole numbers: the timestep that the model gets is too low by up
-    to one of 1000.
+    diffusers' multi-step solvers truncate timesteps to integers, so the model's timestep is too low by up to 1 of 1000.
     """
     if name is None or type(scheduler).__name__ == SOLVERS[name]:
         return scheduler
@@ -279,7 +278,7 @@ def with_solver(scheduler: Any, name: str | None) -> Any:
 
 
 def stock_pipeline(pipeline_class: Any, source: ModelSource, **parts: Any) -> Any:
-    """A pipeline of diffusers with these parts of a checkpoint, without the others."""
+    """A diffusers pipeline with these parts of a checkpoint only."""
     pipeline = pipeline_class(**{**dict.fromkeys(source.parts), **parts})
     pipeline.set_progress_bar_config(disable=True)
     return pipeline
@@ -288,7 +287,7 @@ def stock_pipeline(pipeline_class: Any, source: ModelSource, **parts: Any) -> An
 def share_zero_weights(model: nn.Module) -> nn.Module:
     """Replace the parameters of a model on the meta device by CPU tensors that expand a single zero.
 
-    They have the right shapes and take no memory. On the meta device, loading a LoRA would silently copy nothing.
+    They have the right shapes and take no memory. On the meta device, loading a LoRA would silently copy no values.
     """
     for module in model.modules():
         for name, parameter in module.named_parameters(recurse=False):
@@ -318,7 +317,7 @@ class DeferredWeights:
         self._lacking = list(transformer.state_dict()) if is_empty else []
         self._files = part.weight_files() if is_empty else {}
         self._whole: dict[str, Tensor] = {}
-        # Other formats cannot be read weight by weight.
+        # Other formats do not support reading single weights.
         if is_empty and not self._files:
             self._whole = load_whole(type(transformer), part, torch_dtype=dtype, low_cpu_mem_usage=True).state_dict()
         refuse_missing(part, set(self._lacking) - self._files.keys() - self._whole.keys())
@@ -338,7 +337,7 @@ class DeferredWeights:
 
     def _read(self, names: Sequence[str]) -> Iterator[tuple[str, Tensor]]:
         yield from ((name, self._whole.pop(name)) for name in names if self._whole)
-        # A file is mapped again for each call: one mapping would last until the last module has been read.
+        # Files are mapped again for each call, since one mapping would last until the last module has been read.
         for path in dict.fromkeys(self._files[name] for name in names if self._files):
             with safe_open(path, framework="pt") as file:
                 yield from ((name, file.get_tensor(name)) for name in names if self._files[name] == path)

@@ -1,7 +1,7 @@
-"""The layers that a LoRA trains, key names in LoRA files of common programs, and checks of these files. Free of torch.
+"""Selection of a LoRA's layers, key names in LoRA files, and checks of these files. Imports no torch.
 
-A selection of layers has one of peft's two forms: a list of module names, each matching the modules whose dotted path
-is or ends with it, or a regular expression that must match the whole path.
+A selection has one of peft's two forms: a list of module names, each matching modules whose dotted path equals or ends
+with it, or a regular expression that must match the whole path.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ Targets = list[str] | str
 
 
 def resolve_targets(value: Any, spec: FamilySpec) -> Reading[Targets]:
-    """Resolve a value of `peft_lora_target_modules`; None is the family's default."""
+    """Resolve a value of `peft_lora_target_modules`; None means the family's default."""
     if isinstance(value, str):
         if value in spec.lora_presets:
             return spec.lora_presets[value]
@@ -47,13 +47,13 @@ def matching_modules(modules: Iterable[str], targets: Targets) -> list[str]:
     """The modules that a selection matches."""
     if isinstance(targets, str):
         return [name for name in modules if re.fullmatch(targets, name)]
-    # With a dot before both, names match whole: `to_q` does not match `add_to_q`.
+    # With leading dots, only whole names match: `to_q` does not match `add_to_q`.
     endings = tuple(f".{target}" for target in targets)
     return [name for name in modules if f".{name}".endswith(endings)]
 
 
 def check_targets(modules: Iterable[str], targets: Targets) -> list[Problem]:
-    """Problems of names that match no module of the transformer, with the nearest names that do."""
+    """Report names that match no module of the transformer, with the nearest names that do."""
     modules = list(modules)
     if isinstance(targets, str):
         return [] if matching_modules(modules, targets) else [Problem(LORA_TARGETS, f"{targets!r} matches no module.")]
@@ -85,16 +85,16 @@ def linear_modules(shapes: Shapes) -> dict[str, tuple[int, int]]:
 
 STEP_NOTE = "simpletuner.step"  # metadata of a result: its step
 LORA_FILE = "pytorch_lora_weights.safetensors"  # the name that `load_lora_weights` of diffusers expects
-OFFICIAL_FILE = "lora.safetensors"  # of Kandinsky's own LoRAs; their settings are in `config_lora.json` beside it
+OFFICIAL_FILE = "lora.safetensors"  # Kandinsky's official LoRAs; their settings are in `config_lora.json` beside it
 METADATA_KEY = "lora_adapter_metadata"  # the adapter's settings in the header of diffusers' files
-# What the names in a file begin with. diffusers silently loads nothing from keys with a prefix it does not expect.
+# Key prefix of a file. diffusers silently ignores keys with an unexpected prefix.
 LoraForm = Literal["diffusers", "comfyui"]
 PREFIXES: dict[LoraForm, str] = {"diffusers": "transformer.", "comfyui": "diffusion_model."}
 KOHYA_PREFIX = "lora_unet_"
 MAGNITUDE = ".lora_magnitude_vector"
 COMFYUI_MAGNITUDE = ".dora_scale"
 OTHER_KINDS = (".lokr_", ".hada_")  # in keys of LoKr and LoHa
-# Parts of keys: lora_A and lora_B are of peft and diffusers, lora_down and lora_up of Kohya's scripts.
+# Parts of keys: lora_A and lora_B in peft and diffusers, lora_down and lora_up in Kohya's scripts.
 ROLES = {
     ".lora_A.": "A",
     ".lora_down.": "A",
@@ -115,7 +115,7 @@ def lora_file(path: Path) -> Path:
 
 
 def without_prefix(key: str) -> str:
-    """A key without the prefix that a program puts before module names."""
+    """A key without the program-specific prefix before the module name."""
     for prefix in (*PREFIXES.values(), "base_model.model."):
         key = key.removeprefix(prefix)
     return key
@@ -128,7 +128,7 @@ def file_settings(settings: Mapping[str, Any], form: LoraForm) -> dict[str, str]
 
 
 def rename(header: Mapping[str, Any], form: LoraForm) -> dict[str, Any]:
-    """The header of a LoRA file of this program in another form: the data that follow are the same in both."""
+    """The header of this program's LoRA file in another form; the data that follow are unchanged."""
     notes: dict[str, str] = header[METADATA]
     settings = {without_prefix(key): value for key, value in json.loads(notes[METADATA_KEY]).items()}
     tensors = {PREFIXES[form] + without_prefix(name): each for name, each in header.items() if name != METADATA}
@@ -139,7 +139,7 @@ def module_of(key: str, modules: Sequence[str]) -> str:
     """The module that a key of a LoRA file belongs to. Kohya's keys have no dots and are looked up in `modules`."""
     if key.startswith(KOHYA_PREFIX):
         stem = key.removeprefix(KOHYA_PREFIX).partition(".")[0]
-        # lora_unet_transformer_blocks_0_attn1_to_q has underscores for dots, too: only whole names can be compared.
+        # In lora_unet_transformer_blocks_0_attn1_to_q, underscores replace dots too, so compare whole names.
         return next((name for name in modules if name.replace(".", "_") == stem), stem)
     key = without_prefix(key)
     for marker in (".lora_", ".alpha", COMFYUI_MAGNITUDE):
@@ -162,7 +162,7 @@ def layers_in(shapes: Shapes, modules: Sequence[str] = ()) -> dict[str, dict[str
 
 
 def check_init_lora(config: LoraConfig, modules: Sequence[str], targets: Targets) -> Iterator[Problem]:
-    """Problems of the file `init_lora`, judged by its header.
+    """Report problems of the file `init_lora`, from its header.
 
     Args:
         modules: the linear layers of the transformer; empty if it is not on this machine.
@@ -188,7 +188,7 @@ def check_init_lora(config: LoraConfig, modules: Sequence[str], targets: Targets
 def _check_layers(
     config: LoraConfig, path: Path, shapes: Shapes, modules: Sequence[str], wanted: Set[str]
 ) -> Iterator[Problem]:
-    """The layers of `init_lora` against those that are trained (`wanted`), as far as these are known."""
+    """Compare the layers of `init_lora` with the trained layers (`wanted`), if known."""
     key = "init_lora"
     ranks = {layer: parts["A"][0] for layer, parts in layers_in(shapes, modules).items() if parts.get("A")}
     if not ranks or (modules and not ranks.keys() & set(modules)):
@@ -205,7 +205,7 @@ def _check_layers(
 
 
 def _check_coverage(path: Path, wanted: Set[str], held: Set[str]) -> Iterator[Problem]:
-    """Layers that are trained and not in the file, and the other way round."""
+    """Report trained layers missing in the file, and layers in the file that are not trained."""
     if absent := sorted(wanted - held):
         covered = f"holds {len(wanted & held)} of {len(wanted)} trained layers"
         message = f"{str(path)!r} {covered}; the others start untrained ({shorten(absent)})."
@@ -216,7 +216,7 @@ def _check_coverage(path: Path, wanted: Set[str], held: Set[str]) -> Iterator[Pr
 
 
 def read_shapes(key: str, path: Path) -> Reading[dict[str, Shape]]:
-    """Names and shapes in the LoRA file of a key; empty, with a problem, if it cannot be used."""
+    """Names and shapes in the LoRA file of a key; empty, with a problem, if the file cannot be used."""
     try:
         if not path.is_file():
             raise WeightsError("does not exist")
@@ -231,7 +231,7 @@ def read_shapes(key: str, path: Path) -> Reading[dict[str, Shape]]:
 
 @lru_cache(maxsize=64)
 def _fault(path: Path, size: int, mtime_ns: int) -> str:
-    """The fault of a LoRA file's weights or settings, to follow its name; empty if there is none.
+    """The fault of a LoRA file's weights or settings, as text after its name; empty without a fault.
 
     Cached by size and modification time, since it reads the whole file.
     """
@@ -254,7 +254,7 @@ def _fault(path: Path, size: int, mtime_ns: int) -> str:
 
 
 def _unpaired(shapes: Shapes) -> list[str]:
-    """Layers of a LoRA file whose A and B cannot be multiplied, or whose alpha is no single number."""
+    """Layers of a LoRA file whose A and B cannot be multiplied, or whose alpha is not a single number."""
     wrong = []
     for layer, parts in layers_in(shapes).items():
         down, up, alpha = (parts.get(role, ()) for role in ("A", "B", "alpha"))
@@ -265,10 +265,10 @@ def _unpaired(shapes: Shapes) -> list[str]:
 
 
 def lora_settings(path: Path) -> dict[str, Any]:
-    """The adapter's settings by peft's names, from a file's header or beside one of Kandinsky's own; empty without.
+    """The adapter's settings by peft's names, from a file's header or beside an official Kandinsky LoRA; may be empty.
 
     Raises:
-        WeightsError: they cannot be read.
+        WeightsError: the settings cannot be read.
     """
     text = read_header(path).get(METADATA, {}).get(METADATA_KEY)
     beside = path.with_name("config_lora.json")
@@ -280,7 +280,7 @@ def lora_settings(path: Path) -> dict[str, Any]:
         for layer, alpha in {"": settings.get("lora_alpha", 1), **alphas}.items():
             if not math.isfinite(alpha) or not re.compile(layer):
                 raise ValueError
-    # The settings come from any program: lists, nulls, numbers beyond float, nested too deep, invalid patterns.
+    # Settings of any program may have lists, nulls, numbers beyond float, deep nesting, invalid patterns.
     except (ValueError, TypeError, AttributeError, OverflowError, RecursionError, re.error):
         raise WeightsError(f"holds settings of the adapter that cannot be read ({METADATA_KEY})") from None
     return settings
@@ -290,10 +290,10 @@ def find_lora(location: str, *, fetch: bool = False) -> Path | None:
     """The file of a LoRA: a file, a folder that holds one, or `repo[:file]` on the hub.
 
     Args:
-        fetch: download it if necessary; without, None stands for a file that is not on this machine yet.
+        fetch: download the file if necessary; otherwise return None if it is not on this machine.
 
     Raises:
-        UserError: it could not be downloaded.
+        UserError: the download failed.
     """
     path, (repo, _, name) = home_path(location), location.partition(":")
     if path.exists() or not HUB_ID.fullmatch(repo):
@@ -310,11 +310,11 @@ def find_lora(location: str, *, fetch: bool = False) -> Path | None:
 
 
 def check_lora_file(key: str, path: Path, modules: Mapping[str, tuple[int, int]], family: str) -> Iterator[Problem]:
-    """Problems of applying a whole LoRA file to a model, from its header.
+    """Report problems of applying a whole LoRA file to a model, from its header.
 
     Args:
         modules: (out, in) features of the model's linear layers; empty if it is not on this machine.
-        family: of the model.
+        family: family of the model.
     """
     shapes = yield from read_shapes(key, path)
     if not shapes:

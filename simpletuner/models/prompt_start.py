@@ -1,7 +1,7 @@
-"""Prefix caching: the common start of all prompts is encoded once.
+"""Prefix caching: encodes the common start of all prompts once.
 
-In a causal model the states of the tokens before the caption are the same for all captions, and later tokens only need
-their keys and values. These are cached with the hidden states, so only the caption is computed.
+In a causal model, the states of the tokens before the caption are the same for all captions, and later tokens need only
+their keys and values. These are cached with the hidden states, so that only the caption is computed.
 """
 
 from __future__ import annotations
@@ -12,18 +12,18 @@ import torch
 from torch import Tensor, nn
 from transformers import DynamicCache
 
-# Matrix products with very few rows use other kernels, which round differently.
+# Matmuls with very few rows use other kernels, which round differently.
 FEWEST_TO_READ = 8
 
 
 class PromptStart:
-    """Keys, values and hidden states of the tokens that all prompts begin with.
+    """Keys, values and hidden states of the tokens at the start of all prompts.
 
     Args:
-        tokens: ids that prompts usually begin with. Every batch is compared with them, because the tokenizer may merge
+        tokens: ids at the usual start of prompts. Every batch is compared with them, because the tokenizer may merge
             the start of a caption with the last letters before it.
-        length: of the padded row in which they are encoded. Attention kernels may round differently by length, so it
-            must not depend on a prompt.
+        length: length of the padded row in which they are encoded, independent of prompts, since attention kernels may
+            round differently by length.
     """
 
     def __init__(self, tokens: Sequence[int], length: int) -> None:
@@ -36,15 +36,15 @@ class PromptStart:
 
         Args:
             decoder: a causal language model of transformers without its head, the same one in every call.
-            ids, mask: tokens `B L`, padded on the right; the mask is 0 for padding. Without a mask each token attends
-                to all before it, which never includes padding on the right.
+            ids, mask: tokens `B L`, padded on the right; the mask is 0 for padding. Without a mask, each token attends
+                to all earlier tokens, which never include padding on the right.
         """
         if self._hidden is None:
             self._hidden = self._read_start(decoder, ids.device)
         shared = self._shared(ids)
         hidden = self._hidden.new_empty(*ids.shape, self._hidden.shape[-1])
         for count in shared.unique().tolist():
-            # All rows, since kernels round differently by their number: a prompt's states must not depend on its batch.
+            # All rows, since kernels round differently by their number, and states must not depend on the batch.
             rows = shared == count
             hidden[rows] = self._read_rest(decoder, ids, mask, count)[rows]
         return hidden
@@ -52,7 +52,7 @@ class PromptStart:
     def _read_rest(self, decoder: nn.Module, ids: Tensor, mask: Tensor | None, shared: int) -> Tensor:
         """Hidden states of prompts that share their first `shared` tokens with the start."""
         assert self._hidden is not None
-        cache = DynamicCache()  # a new one for each batch: the decoder appends to it
+        cache = DynamicCache()  # new for each batch, since the decoder appends to it
         for index, states in enumerate(self._layers):
             cache.update(*(state[:, :, :shared].expand(len(ids), -1, -1, -1) for state in states), index)
         rest = decoder(input_ids=ids[:, shared:], attention_mask=mask, past_key_values=cache).last_hidden_state
@@ -74,5 +74,5 @@ class PromptStart:
 
 
 def lengthen(rows: Tensor, length: int) -> Tensor:
-    """Rows `B L` padded to at least `length` tokens by repeating the last one, which no earlier token attends to."""
+    """Pad rows `B L` to at least `length` tokens by repeating the last token, which no earlier token attends to."""
     return torch.cat([rows, rows[:, -1:].expand(-1, max(0, length - rows.shape[1]))], dim=1)

@@ -63,7 +63,7 @@ def weights_header(path: Path) -> dict[str, Any]:
 
 @lru_cache(maxsize=256)
 def _header(path: Path, size: int, mtime_ns: int) -> dict[str, Any]:
-    """Cached by size and modification time: several parts of a plan read the same header."""
+    """The header, cached by size and modification time, since several parts of a plan read it."""
     with path.open("rb") as file:
         head, header = read_head(file)
     end = len(head) + max((entry["data_offsets"][1] for name, entry in header.items() if name != METADATA), default=0)
@@ -93,7 +93,7 @@ def _index_fault(index: Path) -> str | None:
 
 
 def _file_fault(path: Path) -> str | None:
-    """The fault of a weight file, as far as its header shows."""
+    """The fault of a weight file visible in its header, or None."""
     try:
         if path.suffix == ".safetensors":
             tensor_shapes(path)
@@ -103,7 +103,7 @@ def _file_fault(path: Path) -> str | None:
 
 
 def read_object(path: Path) -> dict[str, Any] | None:
-    """The JSON object in a file; None if it holds none."""
+    """The JSON object in a file, or None."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):
@@ -142,7 +142,7 @@ class Part:
 
     @property
     def described(self) -> str:
-        """Its key and location, for messages."""
+        """Key and location of the part, for messages."""
         return f"{self.key}: the {self.folder or self.role} in {self.location!r}"
 
     def local_folder(self) -> Path | None:
@@ -156,7 +156,7 @@ class Part:
         return _fault(folder) or _unreadable(folder) or self._fault_of_variant(folder)
 
     def weight_shapes(self) -> dict[str, Shape]:
-        """Names and shapes of the weights that would be loaded; empty if unknown or not on this machine.
+        """Names and shapes of the weights to load; empty if unknown or not on this machine.
 
         Raises:
             WeightsError: a file is damaged.
@@ -170,7 +170,7 @@ class Part:
         return {}
 
     def weight_files(self) -> dict[str, Path]:
-        """The safetensors file of each weight, as diffusers chooses them; empty if it loads another format."""
+        """The safetensors file of each weight, as selected by diffusers; empty if it loads another format."""
         folder, variant = self.fetch(), f".{self.variant}" if self.variant else ""
         # diffusion_pytorch_model.safetensors.index.fp16.json
         index = folder / f"{DIFFUSERS_WEIGHTS}{INDEX_SUFFIX.removesuffix('.json')}{variant}.json"
@@ -214,7 +214,7 @@ class Part:
         return None
 
     def absence(self) -> str | None:
-        """Why a part that is not on this machine cannot be downloaded either; None if that can be tried."""
+        """Why a part that is not on this machine cannot be downloaded either; None if a download can be tried."""
         from huggingface_hub import is_offline_mode
 
         if not is_offline_mode():
@@ -227,7 +227,7 @@ class Part:
     def _download(self, *, local_files_only: bool = False) -> Path:
         from huggingface_hub import snapshot_download
 
-        # Its files in the repository, without the older formats that single-model repositories also contain.
+        # The part's files, without older formats that single-model repositories also contain.
         wanted = [f"{self.folder}/*"] if self.folder else ["*.json", "*.safetensors"]
         folder = snapshot_download(
             self.location, revision=self.revision, allow_patterns=wanted, local_files_only=local_files_only
@@ -281,7 +281,7 @@ class ModelSource:
         return cls(parts)
 
     def with_transformer(self, part: Part | None) -> ModelSource:
-        """The same with another transformer, if one is given."""
+        """The source with its transformer replaced, unless `part` is None."""
         return ModelSource({**self.parts, "transformer": part}) if part else self
 
     def __getitem__(self, role: str) -> Part:
@@ -292,9 +292,9 @@ class ModelSource:
         return self[role].read_config()
 
     def problems(self) -> list[Problem]:
-        """Problems of local folders and malformed hub ids; a missing repository shows at the download."""
+        """Report unusable local folders and malformed hub ids; missing repositories show on download."""
         problems = []
-        # One message per location, since most parts share theirs.
+        # One message per location, since most parts have the same.
         for location in dict.fromkeys(part.location for part in self.parts.values()):
             parts = [part for part in self.parts.values() if part.location == location]
             key = parts[0].key
@@ -314,7 +314,7 @@ def looks_like_path(location: str) -> bool:
 
 
 def _fault(folder: Path) -> str | None:
-    """The fault of a component's folder, as far as its files show; None if there is none."""
+    """The fault of a component's folder visible in its files, or None."""
     if not any((folder / marker).is_file() for marker in MARKERS):
         return "it is not there"
     return weights_fault(folder) if (folder / MARKERS[0]).is_file() else None
@@ -339,7 +339,7 @@ def _is_tokenizer(content: Mapping[str, Any]) -> bool:
 
 
 def check_channels(source: ModelSource, transformer_key: str, vae_key: str) -> Iterator[Problem]:
-    """Whether transformer and VAE have the same latent channels, by these keys; absent parts are not checked."""
+    """Report different numbers of latent channels in transformer and VAE, by these keys; skips missing parts."""
     takes = (source.read_config("transformer") or {}).get(transformer_key)
     makes = (source.read_config("vae") or {}).get(vae_key)
     if takes != makes and None not in (takes, makes):
@@ -350,7 +350,7 @@ def encoder_fault(config: Mapping[str, Any], shapes: Shapes, tokens: int | None)
     """The mismatch of a text encoder's weights with its config or tokenizer, or None.
 
     Args:
-        tokens: of its tokenizer, if known. Embeddings have a few more rows, padded to a round number.
+        tokens: number of tokens of its tokenizer, if known. Embeddings have a few more rows, as padding.
     """
     inner = config.get("text_config")
     settings = {**config, **(inner if isinstance(inner, dict) else {})}
@@ -372,26 +372,26 @@ def _fault_of_embeddings(settings: Mapping[str, Any], shapes: Shapes, tokens: in
             continue
         if any(said not in (None, actual) for said, actual in zip(size, shape, strict=False)):
             return f"has {name} of {list(shape)}, its config.json {size}"
-        # A vocabulary of less than half the rows belongs to another model: padding adds a few.
+        # A vocabulary of less than half the rows belongs to another model, since padding adds only a few rows.
         if tokens is not None and not shape[0] / 2 < tokens <= shape[0]:
             return f"has an embedding of {shape[0]} tokens, its tokenizer has {tokens}"
     return None
 
 
-# The least of the numbers, or lists of numbers, that latents are normalised with, and the largest: far beyond published
-# VAEs, whose scales are 0.13 to 8.
+# Lower and upper limits of the numbers, or lists of numbers, that normalise latents; far beyond published VAEs, whose
+# scales are 0.13 to 8.
 LOWEST = {"scaling_factor": 1e-3, "latents_std": 1e-3, "shift_factor": -1e3, "latents_mean": -1e3}
 LARGEST_SCALE = 1e3
 
 
 def vae_fault(config: Mapping[str, Any]) -> str | None:
-    """A value in a VAE's config that would spoil all latents, or None. Absent values are the class's defaults."""
+    """A value in a VAE's config that would corrupt all latents, or None. Missing values are the class's defaults."""
     for key, lowest in LOWEST.items():
         value: Any = config.get(key)
         if key not in config or (value is None and key != "scaling_factor"):
             continue
         form, numbers = ("a list of numbers", value) if key.startswith("latents_") else ("a number", [value])
-        # `type`, because True is an int; NaN fails the comparison.
+        # `type`, since True is an int; NaN fails the comparison.
         are_numbers = isinstance(numbers, list) and all(type(each) in (int, float) for each in numbers)
         if not are_numbers or not all(lowest <= each <= LARGEST_SCALE for each in numbers):
             return f"has {key} {repr(value)[:60]}, not {form} between {lowest:g} and {LARGEST_SCALE:g}"
@@ -409,7 +409,7 @@ def blocks_of(group: str, shapes: Shapes) -> dict[int, dict[str, Shape]]:
 
 
 def differing_weights(group: str, blocks: Mapping[int, Shapes]) -> list[str]:
-    """Weights that a block lacks but others have, or whose shape differs from the majority."""
+    """Weights missing in some blocks, or with a shape that differs from the majority."""
     everything = {name for block in blocks.values() for name in block}
     usual = {name: Counter(block[name] for block in blocks.values() if name in block) for name in everything}
     return sorted(
@@ -421,22 +421,22 @@ def differing_weights(group: str, blocks: Mapping[int, Shapes]) -> list[str]:
 
 
 def pickled_shapes(path: Path) -> dict[str, Shape]:
-    """Names and shapes in a file of torch.save, of which no code is executed; empty if it is older than torch 1.6, or
-    holds anything else."""
+    """Names and shapes in a torch.save file, without executing its code; empty for files from before torch 1.6, and for
+    other content."""
     status = path.stat()
     return _pickled_shapes(path, status.st_size, status.st_mtime_ns)
 
 
 @lru_cache(maxsize=256)
 def _pickled_shapes(path: Path, size: int, mtime_ns: int) -> dict[str, Shape]:
-    """Cached by size and modification time: several parts of a plan ask for the same file."""
+    """The shapes, cached by size and modification time, since several parts of a plan read them."""
     try:
         with zipfile.ZipFile(path) as archive:
             # torch.save writes a zip: archive/data.pkl has names and shapes, archive/data/… the values.
             name = next(name for name in archive.namelist() if name.endswith("/data.pkl"))
             with archive.open(name) as file:
                 weights = _Shapes(file).load()
-    except Exception:  # noqa: BLE001 - damaged archives and opcodes raise anything; loading reports the fault
+    except Exception:  # noqa: BLE001 - damaged archives and opcodes may raise any error; loading reports the fault
         return {}
     shapes = list(weights.values()) if isinstance(weights, dict) else [None]
     are_shapes = all(isinstance(shape, tuple) and all(type(side) is int for side in shape) for shape in shapes)
@@ -451,10 +451,10 @@ class _Shapes(pickle.Unpickler):
             return None
         return {
             ("collections", "OrderedDict"): OrderedDict,
-            # Of what a tensor is rebuilt from, the shape; a parameter is rebuilt from a tensor.
+            # Rebuilds only the shape of a tensor; a parameter is rebuilt from a tensor.
             ("torch._utils", "_rebuild_tensor_v2"): lambda storage, offset, shape, *rest: shape,
             ("torch._utils", "_rebuild_parameter"): lambda shape, *rest: shape,
         }[module, name]
 
     def persistent_load(self, pid: Any) -> None:
-        """The values of a tensor, which are not read."""
+        """Skip the values of a tensor."""

@@ -33,10 +33,10 @@ class Flavour:
         repository: hub id of the diffusers checkpoint.
         task: input and output.
         needs: required data besides captions, for the wizard; may be empty.
-        dataset_task: the task of this checkpoint on datasets that ask for it (`video.is_i2v`), or None.
+        dataset_task: the task of this checkpoint on datasets that select it (`video.is_i2v`), or None.
         defaults: defaults of config keys that differ from the family's.
         changes: fields of the family's `FamilySpec` that differ for this checkpoint.
-        distilled: it was distilled to sample without guidance.
+        distilled: whether it is distilled to sample without guidance.
     """
 
     name: str
@@ -69,7 +69,7 @@ class Component:
 class AutoShift:
     """`flow_schedule_auto_shift`: e^mu, with mu linear in the tokens of a sample between two points, else constant."""
 
-    # Those of FLUX.1, the defaults of diffusers' FlowMatchEulerDiscreteScheduler.
+    # From FLUX.1, the defaults of diffusers' FlowMatchEulerDiscreteScheduler.
     fewest_tokens: int = 256
     lowest_mu: float = 0.5
     most_tokens: int = 4096
@@ -82,18 +82,18 @@ class AutoShift:
 
 @dataclass(frozen=True)
 class FamilyWords:
-    """What a family does with words.
+    """A family's handling of captions.
 
     Attributes:
         longest: longest caption in tokens.
-        reserved: how many of these tokens the prompt's format takes.
-        clean: applied to a caption before it is encoded.
-        fingerprint: identifies the prompt template in the text cache: different words, another fingerprint.
-        bare_fingerprint: the same for negative prompts and the empty caption; None if they are encoded alike.
+        reserved: number of these tokens that the prompt's format takes.
+        clean: cleans a caption before encoding.
+        fingerprint: identifies the wording of the prompt template in the text cache.
+        bare_fingerprint: fingerprint of negative prompts and the empty caption; None if it is the same.
         dataset_keys: dataset keys that only this family reads.
         of_dataset: applies these keys to a caption.
         hold_picture: tasks whose prompt includes the source picture.
-        captioner: `module:Class` of what describes pictures with the checkpoint's text encoder; None if it cannot.
+        captioner: `module:Class` that captions pictures with the checkpoint's text encoder, or None.
     """
 
     longest: int
@@ -107,11 +107,11 @@ class FamilyWords:
     captioner: str | None = None
 
     def length(self, text: TextConfig) -> int:
-        """The longest caption of a run in tokens; longer ones are truncated."""
+        """Maximum caption length of a run in tokens; longer captions are truncated."""
         return min(text.tokenizer_max_length or self.longest, self.longest)
 
     def room(self, text: TextConfig) -> int:
-        """The longest caption in tokens without the prompt's format."""
+        """Maximum caption length in tokens, without the prompt's format."""
         return self.length(text) - self.reserved
 
 
@@ -135,7 +135,7 @@ class FamilyChecks:
 
 @dataclass(frozen=True)
 class FamilySpec:
-    """Everything about a family that needs no loading: facts, its checks, and what it does with words.
+    """A family as plain data: facts, checks, and the handling of captions.
 
     Attributes:
         name: value of `model_family`.
@@ -156,20 +156,20 @@ class FamilySpec:
         adapter_classes: class names that a LyCORIS file may use, the generic ones first, as regular expressions of the
             paths of these modules.
         quantised_layers: regular expression for the linear layers that a quantised base model quantises.
-        license: of the published weights.
-        in_comfyui: ComfyUI supports the model, with diffusers' names for its layers.
-        token_blocks: key in the transformer's config.json with the number of blocks that tokens can be routed past;
-            None if the family does not support routes.
+        license: license of the published weights.
+        in_comfyui: whether ComfyUI supports the model, with diffusers' layer names.
+        token_blocks: key in the transformer's config.json with the number of blocks that token routing can skip; None
+            without support for routing.
         block_counts: keys in the transformer's config.json with the number of blocks, by group name in weight files;
             the last group has the visual blocks.
         grid: (flavour, checkpoint) -> required multiple of width and height, if it can exceed `size_multiple`.
         frame_rate: frames per second that clips are trained and sampled at; None for pictures.
         frame_stride: frames per latent frame: F frames give (F - 1) / frame_stride + 1.
-        slices_convolutions: the VAE's convolutions can run in slices of time (`vae_enable_patch_conv`).
-        decodes_in_strips: this saves memory with the VAE (`validation_decoding`).
-        fast_blocks: the adapter has faster blocks than diffusers.
-        heads: config.json of the transformer -> heads of its self-attention, which processes can share together with
-            the tokens; None if a visual block needs all tokens.
+        slices_convolutions: whether the VAE's convolutions can run in temporal slices (`vae_enable_patch_conv`).
+        decodes_in_strips: whether decoding in strips saves memory (`validation_decoding`).
+        fast_blocks: whether the adapter has faster blocks than diffusers.
+        heads: config.json of the transformer -> number of self-attention heads, for sequence parallelism; None without
+            support for it.
         cost: shapes, FLOPs and bytes, for the plan.
     """
 

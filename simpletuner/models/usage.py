@@ -1,4 +1,4 @@
-"""Python code that reproduces a preview with a result: its inputs, and the lines that all families share."""
+"""Generates Python code that reproduces a preview from a result: its inputs, and the lines common to all families."""
 
 from __future__ import annotations
 
@@ -46,13 +46,13 @@ class Usage:
 
 
 EULER = "FlowMatchEulerDiscreteScheduler"
-# diffusers' schedulers by value of `validation_noise_scheduler`; the last two need arguments to sample flow models.
+# diffusers schedulers by value of `validation_noise_scheduler`; the last two need arguments for flow models.
 SOLVERS = {"euler": EULER, "unipc": "UniPCMultistepScheduler", "dpm++": "DPMSolverMultistepScheduler"}
 FLOW = {"use_flow_sigmas": True, "prediction_type": "flow_prediction"}
 
 
 def solver_code(name: str, shift: str) -> str:
-    """An expression that creates a scheduler; `shift` is one, too."""
+    """An expression that creates a scheduler; `shift` is an expression too."""
     if name == "euler":
         return f"{EULER}(shift={shift})"
     settings = ", ".join(f"{key}={text(value) if isinstance(value, str) else value}" for key, value in FLOW.items())
@@ -68,13 +68,13 @@ def snippet(
     usage: Usage, pipeline: str, load: list[str], *, imports: Sequence[str] = (), scheduler: str | None = None,
     more: Sequence[str] = (),
 ) -> str:  # fmt: skip
-    """Python code that samples with a pipeline and saves what it returns.
+    """Python code that samples with a pipeline and saves the output.
 
     Args:
         load: lines that create `pipe`.
-        imports: lines besides those that every snippet has.
-        scheduler: an expression, which begins with the class, to replace the checkpoint's.
-        more: arguments of the pipeline's call that other families lack.
+        imports: import lines besides the common ones.
+        scheduler: an expression, starting with the class, for a scheduler that replaces the checkpoint's.
+        more: family-specific arguments of the pipeline's call.
     """
     return (
         _template()
@@ -96,7 +96,7 @@ def snippet(
 @functools.cache
 def _template() -> Any:
     """The jinja template of all snippets, compiled once."""
-    from jinja2 import Environment, StrictUndefined  # only pages about a result need it
+    from jinja2 import Environment, StrictUndefined  # imported late: only needed for pages about a result
 
     environment = Environment(trim_blocks=True, lstrip_blocks=True, undefined=StrictUndefined, autoescape=False)
     return environment.from_string(Path(__file__).with_name("usage.py.jinja").read_text(encoding="utf-8"))

@@ -30,7 +30,7 @@ class VisionEncoder:
     """The encoder that a key names.
 
     Attributes:
-        otherwise: what needs no encoder, for messages.
+        otherwise: advice in messages about an alternative without an encoder.
     """
 
     name: str
@@ -45,7 +45,7 @@ class VisionEncoder:
 
     @cached_property
     def part(self) -> Part:
-        """Its folder or repository."""
+        """The encoder's folder or repository."""
         location = self.name
         if self.known is not None:
             registers = "-with-registers" if self.known.endswith("_reg") else ""
@@ -54,22 +54,22 @@ class VisionEncoder:
 
     @property
     def torch_hub_file(self) -> Path:
-        """Its weights as torch hub names them, in torch hub's cache."""
+        """The path of torch hub's weight file, in torch hub's cache."""
         cache = Path(os.environ.get("XDG_CACHE_HOME", "~/.cache"), "torch")
         # dinov2_vitg14_reg4_pretrain.pth
         stem = (self.known or "").replace("_reg", "_reg4")
         return Path(os.environ.get("TORCH_HOME", cache), "hub", "checkpoints", f"{stem}_pretrain.pth").expanduser()
 
     def local(self) -> Path | None:
-        """Its folder, or torch hub's file, on this machine; None if neither is."""
+        """The encoder's folder or torch hub's file on this machine, or None."""
         return self.part.local_folder() or (self.torch_hub_file if self.torch_hub_file.is_file() else None)
 
     def settings(self) -> dict[str, Any]:
-        """Its config.json; the published model's while it is not on this machine."""
-        own = self.part.read_config()
-        if own is not None:
-            return own
-        # The letter after `vit` in dinov2_vitg14.
+        """The encoder's config.json, or the published model's if it is not on this machine."""
+        config = self.part.read_config()
+        if config is not None:
+            return config
+        # The letter after `vit`, as in dinov2_vitg14.
         size = (self.known or ENCODERS[-1])[10]
         _, width, layers = SIZES[size]
         return {
@@ -80,7 +80,7 @@ class VisionEncoder:
 
     @cached_property
     def width(self) -> int:
-        """Of its features, as known when it is first asked for: before the encoder is on this machine, as published."""
+        """Width of the features, fixed at the first access; as published if the encoder is not on this machine."""
         return int(self.settings()["hidden_size"])
 
     @cached_property
@@ -89,7 +89,7 @@ class VisionEncoder:
         return 12 * int(self.settings()["num_hidden_layers"]) * self.width**2
 
     def problems(self) -> Iterator[Problem]:
-        """Unknown names, unusable folders, and an encoder that is not here and cannot be downloaded."""
+        """Report unknown names, unusable folders, and an encoder that can be neither found nor downloaded."""
         from huggingface_hub import constants, is_offline_mode
 
         location = self.part.location

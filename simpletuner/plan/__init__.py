@@ -1,6 +1,6 @@
-"""Everything that can be known and checked before a weight is loaded. Free of torch.
+"""All checks that need no weights. Imports no torch.
 
-Called, the room is the function of the same name in `simpletuner.api`: `simpletuner.plan(config)`.
+Calling the package calls `simpletuner.api.plan`: `simpletuner.plan(config)`.
 """
 
 import sys
@@ -11,7 +11,7 @@ from typing import Any
 
 
 class CallableRoom(ModuleType):
-    """A module that is also a function; an import of any file in it would replace a function of its name."""
+    """A callable module, since importing any of its files would replace a function with the same name."""
 
     def __call__(self, config: Mapping[str, Any]) -> dict[str, Any]:
         """See `simpletuner.api.plan`."""

@@ -1,4 +1,4 @@
-"""Which cache entries a plan needs, and which source pictures its previews start from."""
+"""The cache entries of a plan, and the source pictures of its previews."""
 
 from __future__ import annotations
 
@@ -35,19 +35,19 @@ TEXT_ROLES = ("text_encoder", "tokenizer", "text_encoder_2", "tokenizer_2")
 
 
 def make_catalogue(plan: Plan) -> Catalogue | None:
-    """The cache entries of a plan, or None while a part of the checkpoint is not on this machine.
+    """The cache entries of a plan; None while a part of the checkpoint is not on this machine.
 
-    Keys hold the content of the encoders, so there are none before a download.
+    Keys depend on the content of the encoders, so they are unknown before a download.
     """
-    # Only what encodes: the transformer is in no key, so every one of them can use the caches.
+    # Only encoders: keys do not depend on the transformer, so every transformer can use the caches.
     vae, text_encoder = _identity(plan.source, ["vae"]), _identity(plan.source, TEXT_ROLES)
-    # Vision encoders of techniques, such as DINOv2 of CREPA; a block as teacher has none.
+    # Vision encoders of techniques, such as CREPA's DINOv2.
     visions = [kind.encoder for kind in feature_kinds(plan) if kind.encoder]
     if vae is None or text_encoder is None or not all(vision.local() for vision in visions):
         return None
     config, family = plan.config, plan.spec.name
     dtype = vae_dtype(config.precision, config.caching)
-    # By content: the same files under another path have the same keys.
+    # By content, so that the same files at another path have the same keys.
     return Catalogue(
         datasets={dataset.id: _caches(plan, dataset) for dataset in plan.datasets},
         prompts=text_folder(plan),
@@ -57,7 +57,7 @@ def make_catalogue(plan: Plan) -> Catalogue | None:
             vae,
             dtype,
             tiling=config.caching.vae_enable_tiling,
-            # On a GPU only: a float32 VAE runs without TF32, and entries from before that do not match.
+            # On a GPU only: a float32 VAE runs without TF32; older entries, computed with TF32, do not match.
             tf32=False if dtype == "fp32" and driver() else None,
         ),
         text_encoder=EncoderIdentity(
@@ -75,14 +75,14 @@ def make_catalogue(plan: Plan) -> Catalogue | None:
 
 
 def _identity(source: ModelSource, roles: Iterable[str]) -> str | None:
-    """Identity of the parts of a checkpoint that it has; None while one of them is not on this machine."""
+    """Identity of those parts that the checkpoint has; None while one of them is not on this machine."""
     folders = [source[role].local_folder() for role in roles if role in source.parts]
     return checkpoint_identity(*filter(None, folders)) if all(folders) else None
 
 
 def _caches(plan: Plan, dataset: Dataset) -> DatasetCaches:
     config, preservation = dataset.config, plan.config.preservation
-    # The target of regularisation data is the base model already.
+    # The target of regularisation data is already the base model.
     preserves = preservation.is_on and config.is_trained and not config.is_regularisation_data
     return DatasetCaches(
         latents=dataset.latent_dir,
@@ -110,7 +110,7 @@ def text_folder(plan: Plan, dataset: Dataset | None = None) -> Path:
 
 
 def machine_folder(plan: Plan) -> Path:
-    """The folder of what depends on the machine and serves all runs: compiled code, chosen kernels, outcomes."""
+    """The folder of machine-specific data for all runs: compiled code, kernel choices, outcomes."""
     return Path(plan.config.run.cache_dir or "cache").expanduser()
 
 
@@ -119,7 +119,7 @@ def cache_folders(plan: Plan) -> list[Path]:
     folders = [text_folder(plan)]
     for dataset in plan.datasets:
         folders += [text_folder(plan, dataset), dataset.latent_dir]
-    # Several datasets may share a folder.
+    # Without duplicates, since datasets may share a folder.
     return [folder for folder in dict.fromkeys(folders) if folder.is_dir()]
 
 
@@ -135,8 +135,8 @@ class Listing:
     features: Entries[FeatureEntry]
 
     def holds_for(self, plan: Plan, epoch: int) -> bool:
-        """Whether another plan certainly reads the same entries; False if that would take listing them again."""
-        # Random crops that are drawn anew make other latents.
+        """Whether another plan certainly reads the same entries; False if unknown without listing them again."""
+        # New random crops have different latents.
         same_epoch = epoch == self.epoch or not any(each.changes_each_epoch for each in plan.datasets)
         return same_epoch and (plan.config, plan.datasets) == (self.plan.config, self.plan.datasets)
 
@@ -152,7 +152,7 @@ class Listing:
 
     @cached_property
     def encoded_in_training(self) -> list[LatentEntry]:
-        """The latents that training encodes, as far as they were not cached at the first access."""
+        """The latents that training encodes, without those cached at the first access."""
         if all(caches.storage == "ahead" for caches in self.catalogue.datasets.values()):
             return []
         later = [entry for entry in self.latents if entry.storage != "ahead"]
@@ -161,7 +161,7 @@ class Listing:
 
 
 def list_entries(plan: Plan, catalogue: Catalogue, epoch: int = 1) -> Listing:
-    """The entries that the run reads in an epoch; a text that several of them need is listed once."""
+    """The entries that the run reads in an epoch; a text with several uses is listed once."""
     dropout = plan.config.text.caption_dropout_probability > 0
     trained = [each.at_epoch(epoch) for each in plan.trained]
     watched, kinds = evaluated(plan), feature_kinds(plan)
@@ -182,10 +182,10 @@ def feature_kinds(plan: Plan) -> list[FeatureKind]:
 
 
 def evaluated(plan: Plan) -> list[Dataset]:
-    """The eval datasets whose loss is measured, cut to the samples that it is measured on."""
+    """The eval datasets of the evaluation loss, cut to the evaluated samples."""
     if not plan.config.evaluation.measures_loss:
         return []
-    # The first ones, so that every evaluation measures the same samples.
+    # The first samples, so that every evaluation is comparable.
     most = plan.config.validation.num_eval_images
     sets = [each for each in plan.datasets if each.config.dataset_type == "eval" and each.samples]
     return [replace(each, samples=each.samples[:most]) for each in sets]
@@ -198,7 +198,7 @@ def prompt_entries(plan: Plan, catalogue: Catalogue) -> list[TextEntry]:
     pictures: list[Sample | None] = [None]
     if catalogue.prompt_holds_picture:
         sources = [each for each in preview_sources(plan) if each is not None]
-        # The text encoder sees the picture, so every size is another embedding.
+        # The picture is part of the prompt, so every size has another embedding.
         pictures = [source.fitted(size) for source in sources for size in plan.sizes]
     texts = [(prompt.prompt, False) for prompt in plan.prompts]
     texts.append((plan.config.validation.validation_negative_prompt or "", True))
@@ -221,14 +221,13 @@ def preview_sources(plan: Plan) -> list[Sample | None]:
     chosen = plan.config.validation.eval_dataset_id
     datasets = [each for each in plan.datasets if (each.id in chosen if chosen else each.config.is_trained)]
     samples = [sample for each in datasets for sample in each.samples if not each.config.disable_validation]
-    # A clip gives its first frame, an edited picture (i2i) the one it was made from.
+    # The first frame of a clip, or the source of an edited picture (i2i).
     sources = [sample.partner or sample for sample in samples]
     return [*sources[: plan.config.validation.num_eval_images]]
 
 
 def previews_of_a_round(plan: Plan) -> tuple[int, int]:
-    """How many previews a round renders, and how many without further sizes and seeds: of all prompts, pictures that
-    they start from, LoRAs, and trained and averaged weights."""
+    """(previews per round, previews per size and seed): of all prompts, source pictures, LoRAs and sets of weights."""
     config = plan.config
     weights = 2 if config.ema.use_ema and config.ema.ema_validation == "comparison" else 1
     subjects = len(plan.prompts) * len(preview_sources(plan)) * len(adapter_runs(config)) * weights

@@ -1,4 +1,4 @@
-"""Where a run takes place: environment variables that are not settings, processes, what moves weights, and folders."""
+"""The environment of a run: environment variables, processes, offloading constraints and folders."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from simpletuner.errors import Problem, Reading, UserError, did_you_mean, warnin
 
 LEVELS = {logging.getLevelName(level): level for level in range(logging.DEBUG, logging.CRITICAL + 1, 10)}
 ALLOW_OTHER_BATCH_SIZE = "SIMPLETUNER_ALLOW_MODIFYING_BSZ"
-# Set by `accelerate launch` from its own config, which would contradict ours.
+# Set by `accelerate launch` from its config, which would contradict ours.
 REPLACED = {
     "ACCELERATE_USE_FSDP": "fsdp_enable is the key of the config that shards a run.",
     "ACCELERATE_USE_DEEPSPEED": "DeepSpeed is not supported; fsdp_enable is the key of the config that shards a run.",
@@ -26,13 +26,13 @@ REPLACED = {
 
 
 def driver() -> str | None:
-    """The program nvidia-smi; None if this process sees no NVIDIA GPU."""
-    # A plan does not import torch, which could tell more exactly.
+    """The path of nvidia-smi; None if no NVIDIA GPU is visible to this process."""
+    # An approximation, since a plan does not import torch.
     return None if os.environ.get("CUDA_VISIBLE_DEVICES", "0").strip() in ("", "-1") else shutil.which("nvidia-smi")
 
 
 def check_environment() -> Reading[None]:
-    """Variables with an invalid value."""
+    """Report variables with an invalid value."""
     if allows_other_batch_size() is None:
         yield Problem(ALLOW_OTHER_BATCH_SIZE, f"{os.environ[ALLOW_OTHER_BATCH_SIZE]!r} is not 0 or 1.")
     yield from log_level()
@@ -52,7 +52,7 @@ def log_level() -> Reading[int]:
 
 
 def as_launched(config: RunConfig) -> Reading[RunConfig]:
-    """The settings with the number of processes that a launcher has started, if one has."""
+    """The settings with the number of processes started by a launcher, if any."""
     try:
         place = launched(os.environ)
     except UserError as error:
@@ -60,7 +60,7 @@ def as_launched(config: RunConfig) -> Reading[RunConfig]:
         return config
     if place is None:
         return config
-    # A launcher has decided already; the key could only contradict it.
+    # The launcher has already decided; the key could only contradict it.
     if config.is_explicit("num_processes") and config.launch.num_processes != place.size:
         message = f"{config.launch.num_processes}, but the launcher started {place.size} processes; leave it out."
         yield Problem("num_processes", message)
@@ -70,8 +70,8 @@ def as_launched(config: RunConfig) -> Reading[RunConfig]:
 
 
 def as_rendered(config: RunConfig, folder: str) -> RunConfig:
-    """The settings of a run for samples: into a folder, in one process, however many trained it; what a full fine-tune
-    computes in becomes the dtype of a base model."""
+    """The settings of a run for sampling to a folder, in one process; the compute dtype of a full fine-tune becomes the
+    dtype of the base model."""
     alone = {"num_processes": 1, "num_machines": 1, "sequence_parallel_size": 1, "fsdp_enable": False}
     values: dict[str, Any] = {"output_dir": folder, "validation_disable": False, **alone}
     precision = config.precision.base_model_precision
@@ -82,7 +82,7 @@ def as_rendered(config: RunConfig, folder: str) -> RunConfig:
 
 
 def allows_other_batch_size() -> object | None:
-    """Whether a run may be resumed with another batch size; None if the variable is no flag."""
+    """Whether a run may be resumed with another batch size; None if the variable is not a flag."""
     try:
         return parse_flag(os.environ.get(ALLOW_OTHER_BATCH_SIZE) or "0")
     except ValueError:
@@ -97,7 +97,7 @@ def existing(folder: Path) -> Path:
 
 
 def check_folders(folders: Mapping[str, str | None]) -> Reading[None]:
-    """Paths by key that must not be files. They may be read-only: a complete cache is."""
+    """Report paths that are files instead of folders. Read-only folders are allowed, such as complete caches."""
     for key, folder in folders.items():
         if folder and not (parent := existing(Path(folder).expanduser())).is_dir():
             yield Problem(key, f"{folder!r} cannot be a folder: {str(parent)!r} is a file.")
@@ -113,7 +113,7 @@ def why_not_writable(key: str, folder: Path) -> Problem | None:
 
 
 def check_launch(config: RunConfig) -> Iterator[Problem]:
-    """The number of processes on each machine, and what FSDP2 excludes."""
+    """Report an invalid number of processes per machine, and conflicts with FSDP2."""
     launch = config.launch
     if launch.num_processes % launch.num_machines:
         fewer = launch.num_processes // launch.num_machines
@@ -127,14 +127,14 @@ def check_launch(config: RunConfig) -> Iterator[Problem]:
 def may_shard(config: RunConfig) -> bool:
     """Whether this run could use FSDP2."""
     settings = config.flat
-    # By the rules themselves, so that advice never contradicts them.
+    # From the rules, so that advice never contradicts them.
     excluded = any(rule.holds(settings) for rule in all_options()["fsdp_enable"].excludes)
     free = not excluded and not settings["enable_group_offload"]  # its rule excludes FSDP
     return free and config.launch.num_processes > 1 and not list(_check_shards(config))
 
 
 def _check_shards(config: RunConfig) -> Iterator[Problem]:
-    """Optimizers whose update needs whole weights, of which FSDP2 gives each process a share."""
+    """Report optimizers whose update needs unsharded weights."""
     optimizer = optimizer_name(config.optimizer, config.precision.mixed_precision)
     if config.model.model_type == "full" and not OPTIMIZERS[optimizer].element_wise:
         message = f"cannot be combined with optimizer {optimizer!r}: its update needs whole weights."
@@ -142,7 +142,7 @@ def _check_shards(config: RunConfig) -> Iterator[Problem]:
 
 
 def check_offload(config: RunConfig) -> Iterator[Problem]:
-    """CUDA graphs replay their kernels at the recorded addresses, so no tensor may move; and what a disk costs."""
+    """Report CUDA graphs with offloading, since graphs need fixed addresses, and the cost of offloading to disk."""
     settings, graphs, disk = config.flat, graph_key(config.launch), "group_offload_to_disk_path"
     moving = [key for key in ("enable_group_offload", "offload_block_inputs") if settings[key]]
     if graphs is not None and moving:

@@ -1,4 +1,4 @@
-"""Whether and where a run continues, and which settings must be unchanged."""
+"""Resuming: which checkpoint a run continues from, and which settings must be unchanged."""
 
 from __future__ import annotations
 
@@ -33,17 +33,17 @@ PACKAGES = (
     "simpletuner", "torch", "diffusers", "transformers", "accelerate", "peft", "huggingface_hub", "safetensors",
     "numpy", "pillow", "torch-optimi",
 )  # fmt: skip
-# Trained weights and optimizer state do not fit another value of these; other settings may be changed on purpose.
+# Keys whose change does not fit the trained weights or optimizer state; other settings may be changed deliberately.
 LORA = ("lora_rank", "lora_alpha", "lora_init_type", "use_dora", "lora_type", "lokr_factor", "lora_plus_ratio")
 FIXED = frozenset({"optimizer", "mixed_precision", *LoraConfig.model_fields}) - {"lora_dropout"}
 
 
 def decide_seed(configured: int | None, resume: Checkpoint | None) -> int:
-    """The seed of a run: 0 means the clock, -1 and None the system's random source.
+    """The seed of a run: 0 takes it from the clock, -1 and None from the system's random source.
 
-    A run that continues keeps a seed that was drawn when it began.
+    A resumed run keeps the seed drawn at its start.
     """
-    # A number that the user writes is compared with the checkpoint's in `sample_order`.
+    # An explicit seed is compared with the checkpoint's in `sample_order`.
     if resume is not None and configured in (None, -1, 0):
         return resume.manifest.identity.seed
     if configured is None or configured == -1:
@@ -52,7 +52,7 @@ def decide_seed(configured: int | None, resume: Checkpoint | None) -> int:
 
 
 def check_resume(plan: Plan) -> Reading[Checkpoint | None]:
-    """The checkpoint to continue from; what must be unchanged is compared before anything is loaded."""
+    """The checkpoint to continue from; reports changed settings before weights are loaded."""
     checkpoint = yield from select_checkpoint(plan.config.run.resume_from_checkpoint, plan.output_dir)
     if checkpoint is None:
         return None
@@ -76,7 +76,7 @@ def check_resume(plan: Plan) -> Reading[Checkpoint | None]:
 
 
 def _check_batch(config: RunConfig, checkpoint: Checkpoint) -> Iterator[Problem]:
-    """Another number of processes continues exactly if their batches hold as many samples together."""
+    """Report a changed global batch; a different number of processes with the same global batch continues exactly."""
     identity, processes = checkpoint.manifest.identity, config.launch.data_processes
     before, size = identity.train_batch_size * identity.num_processes, config.schedule.train_batch_size
     if before == size * processes:
@@ -100,13 +100,13 @@ def package_versions() -> dict[str, str]:
     versions = {}
     for name in PACKAGES:
         with suppress(PackageNotFoundError):
-            # From the metadata of the installation: importing the packages would take seconds.
+            # From package metadata, since importing the packages would take seconds.
             versions[name] = version(name)
     return versions
 
 
 def identify(plan: Plan) -> Identity:
-    """The identity that a run writes into its checkpoints, to recognise them."""
+    """The identity that a run records in its checkpoints."""
     config = plan.config
     return Identity(
         model_family=plan.spec.name,
@@ -125,15 +125,15 @@ def identify(plan: Plan) -> Identity:
 
 
 def weight_identities(source: ModelSource) -> dict[str, str]:
-    """The content digest of every model that is on this machine, by role."""
+    """Content digests of the models on this machine, by role."""
     folders = {role: part.local_folder() for role, part in source.parts.items() if role != "scheduler"}
     return {role: checkpoint_identity(folder) for role, folder in folders.items() if folder is not None}
 
 
 def mathematics(plan: Plan) -> dict[str, Any]:
-    """The settings that a step's result depends on, apart from rates, steps and intervals, which may change.
+    """The settings that determine a step's result, except rates, steps and intervals, which may change.
 
-    A default that depends on other settings is written as the value in effect.
+    Derived defaults are recorded as effective values.
     """
     config, spec = plan.config, plan.spec
     lora, precision = config.lora, config.precision
@@ -144,7 +144,7 @@ def mathematics(plan: Plan) -> dict[str, Any]:
     if config.model.model_type == "lora":
         fixed |= {key: getattr(lora, key) for key in LORA}
         fixed |= {
-            # By their effect: an unset alpha is the rank, a file its content, a name its layers.
+            # Effective values: the rank for an unset alpha, a file's content, the layers of a name.
             "lora_alpha": lora.lora_alpha or lora.lora_rank,
             "peft_lora_target_modules": plan.lora_targets,
         }
@@ -162,16 +162,16 @@ def mathematics(plan: Plan) -> dict[str, Any]:
         "gradient_accumulation_steps": config.schedule.gradient_accumulation_steps,
     }
     changeable |= {key: config.flat[key] for technique in config.techniques for key in technique.related}
-    # As a manifest gives it back: tuples are lists, other objects text. Old and new are compared so.
+    # As read back from a manifest, for comparison: tuples become lists, other objects text.
     written: dict[str, Any] = json.loads(json.dumps(changeable | fixed, default=str))
     return written
 
 
 def dataset_mathematics(trained: Sequence[Dataset]) -> dict[str, Any]:
-    """The settings of datasets that a step's result depends on, apart from those in `sample_order`."""
+    """The settings of datasets that determine a step's result, except those in `sample_order`."""
     settings: dict[str, Any] = {}
     for dataset in trained:
-        # A digest: texts of 100,000 samples would bloat every manifest.
+        # A digest, since texts of 100,000 samples would bloat every manifest.
         captions = digest({"captions": [sample.captions for sample in dataset.samples]})
         settings |= {
             f"{dataset.id}.is_regularisation_data": dataset.config.is_regularisation_data,
@@ -183,7 +183,7 @@ def dataset_mathematics(trained: Sequence[Dataset]) -> dict[str, Any]:
 
 
 def sample_order(plan: Plan) -> dict[str, Any]:
-    """What decides, besides the samples themselves, which of them share a batch and how they are cropped."""
+    """Settings that determine, together with the samples, the composition of batches and the crops."""
     order: dict[str, Any] = {"seed": plan.seed}
     for dataset in plan.trained:
         config, samples = dataset.config, dataset.batch_size * plan.config.launch.data_processes
@@ -201,7 +201,7 @@ def sample_order(plan: Plan) -> dict[str, Any]:
 
 def _check_weights(source: ModelSource, checkpoint: Checkpoint) -> Iterator[Problem]:
     for role, identity in weight_identities(source).items():
-        # Older checkpoints do not name their weights.
+        # Older checkpoints lack weight digests.
         was, part = checkpoint.manifest.identity.weights.get(role, identity), source[role]
         if was != identity:
             message = f"{part.location!r} holds another {role} ({identity[:12]}) than {checkpoint.path} used"
@@ -209,7 +209,7 @@ def _check_weights(source: ModelSource, checkpoint: Checkpoint) -> Iterator[Prob
 
 
 def _check_settings(new: Mapping[str, Any], checkpoint: Checkpoint) -> Iterator[Problem]:
-    """Changed settings: those that the checkpoint cannot continue with, and those that only change the experiment."""
+    """Report changed settings: errors for settings that the checkpoint cannot continue with, else warnings."""
     for key, change in _changes(checkpoint.manifest.identity.settings, new):
         hint = "choose another output_dir" if key in FIXED else "the new value applies from here on"
         yield Problem(key, f"{checkpoint.path} {change}; {hint}.", fatal=key in FIXED)
@@ -222,7 +222,7 @@ def _changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> Iterator[tuple[s
 
 
 def _check_base(config: RunConfig, checkpoint: Checkpoint) -> Iterator[Problem]:
-    """A LoRA learns to compensate the rounding of its base, so another base precision deserves a warning."""
+    """Warn about a changed base precision, since a LoRA learns to compensate the rounding of its base."""
     settings = result_of(read_json(checkpoint.path / "config.json"))
     old = settings.get("base_model_precision", "no_change") if isinstance(settings, dict) else "no_change"
     new = config.precision.base_model_precision
@@ -233,7 +233,7 @@ def _check_base(config: RunConfig, checkpoint: Checkpoint) -> Iterator[Problem]:
 
 def fingerprint(datasets: Sequence[Dataset]) -> str:
     """A digest of the samples of datasets: their names, contents and repeats."""
-    # By content, not by path: a moved folder is the same data.
+    # By content, not by path, so that a moved folder is the same data.
     samples = [[each.id, each.repeats, [[one.name, one.content] for one in each.samples]] for each in datasets]
     return digest({"datasets": samples})
 
@@ -244,7 +244,7 @@ def has_same_data(plan: Plan) -> Reading[bool]:
         return True
     identity, name = plan.resume.manifest.identity, plan.resume.path.name
     yield from _check_settings(dataset_mathematics(plan.trained), plan.resume)
-    # First what can be named by key; the fingerprint only shows that something differs.
+    # First compare by key; the fingerprint shows only that the data differ.
     if changes := list(_changes(identity.order, sample_order(plan))):
         yield from (warning(key, f"{name} {change}; its epoch starts over.") for key, change in changes)
         return False

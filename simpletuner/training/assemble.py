@@ -1,14 +1,14 @@
-"""Build everything a step needs.
+"""Builds all objects that take part in a step.
 
     load and quantise, block by block ─► adapter ─► fast blocks ─► activation checkpointing ─► compile ─► techniques
     ─► place or shard ─► optimizer ─► prepare ─► stream
 
-Weights are read some blocks at a time, cast, quantised, then packed (blocks that stream), moved to the device, or
-shared with the processes of the machine (FSDP2 will split them). So loading takes the host memory of a few blocks, and
-what is packed or shared is there once on a machine.
+Weights are read a few blocks at a time, cast, quantised, then packed (streamed blocks), moved to the device, or shared
+with the processes of the machine (FSDP2 will shard them). Loading therefore takes the host memory of a few blocks, and
+packed or shared weights exist once per machine.
 
 The order matters: peft wraps the quantised layers, checkpointing and compilation replace the `forward` of blocks that
-hold the LoRA already, and the optimizer needs parameters on their final device.
+already contain the LoRA, and the optimizer needs parameters on their final device.
 """
 
 from __future__ import annotations
@@ -65,13 +65,13 @@ if TYPE_CHECKING:
 def make_accelerator() -> Accelerator:
     """accelerate for devices, gradient synchronisation and collectives, without its mixed precision.
 
-    That would wrap the transformer in autocast, which rounds what must stay float32 (positions, modulation). Here the
-    dtypes of the loaded weights decide.
+    accelerate would wrap the transformer in autocast, which rounds tensors that must stay float32 (positions,
+    modulation). Here, the dtypes of the loaded weights apply.
     """
-    # Each process has the same buffers; sending them would make every forward pass wait for the others.
-    # Gradients that are views of the exchange's buckets exist once in memory instead of twice.
+    # Buffers are equal in all processes, and broadcasting them would delay every forward pass.
+    # Gradients as views of DDP's buckets exist once in memory instead of twice.
     exchange = DistributedDataParallelKwargs(broadcast_buffers=False, gradient_as_bucket_view=True)
-    # Without a GPU accelerate joins several processes only if it is told that they use CPUs.
+    # Without a GPU, accelerate needs `cpu=True` to join several processes.
     on_cpus = distributed.is_initialized() and not torch.cuda.is_available()
     return Accelerator(mixed_precision="no", cpu=on_cpus, kwargs_handlers=[exchange])
 
@@ -84,7 +84,7 @@ def assemble(
     accelerator: Accelerator,
     world: World = World(),
 ) -> Assembly:
-    """Load the transformer and make it trainable."""
+    """Load the transformer and prepare it for training."""
     device, precision = accelerator.device, config.precision
     sharded = config.launch.fsdp_enable and world.size > 1
     trained, packed = _load(config, spec, adapter, device, world, world if sharded else World())
@@ -104,12 +104,12 @@ def assemble(
     else:
         place_model(transformer, blocks_to_stream(layout, config.offload), device)
     parameters, ratio = trained.parameters(), config.lora.lora_plus_ratio
-    # LoRA+ (Hayou et al., arXiv:2402.12354): the matrices B at a multiple of the rate.
+    # LoRA+ (Hayou et al., arXiv:2402.12354): B matrices at a multiple of the learning rate.
     faster = [weight for name, weight in parameters.items() if ratio is not None and ".lora_B." in name]
     optimizer = build_optimizer(
         parameters.values(), config.optimizer, precision.mixed_precision, spec.learning_rate, modules, faster, ratio
     )
-    # FSDP2 exchanges the gradients of what it shards. A LoRA is whole in every process, and needs DDP.
+    # FSDP2 reduces the gradients of sharded weights. A LoRA is whole in every process and needs DDP.
     prepared = transformer if sharded and not is_lora else _replicate(transformer, accelerator, sharded=sharded)
     streamer = None if sharded else _stream(transformer, layout, config, device, world, packed)
     if streamer is not None and fast is not None:
@@ -144,10 +144,10 @@ def _release(
 def _load(
     config: RunConfig, spec: TrainingSpec, adapter: FamilyAdapter, device: torch.device, world: World, sharers: World
 ) -> tuple[Trained, list[WeightImage]]:
-    """Load the transformer with what is trained of it, and the images of the blocks that will stream.
+    """Load the transformer with its trained weights, and the images of the blocks that will stream.
 
     Args:
-        sharers: the processes that will share its weights.
+        sharers: the processes that will shard its weights.
     """
     trained_dtype = DTYPES[trained_precision(config.optimizer, config.precision)]
     load = partial(load_frozen, config, adapter, device, world, sharers=sharers)
@@ -155,7 +155,7 @@ def _load(
         if config.model.model_type != "lora":
             transformer, _ = load(adapted=r".+", dtype=trained_dtype)
             return FullModel(transformer.requires_grad_(True), sharers), []
-        # A kind with a file of its own may choose any layer.
+        # A kind configured by a file may adapt any layer.
         adapted = r".+" if adapter_kind(config.lora).layers else spec.lora_targets
         transformer, packed = load(adapted=adapted, on_host=config.lora.starts_from_base)
         return _add_adapter(transformer, config, spec, adapter.spec, trained_dtype), packed
@@ -172,14 +172,14 @@ def load_frozen(
     dtype: torch.dtype | None = None,
     on_host: bool = False,
 ) -> tuple[nn.Module, list[WeightImage]]:
-    """Load a frozen transformer, in the precision of the settings. Collective.
+    """Load a frozen transformer in the configured precision. Collective.
 
     Args:
-        device: what it will compute on. Blocks that stay there are moved to it at once.
+        device: the compute device. Blocks that stay there are moved to it immediately.
         world: the processes that share the images.
-        sharers: the processes that will split the weights among them; until then each machine has one copy.
+        sharers: the processes that will shard the weights; until then, each machine has one copy.
         adapted: the modules that will be trained, or get an adapter.
-        dtype: another one than that of the settings.
+        dtype: overrides the configured dtype.
         on_host: leave all blocks on the CPU.
 
     Returns:
@@ -210,13 +210,13 @@ def load_frozen(
 
 
 def _adapts_only(transformer: nn.Module, adapted: Targets, layers: str) -> bool:
-    """Whether all modules that get an adapter are layers that can be quantised: others keep their dtype till then."""
+    """Whether all modules that get an adapter are quantisable layers; other modules keep their dtype until then."""
     names = [name for name, _ in transformer.named_modules()]
     return all(re.fullmatch(layers, name) for name in matching_modules(names, adapted))
 
 
 def load_for_sampling(config: RunConfig, adapter: FamilyAdapter, device: torch.device) -> nn.Module:
-    """Load a transformer for sampling alone: frozen, quantised, sped up, placed and streamed as in training."""
+    """Load a transformer for sampling only: frozen, quantised, with fast blocks, placed and streamed as in training."""
     with large_tensors_apart():
         transformer, packed = load_frozen(config, adapter, device)
     transformer.eval()
@@ -235,10 +235,12 @@ def blocks_to_stream(layout: BlockLayout, config: OffloadConfig) -> list[nn.Modu
 def _attach(
     techniques: Sequence[Technique], site: Site, seed: int, accelerator: Accelerator
 ) -> tuple[dict[str, nn.Module], list[nn.Module]]:
-    """Attach the techniques; returns their modules by name, on the device, and the same modules as the techniques call
-    them, wrapped for the exchange of gradients between processes.
+    """Attach the techniques.
 
-    Each technique has its own seed: enabling one does not change how another is initialised.
+    Every technique has a separate seed, so that enabling one does not change the initialisation of another.
+
+    Returns:
+        the techniques' modules on the device, by name, and the same modules wrapped for gradient synchronisation.
     """
     modules, wrapped = dict[str, nn.Module](), list[nn.Module]()
     for technique in techniques:
@@ -252,15 +254,15 @@ def _attach(
 
 
 def _replicate(transformer: nn.Module, accelerator: Accelerator, *, sharded: bool) -> nn.Module:
-    """Wrap the transformer for the exchange of gradients between processes; what is frozen stays out of it."""
+    """Wrap the transformer for gradient synchronisation; frozen weights are excluded."""
     frozen = [name for name, each in transformer.named_parameters() if not each.requires_grad]
     frozen += [name for name, _ in transformer.named_buffers()]
-    # Otherwise DDP broadcasts the whole frozen model when it starts.
+    # Otherwise DDP would broadcast the whole frozen model at the start.
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(transformer, frozen)
-    if sharded:  # accelerate takes any sharded weight for one that DDP would exchange
+    if sharded:  # accelerate assumes that DDP would synchronise sharded weights
         assert accelerator.ddp_handler is not None
         return DistributedDataParallel(transformer, **accelerator.ddp_handler.to_kwargs())
-    # Placed already, streamed blocks on the CPU.
+    # Already placed, with streamed blocks on the CPU.
     return accelerator.prepare(transformer, device_placement=[False])
 
 
@@ -279,7 +281,7 @@ def _add_adapter(
 def _use_fast_blocks(
     transformer: nn.Module, config: RunConfig, adapter: FamilyAdapter, device: torch.device
 ) -> FastBlocks | None:
-    """Apply products in few bits and the family's own speed-ups; None if its blocks stay those of diffusers."""
+    """Enable quantised matmuls and the family's fast blocks; None if the blocks remain those of diffusers."""
     if config.precision.quantized_matmul:
         use_quantised_products(transformer, config.precision.quantized_matmul_kernel)
     if bf16_modulation(config.speed):
@@ -314,11 +316,11 @@ def _checkpoint_and_compile(
     compared = list(_comparisons(transformer, layout.visual_blocks[0], fast, config))
     backend = compile_backend(config.speed, config.launch, device.type)
     if backend is not None:
-        # The last functions of checkpointed blocks recompute themselves if they keep the attention's result, and their
-        # inputs on the device, and do not restore the state of the random generator.
+        # The last functions of checkpointed blocks can recompute themselves if the output of attention is kept, inputs
+        # stay on the device, and no generator state is restored.
         inside, sampling = keeps and not inputs_leave and not dropout, samples_compiled(config)
         if config.speed.speed == "reference":
-            layout = replace(layout, compiled=None)  # diffusers' code, not ours
+            layout = replace(layout, compiled=None)  # diffusers' code
         compile_blocks(layout, fast, backend, config.launch, sampling=sampling, recomputing=inside)
     for each in compared:
         each.install()
@@ -327,7 +329,7 @@ def _checkpoint_and_compile(
 def _comparisons(
     transformer: nn.Module, first: nn.Module, fast: FastBlocks | None, config: RunConfig
 ) -> Iterator[FirstGradients]:
-    """The first block with and without what changes its gradients."""
+    """Comparisons of the first block with and without the settings that change its gradients."""
     stored = quantisation(config.precision.base_model_precision)
     if stored is not None and config.precision.quantized_matmul:
         what = f"{stored.name.partition('-')[0]} products: on the first batch, gradients of block 0"
@@ -336,8 +338,8 @@ def _comparisons(
     if fast is not None and config.speed.speed_fused_lora:
         from simpletuner.training.fused_lora import FusedLora
 
-        # FSDP2 shards the weights. Inits that change the base swap the adapter between a forward pass and its backward
-        # pass, and [W | B] would keep the wrong one.
+        # FSDP2 shards the weights. Inits that change the base swap the adapter between a forward and its backward pass,
+        # and [W | B] would contain the wrong one.
         stays = not config.launch.fsdp_enable and config.lora.lora_init_type not in BASE_CHANGING_INITS
         fused = FusedLora(transformer, fast, pack=stays)
         message = (
@@ -349,13 +351,13 @@ def _comparisons(
 def _share_tokens(
     layout: BlockLayout, fast: FastBlocks | None, config: RunConfig, world: World
 ) -> SequenceGroup | None:
-    """Divide the tokens among processes if `sequence_parallel_size` asks for it."""
+    """Enable sequence parallelism if configured."""
     if config.launch.sequence_parallel_size == 1:
         return None
     from simpletuner.distributed.sequence import SequenceGroup
 
     if fast is None or layout.rope is None:  # `check_sequence` refuses such runs
-        raise ValueError("these blocks cannot share their tokens")
+        raise ValueError("these blocks do not support sequence parallelism")
     group = fast.self_attention.group = SequenceGroup.connect(world, config.launch.sequence_parallel_size)
     group.attach(layout.visual_blocks, layout.rope)
     return group
@@ -367,6 +369,6 @@ def _stream(
 ) -> Streamer | None:  # fmt: skip
     if not config.offload.enable_group_offload:
         return None
-    # Without recomputation, autograd saves weights that leave the device before the backward pass.
+    # Without recomputation, autograd saves weights that are evicted before the backward pass.
     streamed, keeps_saved = blocks_to_stream(layout, config.offload), not config.precision.checkpoints_all
     return Offload(config.offload, device, world).attach(transformer, streamed, keeps_saved=keeps_saved, packed=packed)

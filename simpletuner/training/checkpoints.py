@@ -1,12 +1,12 @@
-"""Save a run and resume it, bit for bit.
+"""Saves a run and resumes it bit for bit.
 
 checkpoint-<step>/
   pytorch_lora_weights.safetensors   what users load (LoRA), or transformer/ (full)
   ema/, transformer_ema/             the moving average in the same form
-  training_state/trainable.safetensors   the LoRA exactly as it is trained
+  training_state/trainable.safetensors   the LoRA exactly as trained
   training_state/<technique>.module.safetensors   the weights of a technique
   training_state/state.pt            optimizer, EMA, data position, random states, techniques
-  training_state/shards/             the large tensors of that state, if processes share them (FSDP2)
+  training_state/shards/             the large tensors of that state, if sharded (FSDP2)
   config.json                        settings without secrets
   manifest.json                      written last
 """
@@ -48,7 +48,7 @@ logger = logging.getLogger(__name__)
 
 STATE_FILE = "state.pt"
 MODULE_SUFFIX = ".module.safetensors"
-# What reading anything but a saved state raises.
+# Errors raised on reading a file that is not a saved state.
 FOREIGN = (
     LookupError, TypeError, AttributeError, ValueError, RuntimeError, FileNotFoundError, EOFError, UnpicklingError,
     struct.error, SafetensorError,
@@ -62,14 +62,14 @@ def load_checkpoint(checkpoint: Checkpoint, assembly: Assembly, loader: BatchLoa
         same_data: datasets and batch size are unchanged; otherwise the epoch starts over.
 
     Raises:
-        UserError: the checkpoint is damaged or edited, holds NaN or infinity, or was made with other trained layers or
-            another optimizer.
+        UserError: the checkpoint is damaged or edited, holds NaN or infinity, or has other trained layers or another
+            optimizer.
     """
     if damaged := manifest.damaged_files(checkpoint):
         raise UserError(f"{checkpoint.path} is damaged: {', '.join(damaged)}. Choose an earlier checkpoint.")
     try:
         return _restore(checkpoint, assembly, loader, same_data=same_data)
-    except FOREIGN as error:  # a file was changed together with its hash in the manifest
+    except FOREIGN as error:  # a file has been changed together with its hash in the manifest
         is_of_device = is_out_of_memory(error) or isinstance(error, DEVICE_FAILURES)
         if is_of_device or assembly.world.size > 1:  # a failed collective raises the same types
             raise
@@ -82,9 +82,9 @@ def _restore(checkpoint: Checkpoint, assembly: Assembly, loader: BatchLoader, *,
     folder, saved = checkpoint.path / STATE_FOLDER, checkpoint.manifest
     assembly.trained.load(checkpoint.path)
     _load_modules(assembly, folder)
-    # To the CPU first: the optimizer moves its state to the device of its parameters.
+    # To the CPU first, since the optimizer moves its state to the device of its parameters.
     parameters = [parameter for group in assembly.optimizer.param_groups for parameter in group["params"]]
-    # Mapped where parts of it are copied elsewhere, one at a time.
+    # Memory-mapped if its tensors are copied elsewhere, one at a time.
     mapped = any(map(is_part, parameters)) or assembly.accelerator.device.type != "cpu"
     content = torch.load(folder / STATE_FILE, map_location="cpu", weights_only=True, mmap=mapped)
     step, epoch = content["global_step"], content["epoch"]
@@ -99,7 +99,7 @@ def _restore(checkpoint: Checkpoint, assembly: Assembly, loader: BatchLoader, *,
         raise UserError(f"{checkpoint.path} was made with another optimizer: {error}") from error
     assembly.scaler.load_state_dict(content["scaler"])
     for technique in assembly.techniques:
-        if technique.name in content["techniques"]:  # otherwise it was switched on since and starts now
+        if technique.name in content["techniques"]:  # otherwise it has been enabled since and starts now
             technique.load_state_dict(content["techniques"][technique.name])
     ema = assembly.trained.ema
     if ema is not None and content["ema"] is not None:
@@ -111,7 +111,7 @@ def _restore(checkpoint: Checkpoint, assembly: Assembly, loader: BatchLoader, *,
 
 
 def _load_modules(assembly: Assembly, folder: Path) -> None:
-    """Restore the weights of techniques; one that was off starts now, one that is off now is ignored."""
+    """Restore the weights of techniques; newly enabled techniques start now, disabled ones are ignored."""
     saved = {path.name.removesuffix(MODULE_SUFFIX): path for path in sorted(folder.glob(f"*{MODULE_SUFFIX}"))}
     for name, module in assembly.modules.items():
         if name not in saved:
@@ -129,7 +129,7 @@ def _load_modules(assembly: Assembly, folder: Path) -> None:
 
 def _save_state(path: Path, content: Any) -> None:
     with open_atomically(path) as file:
-        # Straight into the file: a full fine-tune's state may not fit into memory a second time.
+        # Written directly to the file: the state of a full fine-tune may not fit into memory twice.
         torch.save(content, file)
 
 
@@ -137,16 +137,16 @@ def _save_state(path: Path, content: Any) -> None:
 class CheckpointWriter(Callback):
     """Callback that saves checkpoints at the configured intervals and prunes old ones.
 
-    Training goes on while a thread hashes and flushes the files of a checkpoint, and writes them if host memory has
-    room for a copy. The next checkpoint and the end of the run wait for it.
+    Training continues while a thread hashes and flushes the files of a checkpoint, and writes them if host memory has
+    room for a copy. The next checkpoint and the end of the run wait for the thread.
 
     Attributes:
-        thread: of one worker.
-        before: waits for what is to be on disk before the checkpoint: a run that continues from it does not repeat it.
+        thread: a pool of one worker.
+        before: waits for data that must be on disk before the checkpoint, since a resumed run does not write it again.
         note: header entries of weight files for a state of the run.
-        in_use: returns checkpoints that may not be removed now.
-        in_background: host memory has room for a copy of all that is saved, and no process shares the weights.
-        in_shards: every process writes its parts of the state; otherwise the main process gathers all of them.
+        in_use: returns checkpoints that must not be removed now.
+        in_background: host memory has room for a copy of the checkpoint, and weights are not sharded.
+        in_shards: every process writes its shards of the state; otherwise the main process gathers them.
         saved_step: step of the newest checkpoint.
     """
 
@@ -166,11 +166,11 @@ class CheckpointWriter(Callback):
     _completing: Future[CheckpointSaved] | None = field(default=None, init=False)
 
     def on_train_start(self, assembly: Assembly, state: TrainState) -> None:
-        # A resumed run need not save what it has just loaded.
+        # A resumed run need not save the checkpoint it has just loaded.
         self.saved_step = state.global_step
 
     def on_step_end(self, assembly: Assembly, state: TrainState, report: StepReport) -> None:
-        # An error in the background, such as a full disk, surfaces here instead of at the next checkpoint.
+        # Raises background errors, such as a full disk, before the next checkpoint.
         if self._completing is not None and self._completing.done():
             self._settle()
         config, done = self.config, report.epochs_done
@@ -180,15 +180,15 @@ class CheckpointWriter(Callback):
             self.save(assembly, state, rolling=True)
 
     def on_train_end(self, assembly: Assembly, state: TrainState) -> None:
-        """Save the end. An interrupted run saves a rolling checkpoint, which never displaces a regular one."""
+        """Save the last step. An interrupted run saves a rolling checkpoint, which never displaces a regular one."""
         self.save(assembly, state, rolling=state.global_step < assembly.settings.total_steps)
         self._settle()
 
     def save(self, assembly: Assembly, state: TrainState, *, rolling: bool = False) -> None:
-        """Save now unless this step is saved already, then remove checkpoints beyond the limit.
+        """Save now, unless this step is already saved, then remove checkpoints beyond the limit.
 
         Raises:
-            DiskFullError: for this checkpoint, or the one before.
+            DiskFullError: for this checkpoint or the previous one.
         """
         if self.saved_step == state.global_step or not assembly.writes:
             return
@@ -197,7 +197,7 @@ class CheckpointWriter(Callback):
         path = self.output_dir / f"checkpoint-{state.global_step}{ROLLING if rolling else ''}"
         started, step = time.monotonic(), state.global_step
         shared = assembly.trained.sharers.size > 1
-        # Not if processes write together: when one fails, the rest would wait for it forever.
+        # Not if processes write together: if one fails, all others would wait for it forever.
         with nullcontext() if shared else assembly.world.undisturbed():
             complete = self.write(path, assembly, state)
         self.saved_step = step
@@ -212,11 +212,11 @@ class CheckpointWriter(Callback):
         self._completing = self.thread.submit(finish)
 
     def write(self, final: Path, assembly: Assembly, state: TrainState) -> Callable[[], None] | None:
-        """Write the files of a checkpoint, or copy them; collective if processes share the trained weights.
+        """Write or copy the files of a checkpoint. Collective if the trained weights are sharded.
 
         Returns:
-            in the main process, what completes the checkpoint or, if it fails, removes the files. It writes what was
-            copied, hashes and flushes all files, for which it needs neither the weights nor other processes.
+            in the main process, a function that completes the checkpoint or, if it fails, removes the files. It writes
+            the copies and hashes and flushes all files, and needs neither the weights nor other processes.
 
         Raises:
             NonFiniteError: a weight is NaN or infinite; nothing is written.
@@ -228,7 +228,7 @@ class CheckpointWriter(Callback):
         with ExitStack() as building:
             folder = sharers.on_main(lambda: building.enter_context(build_folder(final)))
             sharers.on_main((folder / STATE_FOLDER).mkdir)
-            # Closed at once, since the moving average may replace the weights until then.
+            # Closed promptly, since the moving average may replace the weights until then.
             with closing(self._drafts(assembly, state, folder)) as drafts:
                 if self.in_background:
                     arrived = copy_drafts(drafts, assembly.accelerator.device)
@@ -239,7 +239,7 @@ class CheckpointWriter(Callback):
         describe = partial(Manifest, state.global_step, state.epoch, self.identity)
 
         def complete() -> None:
-            with written:  # which gives the folder its name
+            with written:  # renames the folder on exit
                 for draft in arrived():
                     draft.write_into(folder)
                 manifest.write_manifest(folder, describe(manifest.describe_files(folder)))
@@ -247,10 +247,10 @@ class CheckpointWriter(Callback):
         return sharers.main_only(lambda: complete)
 
     def _drafts(self, assembly: Assembly, state: TrainState, folder: Path) -> Generator[Draft]:
-        """The files but for the manifest; collective if processes share the trained weights.
+        """The files except the manifest. Collective if the trained weights are sharded.
 
         Args:
-            folder: for the parts of shared tensors, which are written at once.
+            folder: folder for shards, which are written immediately.
         """
         ema = assembly.trained.ema
         yield from assembly.trained.drafts(self.note(state))
@@ -281,7 +281,6 @@ class CheckpointWriter(Callback):
         saved = completing.result()
         rolling = saved.path.name.endswith(ROLLING)
         limit = self.config.checkpoints_rolling_total_limit if rolling else self.config.checkpoints_total_limit
-        # Only now: an old checkpoint must not go for a new one that may still fail. And in this thread, in which
-        # uploads choose theirs.
+        # Only now, since the new checkpoint could have failed, and in this thread, where uploads select theirs.
         removed = manifest.prune(self.output_dir, limit, rolling=rolling, in_use=self.in_use())
         self.events.publish(replace(saved, removed=removed))

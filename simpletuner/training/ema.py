@@ -1,9 +1,9 @@
 """An exponential moving average of the trained weights.
 
-An update is three float32 operations (a difference, a product, a sum), each rounded once, so that the result is equal
-bit for bit on every device and with or without `torch._foreach_*`. `lerp_` gives no such guarantee.
+An update is three float32 operations (difference, product, sum), each rounded once, so that the result is bit-identical
+on every device and with or without `torch._foreach_*`. `lerp_` does not guarantee this.
 
-An average in host memory follows a GPU's weights while training goes on: a side stream copies them, a thread averages.
+An average in host memory is updated while training continues: a side stream copies the weights, a thread averages.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ from simpletuner.memory.offload.beside import SideStream
 
 AnyTensor = TypeVar("AnyTensor", bound=Tensor)
 
-# Numbers (64 MiB in float32) that go to another device in one copy: thousands of small LoRA tensors would be as many.
+# Numbers per copy to another device (64 MiB in float32), which batches thousands of small LoRA tensors.
 BUNDLE = 1 << 24
 
 
 class Ema:
-    """The average of some parameters, a LoRA's or a whole model's, bf16 or float32.
+    """The moving average of parameters, of a LoRA or a whole model, in bf16 or float32.
 
     Args:
-        parameters: what to average, by name; the average starts as a copy.
+        parameters: parameters to average, by name; the average starts as a copy.
         config: decay, interval, warm-up and device.
         device: the accelerator, used for `ema_device` accelerator unless `ema_cpu_only` is set.
 
@@ -59,17 +59,17 @@ class Ema:
 
     @property
     def average(self) -> dict[str, Tensor]:
-        """float32, by name, sharded like the parameters; with the last update."""
+        """The average by name, float32, sharded like the parameters; waits for the last update."""
         if self._following is not None:
             self._following.wait()
         return self._average
 
     @torch.no_grad()
     def update(self, global_step: int) -> None:
-        """Update the average after an optimizer step; steps between the intervals change nothing.
+        """Update the average after an optimizer step, at the configured interval.
 
         Args:
-            global_step: optimizer steps done, this one included.
+            global_step: number of optimizer steps, including this one.
         """
         if global_step % self.config.ema_update_interval:
             return
@@ -85,12 +85,12 @@ class Ema:
 
     @contextmanager
     def applied(self) -> Iterator[None]:
-        """Put the average into the parameters, rounded to their dtype, and restore them exactly afterwards.
+        """A context with the average in the parameters, rounded to their dtype; restores them exactly on exit.
 
-        Meanwhile the trained weights are kept on the average's device, so that a large model needs no second copy on
+        The trained weights are kept on the average's device meanwhile, so that a large model needs no second copy on
         the accelerator.
         """
-        # Copied even on the same device, where `to` would return the parameters that are about to be overwritten.
+        # Copied even on the same device, where `to` would return the parameters to be overwritten.
         waiting = {name: local(each.detach()).to(self.device, copy=True) for name, each in self._parameters.items()}
         try:
             self._fill(self.average)
@@ -99,16 +99,16 @@ class Ema:
             self._fill(waiting)
 
     def state_dict(self) -> dict[str, Any]:
-        """What the next update depends on, in types that `torch.load` accepts with `weights_only`.
+        """The state for the next update, in types that `torch.load` accepts with `weights_only`.
 
-        Like an optimizer's, it is to be saved before the next update: a copy would need as much memory again.
+        Not a copy: like an optimizer's state, it must be saved before the next update.
         """
         return {"average": self.average, "updates": self._updates, "decay_value": self.decay_value}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from a saved average of the same parameters."""
         for name, average in self.average.items():
-            # In place: device and sharding are those of this run, whatever the checkpoint's were.
+            # In place, which keeps the device and sharding of this run.
             local(average).copy_(local(as_sharded(state["average"][name], average)))
         self._updates, self.decay_value = state["updates"], state["decay_value"]
 
@@ -117,14 +117,14 @@ class Ema:
         ema_warmup_steps."""
         if self._updates == 0 or global_step < self.config.ema_warmup_steps:
             return 0.0
-        # The warm-up of TensorFlow's ExponentialMovingAverage: at first the average follows, and forgets its start.
+        # The warm-up of TensorFlow's ExponentialMovingAverage, which quickly forgets the initial weights.
         n = global_step - 1
         return min((1 + n) / (10 + n), self.config.ema_decay)
 
     def _move(self, averages: list[Tensor], decay: float, flat: Tensor) -> None:
         """Move the averages of a bundle towards its weights, which are overwritten."""
         weights = apart(flat, averages)
-        # Rounded, a + (w - a) is not always w; the first update must be an exact copy.
+        # With rounding, a + (w - a) is not always w, but the first update must be an exact copy.
         if decay == 0:
             torch._foreach_copy_(averages, weights)
         elif self.config.ema_foreach_disable:
@@ -142,10 +142,10 @@ class Ema:
 
 
 class Following:
-    """Copies a GPU's weights beside the compute into page-locked host memory, where a thread works on them.
+    """Copies a GPU's weights to pinned host memory on a side stream, where a thread processes them.
 
     Args:
-        device: of the weights. Without CUDA, copies are synchronous.
+        device: device of the weights. Without CUDA, copies are synchronous.
         room: numbers of the largest copy.
     """
 
@@ -156,9 +156,9 @@ class Following:
         self._works: deque[Future[None]] = deque()
 
     def copy(self, flat: Tensor, work: Callable[[Tensor], None]) -> None:
-        """Copy float32 numbers, and have the copy worked on, in the order of the calls.
+        """Copy float32 numbers and process the copy, in the order of the calls.
 
-        The host waits if all rooms are still in use. An exception of earlier work is raised.
+        Blocks while all buffers are in use. Raises the exception of earlier work, if any.
         """
         if len(self._works) == SLOTS:
             self._works.popleft().result()
@@ -183,19 +183,19 @@ def _work_on(room: Tensor, arrived: torch.cuda.Event | None, work: Callable[[Ten
 
 
 def in_row(bundle: Iterable[nn.Parameter]) -> Tensor:
-    """The weights of a bundle as float32 in one row, a copy."""
+    """The weights of a bundle flattened into one float32 row, as a copy."""
     return torch.cat([local(each.detach()).flatten().float() for each in bundle])
 
 
 def apart(flat: Tensor, shaped: Iterable[Tensor]) -> list[Tensor]:
-    """Views of a row of `in_row`, in the given tensors' shapes."""
+    """Views of a row from `in_row`, in the shapes of the tensors."""
     shapes = [each.shape for each in shaped]
     parts = flat.split([shape.numel() for shape in shapes])
     return [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
 
 
 def in_bundles(tensors: Iterable[AnyTensor]) -> list[list[AnyTensor]]:
-    """Tensors in groups of at most `BUNDLE` numbers, in order; a larger tensor is a group alone."""
+    """Tensors in groups of at most `BUNDLE` numbers, in order; a larger tensor forms a group alone."""
     bundles: list[list[AnyTensor]] = []
     room = 0
     for tensor in tensors:

@@ -1,15 +1,15 @@
-"""LoRA in fewer products (`speed_fused_lora`).
+"""LoRA with fewer matmuls (`speed_fused_lora`).
 
-Layers with the same input x (T K), weights Wᵢ and adapters Aᵢ (r K), Bᵢ compute yᵢ = x Wᵢᵀ + s (x Aᵢᵀ) Bᵢᵀ, in peft by
-three products each. Here all A are one product, h = s x [A₁; A₂; ...]ᵀ, and then, with B on the diagonal of blocks,
+Layers with the same input x (T K), weights Wᵢ and adapters Aᵢ (r K), Bᵢ compute yᵢ = x Wᵢᵀ + s (x Aᵢᵀ) Bᵢᵀ, with three
+matmuls per layer in peft. Here, all A are one matmul, h = s x [A₁; A₂; ...]ᵀ, and then, with a block-diagonal B,
 
-    [y₁ | y₂ | ...] = [x | h] · [W | B]ᵀ             one product for all layers, which adds in its accumulators
+    [y₁ | y₂ | ...] = [x | h] · [W | B]ᵀ             one matmul for all layers, which adds in its accumulators
 
-on a GPU where the weights are plain and stay on the device. Other weights (quantised, streamed, sharded) and CPUs, on
-which the zeros of [W | B] cost more than the sums that they save, add h Bᵢᵀ to each layer's own product.
+on a GPU, if the weights are plain and stay on the device. For other weights (quantised, streamed, sharded), and on
+CPUs, where the zeros of [W | B] cost more than the additions they save, h Bᵢᵀ is added to the output of each layer.
 
-Elementwise traffic of q, k, v and the query of cross-attention, in units of one tensor T K: peft reads x and writes and
-reads h Bᵀ for each, 12; [x | h] is written beside x, and x read once, for each of the two inputs: 4.
+Elementwise traffic of q, k, v and the query of cross-attention, in units of one tensor T K: peft reads x, and writes
+and reads h Bᵀ, for each layer: 12. Here, [x | h] is written beside x, and x read once, for each of two inputs: 4.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from torch.nn.functional import linear
 from simpletuner.models.blocks import FastBlocks
 from simpletuner.training.lora import ADAPTER
 
-PACKED_ON = ("cuda",)  # types of devices on which the wide product is faster
-# cuBLAS leaves the tensor cores' fast path where rows of 16-bit numbers do not start at multiples of 16 bytes.
+PACKED_ON = ("cuda",)  # device types on which the wide matmul is faster
+# cuBLAS loses the fast path of tensor cores if 16-bit rows do not start at multiples of 16 bytes.
 MULTIPLE = 8
 
 logger = logging.getLogger(__name__)
@@ -38,11 +38,11 @@ class SharedInput:
     """Layers that read the same input, each with a LoRA of one rank and scale.
 
     Attributes:
-        layers: as peft has them.
-        bases, downs, ups: their frozen layers, A and B. Compiled code checks every attribute on the way to a tensor,
-            and from here the way is short.
-        packed: [W | B] of all layers, of which the layers' weights are views; None for separate products.
-        bias: of all layers, with `packed`; None if they have none.
+        layers: peft's layers.
+        bases, downs, ups: their frozen layers, A and B. Stored here because compiled code guards every attribute on the
+            path to a tensor.
+        packed: [W | B] of all layers, with the layers' weights as views; None for separate matmuls.
+        bias: bias of all layers, with `packed`; None if they have none.
         is_fused: false to let peft compute, for comparison.
     """
 
@@ -60,7 +60,7 @@ class SharedInput:
     def __call__(self, x: Tensor) -> Sequence[Tensor]:
         """The layers' outputs, each (..., out), of an input (..., K)."""
         first = self.layers[0]
-        # peft handles disabled adapters (a teacher) and additional ones (previews).
+        # peft handles disabled adapters (a teacher) and additional adapters (previews).
         if not self.is_fused or first.disable_adapters or first.merged or first.active_adapters != [ADAPTER]:
             return [layer(x) for layer in self.layers]
         down, scale = torch.cat(self.downs).to(x.dtype), first.scaling[ADAPTER]
@@ -72,7 +72,7 @@ class SharedInput:
         return out.unflatten(0, x.shape[:-1]).split([len(up) for up in self.ups], dim=-1)
 
     def pack(self) -> bool:
-        """Move plain weights on a GPU into one matrix with columns for B, which replaces theirs; False for others."""
+        """Move plain GPU weights into one matrix with columns for B; returns False for other weights."""
         weights = [base.weight.detach() for base in self.bases if type(base) is nn.Linear]
         if len(weights) < len(self.bases) or weights[0].device.type not in PACKED_ON:
             return False
@@ -88,11 +88,11 @@ class SharedInput:
         return True
 
     def places(self) -> Iterator[Tensor]:
-        """The place of each B in [W | B]."""
+        """The view of each B in [W | B]."""
         assert self.packed is not None
         row, column = 0, self.packed.shape[1] - sum(map(len, self.downs))
         for width, rank in (up.shape for up in self.ups):
-            # `data`: a second forward pass copies the same numbers, and must not invalidate what the first one saved.
+            # `data`, since a second forward pass copies the same numbers and must not invalidate saved tensors.
             yield self.packed.data[row : row + width, column : column + rank]
             row, column = row + width, column + rank
 
@@ -118,7 +118,7 @@ class WideProduct(torch.autograd.Function):
         both = gradient @ packed
         thin = both[:, width:] * ctx.scale
         inputs = both[:, :width] + thin @ down if ctx.needs_input_grad[0] else None
-        # Of this product only the blocks on the diagonal are gradients; on tensor cores, separate ones take as long.
+        # Only the diagonal blocks are gradients; on tensor cores, separate matmuls take as long.
         blocks = gradient.t() @ wide[:, width:]
         rank = len(down) // len(ctx.rows)
         parts = zip(blocks.split(ctx.rows), ctx.dtypes, strict=True)
@@ -127,11 +127,10 @@ class WideProduct(torch.autograd.Function):
 
 
 class FusedLora:
-    """The groups of a transformer's layers that share their input and all have a LoRA.
+    """The groups of a transformer's layers that share an input and all have a LoRA.
 
     Args:
-        pack: pack the weights that are plain and on a GPU; they and B must not change between a forward pass and its
-            backward pass.
+        pack: pack plain weights on a GPU; they and B must not change between a forward pass and its backward pass.
     """
 
     def __init__(self, transformer: nn.Module, fast: FastBlocks, *, pack: bool) -> None:
@@ -145,14 +144,16 @@ class FusedLora:
                 others = attention.shared_inputs if attention.fused_projections else {}
                 attention.shared_inputs, attention.fused_projections = {**others, names: self.groups[-1]}, True
         if not self.groups:
-            logger.warning("speed_fused_lora has no effect: no layers that share their input all have a LoRA.")
+            logger.warning("speed_fused_lora has no effect: no layers that share an input all have a LoRA.")
         elif pack:
             transformer.register_forward_pre_hook(self._refresh)
 
     def _refresh(self, *call: Any) -> None:
-        """Copy every B beside its weight, before each forward pass: optimizers, checkpoints and averages write to it,
-        some without a trace in autograd's version counters."""
-        if self._packed is None:  # the weights are on their final device by now, those of streamed blocks on the CPU
+        """Copy every B beside its weight before each forward pass.
+
+        Optimizers, checkpoints and averages write to B, some without incrementing autograd's version counter.
+        """
+        if self._packed is None:  # the weights are on their final device by now, or on the CPU for streamed blocks
             self._packed = [group for group in self.groups if group.pack()]
         if self._packed:
             places = [place for group in self._packed for place in group.places()]
@@ -164,7 +165,7 @@ class FusedLora:
 
     @contextmanager
     def separate(self) -> Iterator[None]:
-        """A context in which peft computes every layer by itself."""
+        """A context in which peft computes every layer separately."""
         for group in self.groups:
             group.is_fused = False
         try:

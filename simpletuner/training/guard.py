@@ -1,6 +1,6 @@
-"""The size of a gradient and its clipping; and keeping NaN and infinity out of weights, files and previews.
+"""Gradient size and clipping, and checks that keep NaN and infinity out of weights, files and previews.
 
-A step checks only what it reads from the device anyway (the losses, and the gradient size that clipping needs), so the
+A step checks only numbers that it reads from the device anyway (the losses, and the gradient size for clipping), so the
 checks cost no synchronisation. Weights are checked when they are saved, loaded, published or rendered.
 """
 
@@ -40,19 +40,19 @@ def stop_if_losses_not_finite(losses: Sequence[float], files: Sequence[Sequence[
 
 
 def stop_if_result_not_finite(assembly: Assembly) -> None:
-    """Check everything trained, the moving average included, before it is saved, published or rendered.
+    """Check all trained weights, including the moving average, before they are saved, published or rendered.
 
     Raises:
         NonFiniteError: naming the tensors.
     """
     stop_if_weights_not_finite(assembly.parameters | assembly.module_parameters)
     ema = assembly.trained.ema
-    if ema is not None:  # on its own, since it may be on another device
+    if ema is not None:  # separately, since it may be on another device
         stop_if_weights_not_finite({f"EMA of {name}": tensor for name, tensor in ema.average.items()})
 
 
 def stop_if_weights_not_finite(weights: Mapping[str, Tensor]) -> None:
-    """Check weights of one device, for which the host waits once.
+    """Check weights on one device, with a single synchronisation.
 
     Raises:
         NonFiniteError: naming the tensors.
@@ -65,7 +65,7 @@ def stop_if_weights_not_finite(weights: Mapping[str, Tensor]) -> None:
 
 
 def refuse_not_finite(weights: Mapping[str, Tensor], origin: Path | str) -> None:
-    """Check weights that were read from a checkpoint.
+    """Check weights read from a checkpoint.
 
     Args:
         origin: the file or checkpoint, for the message.
@@ -78,52 +78,52 @@ def refuse_not_finite(weights: Mapping[str, Tensor], origin: Path | str) -> None
 
 
 def not_finite(tensors: Mapping[str, Tensor]) -> list[str]:
-    """The names of tensors with a value that is NaN or infinite; collective if they are sharded."""
+    """The names of tensors with NaN or infinite values. Collective if they are sharded."""
     if not tensors:
         return []
-    # The maximum norm is infinite or NaN exactly where a value is. A sum of squares could overflow.
+    # The maximum norm is infinite or NaN exactly if a value is; a sum of squares could overflow.
     largest = from_all(norms(tensors.values(), math.inf), tensors.values())
-    # A row per process; `amax` keeps NaN.
+    # One row per process; `amax` propagates NaN.
     values = largest.view(-1, len(tensors)).amax(0).tolist()
     return [name for name, value in zip(tensors, values, strict=True) if not math.isfinite(value)]
 
 
 @torch.no_grad()
 def norms(tensors: Iterable[Tensor], order: float) -> Tensor:
-    """The norm of each tensor or, if it is sharded, of this process's part of it: float32, on the device."""
-    # Norms of bf16 gradients are bf16; adding up hundreds of squares takes more than its 8 bits.
+    """The norm of each tensor, or of this process's shard: float32, on the device."""
+    # float32, since norms of bf16 gradients are bf16, whose 8 bits are too few for the sum of hundreds of squares.
     parts = local_parts(tensors)
     return torch.stack([norm.float() for norm in torch._foreach_norm(parts, order)]) if parts else torch.zeros(0)
 
 
-# The scaler skips a float16 step that overflows and halves its scale. Below 1 it is not the scale that overflows.
+# The scaler skips an overflowing float16 step and halves its scale. Below 1, the scale is not the cause.
 LOWEST_SCALE = 1.0
 
 
 def equalise_samples(parameters: Iterable[nn.Parameter], counts: Sequence[int]) -> None:
-    """Rescale gradients summed with `loss_divisor` to those of the mean over all samples."""
+    """Rescale gradients summed with `loss_divisor` to the mean over all samples."""
     factor = len(counts) * counts[0] / sum(counts)
     if factor != 1:
         torch._foreach_mul_([local(each.grad) for each in parameters if each.grad is not None], factor)
 
 
 def gradient_size(parameters: Iterable[nn.Parameter], config: OptimizerConfig) -> dict[str, Tensor]:
-    """The size that `grad_clip_method` limits, on the device: `grad_absmax` (value) or `grad_norm` (norm).
+    """The size limited by `grad_clip_method`, on the device: `grad_absmax` (value) or `grad_norm` (norm).
 
-    torch's `clip_grad_norm_` would scale by a tensor on the device even where nothing is clipped; here the size is read
-    together with the losses, for clipping, for the log and for the check that it is finite.
+    torch's `clip_grad_norm_` would scale by a tensor on the device even if nothing is clipped. Here, the size is read
+    together with the losses, for clipping, for logging, and to check that it is finite.
     """
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
     return total_size(from_all(norms(gradients, norm_order(config)), gradients), config)
 
 
 def norm_order(config: OptimizerConfig) -> float:
-    """The order of the norm that `grad_clip_method` limits."""
+    """The order of the norm limited by `grad_clip_method`."""
     return math.inf if config.grad_clip_method == "value" else 2.0
 
 
 def total_size(norms: Tensor, config: OptimizerConfig) -> dict[str, Tensor]:
-    """The size of a gradient, given the norms of its tensors; none without tensors."""
+    """The size of a gradient from the norms of its tensors; empty without tensors."""
     name = "grad_absmax" if config.grad_clip_method == "value" else "grad_norm"
     return {name: norms.norm(norm_order(config))} if len(norms) else {}
 
@@ -132,12 +132,12 @@ def clip_gradients(parameters: Iterable[nn.Parameter], config: OptimizerConfig, 
     """Clip in place to `max_grad_norm`; 0 clips nothing.
 
     Args:
-        sizes: what `gradient_size` gave for these parameters, as numbers.
+        sizes: the result of `gradient_size` for these parameters, as numbers.
     """
     limit = config.max_grad_norm
     exceeds = any(0 < limit < size for size in sizes.values())
     parts = local_parts(each.grad for each in parameters if each.grad is not None) if exceeds else []
-    if not parts:  # released gradients are gone
+    if not parts:  # released gradients have been freed
         return
     if "grad_norm" in sizes:
         torch._foreach_mul_(parts, limit / sizes["grad_norm"])
@@ -149,25 +149,25 @@ def clip_gradients(parameters: Iterable[nn.Parameter], config: OptimizerConfig, 
 def stop_if_gradients_not_finite(assembly: Assembly, sizes: Iterable[float], files: Sequence[Sequence[str]]) -> None:
     """Check the gradient of a step before the update.
 
-    In float16 the scaler skips such a step and tries the next one at half its scale, until the scale is below 1.
+    In float16, the scaler skips the step and halves its scale, until the scale is below 1.
 
     Args:
-        sizes: norm or largest value of the whole gradient, as measured by clipping.
+        sizes: norm or largest absolute value of the whole gradient, as measured for clipping.
         files: the samples of each micro-batch.
 
     Raises:
-        NonFiniteError: naming the tensors in the order in which the backward pass reached them, and the files.
+        NonFiniteError: naming the tensors, in the order of the backward pass, and the files.
     """
     scaler, release, parameters = assembly.scaler, assembly.release, assembly.parameters | assembly.module_parameters
     if all(map(math.isfinite, sizes)) or (scaler.is_enabled() and scaler.get_scale() >= LOWEST_SCALE):
         return
     gradients = {name: each.grad for name, each in parameters.items() if each.grad is not None}
-    guilty = not_finite(gradients)[::-1]  # the backward pass goes from the last layer to the first
+    guilty = not_finite(gradients)[::-1]  # the backward pass runs from the last layer to the first
     if release is not None:
         guilty += release.not_finite()
     partly = "of this step are partly updated and are not saved: continue from the last checkpoint"
     left = partly if release is not None and release.is_halfway else "were not updated"
-    # None if each tensor is finite by itself.
+    # Empty if every tensor is finite but their total is not.
     what = f"of {shorten(guilty)}, in the order of the backward pass," if guilty else "of all tensors together"
     raise NonFiniteError(
         f"The gradient {what} is NaN or infinite, although the loss is finite. The weights {left}. "

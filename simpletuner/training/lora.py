@@ -1,8 +1,8 @@
-"""LoRA: add it to a transformer, and write it to a file.
+"""LoRA: adds it to a transformer and writes it to a file.
 
 Low-rank adaptation (Hu et al., arXiv:2106.09685) adds `scale · B(A(x))` to a frozen linear layer, with
-scale = alpha / rank. In files (`lora_files`) the scale is folded into B and the metadata says alpha = rank, so that
-every loader applies the trained strength, whether it reads the metadata or not.
+scale = alpha / rank. In files (`lora_files`), the scale is folded into B and the metadata has alpha = rank, so that
+every loader applies the trained strength, whether or not it reads the metadata.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from simpletuner.training.ema import AnyTensor
 from simpletuner.training.trained import AdapterWeights, Draft, Publication
 
 ADAPTER = "default"
-# These move a part of the base weight into the adapter. A file is for the unchanged base, so it holds the difference.
+# Inits that move part of the base weight into the adapter. Files hold the difference, since users have the plain base.
 BASE_CHANGING_INITS = ("olora", "pissa")
 
 
@@ -49,10 +49,10 @@ class LoraAdapter(AdapterWeights):
     """The LoRA inside a transformer.
 
     Attributes:
-        transformer: the model it was added to.
-        settings: rank, alpha and the rest in peft's form.
+        transformer: the model that contains it.
+        settings: peft's config: rank, alpha and more.
         initial: the adapter at step 0 for inits that change the base; empty otherwise.
-        form: key names of the files that are written.
+        form: key names in written files.
     """
 
     transformer: nn.Module
@@ -62,7 +62,7 @@ class LoraAdapter(AdapterWeights):
 
     @property
     def scale(self) -> float:
-        """The factor of B A."""
+        """The factor on B A."""
         return float(self.settings.lora_alpha) / self.settings.r
 
     @property
@@ -79,7 +79,7 @@ class LoraAdapter(AdapterWeights):
 
     @contextmanager
     def disabled(self) -> Iterator[None]:
-        """Inits that change the base get their initial LoRA instead, which together with it equals the original."""
+        """A context without the LoRA; inits that change the base use their initial LoRA, which restores the model."""
         if not self.initial:
             with without_adapters(self.transformer):
                 yield
@@ -109,8 +109,8 @@ class LoraAdapter(AdapterWeights):
         return lora_files.write_verified(folder, named, header, self.form, pipeline), len(named)
 
     def state_dict(self) -> dict[str, Tensor]:
-        """`<module>.lora_A.weight` and `lora_B.weight` as they are trained, on the CPU."""
-        # Cloned: on a CPU, `cpu` returns the parameter itself, which training goes on to change.
+        """`<module>.lora_A.weight` and `lora_B.weight` as trained, on the CPU."""
+        # Cloned: on a CPU, `cpu` returns the parameter itself, which training changes.
         weights = plain_names(self.parameters()).items()
         return {name: weight.detach().cpu().clone().contiguous() for name, weight in weights}
 
@@ -129,10 +129,10 @@ class LoraAdapter(AdapterWeights):
                 parameter.copy_(weights[name])
 
     def file_weights(self, weights: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:
-        """The weights as they are written to a file: scale folded into B, prefixed, contiguous.
+        """The weights as in a file: scale folded into B, prefixed, contiguous.
 
         Args:
-            weights: in the form of `state_dict`, such as the moving average; by default the trained ones.
+            weights: in the form of `state_dict`, such as the moving average; by default the trained weights.
         """
         source, result = dict(weights or self.state_dict()), {}
         for name, tensor in source.items():
@@ -148,23 +148,23 @@ class LoraAdapter(AdapterWeights):
 
     def header(self, note: Mapping[str, str]) -> dict[str, str]:
         """The header of a file of these weights, with additional entries."""
-        # `_with_initial` doubles the rank. The scale is in B already, so alpha is the rank.
+        # `_with_initial` doubles the rank. The scale is already folded into B, so alpha is the rank.
         rank, targets = self.settings.r * (2 if self.initial else 1), self.settings.target_modules
         settings = {
             "r": rank, "lora_alpha": rank, "lora_dropout": 0.0, "bias": "none", "use_dora": self.settings.use_dora,
-            # peft makes a set of them, whose order would change the file's bytes from run to run.
+            # Sorted, since peft stores a set, whose order would change the file's bytes between runs.
             "target_modules": targets if isinstance(targets, str) else sorted(targets),
         }  # fmt: skip
         return {**file_settings(settings, self.form), **note}
 
     def layer(self, module: str, weights: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
-        """The base weight (out, in) of a layer, and the update that weights in the form of `state_dict` add to it."""
+        """The base weight (out, in) of a layer, and its update by `weights`, in the form of `state_dict`."""
         layer: Any = self.transformer.get_submodule(module)
         down, up = (weights[f"{module}.lora_{side}.weight"] for side in "AB")
         return dequantize_module_weight(layer.get_base_layer()), self.scale * (up.float() @ down.float())
 
     def _with_initial(self, name: str, tensor: Tensor) -> Tensor:
-        """Trained minus initial adapter as one adapter of twice the rank: [B, -B0] [A; A0] = B A - B0 A0."""
+        """The trained minus the initial adapter, as one adapter of twice the rank: [B, -B0] [A; A0] = B A - B0 A0."""
         first = self.initial[name].to(tensor)
         is_down = ".lora_A." in name
         return torch.cat([tensor, first if is_down else -self.scale * first], dim=0 if is_down else 1)
@@ -178,8 +178,8 @@ def add_lora(
     Args:
         transformer: a diffusers model.
         targets: see `models.lora_keys`.
-        seed: of the initial weights.
-        dtype: of the trained weights.
+        seed: seed of the initial weights.
+        dtype: dtype of the trained weights.
     """
     init: bool | str = True if config.lora_init_type == "default" else config.lora_init_type
     settings = PeftLoraConfig(
@@ -198,19 +198,19 @@ def add_lora(
 
 
 def inject(transformer: nn.Module, settings: PeftConfig, seed: int, dtype: torch.dtype) -> None:
-    """Freeze a diffusers model and add an adapter of peft to it."""
+    """Freeze a diffusers model and add a peft adapter to it."""
     model: Any = transformer.requires_grad_(False)
     # peft draws the initial weights from the global generator
     with seeded(seed, {each.device for each in transformer.parameters()}):
         model.add_adapter(settings, adapter_name=ADAPTER)
     for parameter in transformer.parameters():
-        if parameter.requires_grad:  # peft chooses the dtype by the base weights
+        if parameter.requires_grad:  # peft derives the dtype from the base weights
             parameter.data = parameter.data.to(dtype)
 
 
 @contextmanager
 def without_adapters(transformer: nn.Module) -> Iterator[None]:
-    """A context in which adapters of peft do nothing."""
+    """A context in which peft adapters are disabled."""
     model: Any = transformer
     model.disable_adapters()
     try:
@@ -220,19 +220,19 @@ def without_adapters(transformer: nn.Module) -> Iterator[None]:
 
 
 def start_from(adapter: LoraAdapter, path: Path) -> None:
-    """Start from the weights of a LoRA file (`init_lora`), which the plan has checked.
+    """Start from the weights of a LoRA file (`init_lora`), already checked by the plan.
 
     Raises:
         UserError: no key of the file fits.
     """
     weights = lora_files.read_lora_file(path, lora_files.layer_names(adapter.transformer))
     start, initial = _as_trained(adapter, weights), adapter.state_dict()
-    # A file for fewer layers is fine: the rest start as in a new LoRA.
+    # A file may have fewer layers; the remaining layers start as in a new LoRA.
     adapter.load_state_dict({name: start[name].to(each) if name in start else each for name, each in initial.items()})
 
 
 def _as_trained(adapter: LoraAdapter, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """A file's weights as an adapter has them: without the scale, magnitudes in peft's form."""
+    """A file's weights in the form of an adapter: without the scale, with magnitudes in peft's form."""
     start = {name: each / adapter.scale if ".lora_B." in name else each for name, each in weights.items()}
     for name in [name for name in start if name.endswith(COMFYUI_MAGNITUDE)]:
         module = name.removesuffix(COMFYUI_MAGNITUDE)
@@ -240,20 +240,20 @@ def _as_trained(adapter: LoraAdapter, weights: Mapping[str, Tensor]) -> dict[str
     return start
 
 
-# A relative difference below this is the rounding of float32 itself.
+# A relative difference below this is float32 rounding.
 EXACT = 1e-6
 
 
 def rounding_error(adapter: LoraAdapter, dtype: torch.dtype) -> float:
-    """The relative error of the update B A that a pipeline in a dtype computes, of the module where it is largest."""
+    """The largest relative error, over all modules, of the update B A that a pipeline in `dtype` computes."""
     trained, saved = adapter.state_dict(), adapter.file_weights()
     prefix, worst = PREFIXES[adapter.form], 0.0
-    # With an initial adapter, the file holds the difference of two products: nothing to compare pair by pair.
+    # With an initial adapter, the file holds the difference of two products, which has no pairs to compare.
     for name in (name for name in trained if ".lora_A." in name and not adapter.initial):
         other = name.replace(".lora_A.", ".lora_B.")
         right = adapter.scale * (trained[other].flatten(1).double() @ trained[name].flatten(1).double())
         loaded = (saved[prefix + each].flatten(1).to(dtype).double() for each in (other, name))
-        # In float64, whose own rounding is far below `EXACT`.
+        # In float64, whose rounding is far below `EXACT`.
         error = next(loaded) @ next(loaded) - right
         # B is 0 until the first update, and so is the norm.
         worst = max(worst, float(error.norm() / right.norm().clamp_min(torch.finfo(torch.double).tiny)))
@@ -261,7 +261,7 @@ def rounding_error(adapter: LoraAdapter, dtype: torch.dtype) -> float:
 
 
 def plain_names(weights: Mapping[str, AnyTensor]) -> dict[str, AnyTensor]:
-    """Parameters of a LoRA by the names in `LoraAdapter.state_dict`, that is, without the adapter's name."""
+    """Parameters of a LoRA by their names in `LoraAdapter.state_dict`, without the adapter's name."""
     return {
         name.replace(f".{ADAPTER}.", ".").replace(f"{MAGNITUDE}.weight", MAGNITUDE): tensor
         for name, tensor in weights.items()

@@ -1,12 +1,12 @@
-"""LoRA files: the key names of different programs, conversions between them, and their use on a transformer.
+"""LoRA files: key names of different programs, conversions between them, and application to a transformer.
 
 Two forms are written. diffusers uses `transformer.<module>.lora_A.weight`. ComfyUI's generic form has the prefix
-`diffusion_model.` instead, and works for models whose layers have the same names in ComfyUI and diffusers, as Kandinsky
-5. ComfyUI defines the magnitudes of a DoRA differently, see `comfyui_magnitude`.
+`diffusion_model.` instead, and works for models whose layers have the same names in ComfyUI and diffusers, such as
+Kandinsky 5. ComfyUI defines the magnitudes of a DoRA differently, see `comfyui_magnitude`.
 
 For sampling only, files are applied without changing a weight or a module: a forward hook adds `strength · B(A(x))` to
-the output of each layer, as peft does. It works on a plain, quantised or streamed layer, and on one that holds a LoRA
-in training.
+the output of each layer, as peft does. This works on plain, quantised and streamed layers, and on layers with a LoRA in
+training.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ COMFYUI_PARTS = (".lora_A.weight", ".lora_B.weight", lora_keys.COMFYUI_MAGNITUDE
 
 
 def fold_scale(weight: Tensor, scale: float) -> Tensor:
-    """The weight times the scale, in its own dtype if that is exact, else in float32."""
-    exact = math.frexp(scale)[0] == 0.5  # a power of two changes the exponent alone
+    """The weight times the scale, in the weight's dtype if that is exact, else in float32."""
+    exact = math.frexp(scale)[0] == 0.5  # a power of two changes only the exponent
     return weight * scale if exact else weight.float() * scale
 
 
@@ -57,17 +57,17 @@ def write_verified(
     candidate = folder / f"unverified{UNFINISHED_FOLDER_SUFFIX}" / LORA_FILE
     write_weights(candidate, weights, header)
     verify_file(candidate, weights, form, pipeline)
-    # In one step, so that no file under this name is ever unverified.
+    # Atomic, so that a file with this name is always verified.
     final = candidate.replace(folder / LORA_FILE)
     candidate.parent.rmdir()
     return final
 
 
 def verify_file(path: Path, expected: Mapping[str, Tensor], form: LoraForm, pipeline: Any) -> None:
-    """Load a saved file as its users will and compare every tensor with what was to be saved.
+    """Load a saved file as users will, and compare every tensor with the expected one.
 
-    Files in diffusers' form go through `pipe.load_lora_weights`. ComfyUI is not installed here; for its form every name
-    must belong to a layer of the model, since ComfyUI uses the same layer names.
+    Files in diffusers' form are loaded with `pipe.load_lora_weights`. ComfyUI is not installed here; in its form, every
+    name must belong to a layer of the model, since ComfyUI uses the same layer names.
 
     Args:
         pipeline: a new stock pipeline; its transformer needs no weights.
@@ -82,10 +82,10 @@ def verify_file(path: Path, expected: Mapping[str, Tensor], form: LoraForm, pipe
 
 
 def _loaded(path: Path, form: LoraForm, pipeline: Any) -> dict[str, Tensor]:
-    """The tensors that a user's program takes from a file."""
+    """The tensors that the user's program loads from a file."""
     prefix = PREFIXES[form]
     if form == "diffusers":
-        # Its transformer is on the meta device; low_cpu_mem_usage keeps the loaded tensors instead of copying into it.
+        # The transformer is on the meta device; low_cpu_mem_usage keeps the loaded tensors instead of copying.
         pipeline.load_lora_weights(path.parent, weight_name=path.name, adapter_name="check", low_cpu_mem_usage=True)
         loaded = get_peft_model_state_dict(pipeline.transformer, adapter_name="check")
         return {prefix + name: tensor for name, tensor in loaded.items()}
@@ -95,15 +95,15 @@ def _loaded(path: Path, form: LoraForm, pipeline: Any) -> dict[str, Tensor]:
 
 
 def _equal(loaded: Tensor, expected: Tensor) -> bool:
-    """Whether they are equal in the loader's dtype, which is the base weight's."""
+    """Whether the tensors are equal in the loader's dtype, which is that of the base weight."""
     return bool(torch.equal(loaded.cpu(), expected.to(loaded.dtype)))
 
 
 def comfyui_magnitude(magnitude: Tensor, base: Tensor, update: Tensor) -> Tensor:
     """The magnitude with which ComfyUI computes the trained weight.
 
-    With W the base weight, D the update and m the magnitude, DoRA's weight is m (W + D) / |W + D|
-    (arXiv:2402.09353, equation 5), each row with its own norm. ComfyUI divides by |W| instead, so it gets
+    With the base weight W, the update D and the magnitude m, DoRA's weight is m (W + D) / |W + D|
+    (arXiv:2402.09353, equation 5), with norms per row. ComfyUI divides by |W| instead, so its magnitude is
     m |W| / |W + D|.
 
     Args:
@@ -111,7 +111,7 @@ def comfyui_magnitude(magnitude: Tensor, base: Tensor, update: Tensor) -> Tensor
         base, update: (out, in).
 
     Returns:
-        (out, 1): by this shape ComfyUI knows that it is per row.
+        (out, 1), the shape from which ComfyUI infers that it is per row.
     """
     return (magnitude.float() * _norm_ratio(base, update))[:, None].to(magnitude.dtype)
 
@@ -127,33 +127,33 @@ def _norm_ratio(base: Tensor, update: Tensor) -> Tensor:
 
 
 def read_lora_file(path: Path, modules: list[str], key: str = "init_lora") -> dict[str, Tensor]:
-    """Read a LoRA file in any common form as `<module>.lora_A.weight` / `lora_B.weight`, scale folded in.
+    """Read a LoRA file in any common form as `<module>.lora_A.weight` / `lora_B.weight`, with the scale folded in.
 
-    Magnitudes of a DoRA are `<module>.lora_magnitude_vector`, or `<module>.dora_scale` if they are ComfyUI's.
+    Magnitudes of a DoRA are `<module>.lora_magnitude_vector`, or `<module>.dora_scale` in ComfyUI's form.
 
     Args:
-        path: the file, or a folder that holds one.
-        modules: names of the transformer's modules, to resolve keys in which dots were replaced.
-        key: names the path in errors.
+        path: the file, or a folder with one.
+        modules: names of the transformer's modules, to resolve keys with replaced dots.
+        key: config key of the path, for errors.
 
     Raises:
-        UserError: the file does not exist, or no key of it belongs to this model.
+        UserError: the file does not exist, or none of its keys belongs to this model.
     """
     path = lora_keys.lora_file(path)
     if not path.is_file():
         raise UserError(f"{key}: {str(path)!r} does not exist.")
-    # fp8 has no arithmetic; float32 holds all its values.
+    # fp8 has no arithmetic; float32 can represent all its values.
     raw = {name: tensor.float() if tensor.dtype.itemsize == 1 else tensor for name, tensor in load_file(path).items()}
     pairs = _by_module(raw, modules)
     if not pairs:
         raise UserError(f"{key}: no key of {str(path)!r} belongs to this model (the first is {next(iter(raw))!r}).")
     settings = lora_keys.lora_settings(path)
-    alphas: dict[str, float] = settings["alpha_pattern"]  # of layers whose alpha is not lora_alpha
+    alphas: dict[str, float] = settings["alpha_pattern"]  # for layers whose alpha is not lora_alpha
     weights = {}
     for module, pair in pairs.items():
         rank = pair["A"].shape[0]
         usual = alphas.get(get_pattern_key(alphas, module), settings.get("lora_alpha", rank))
-        # kohya's files have an alpha for every layer, peft's metadata one for all with exceptions.
+        # kohya's files have one alpha per layer; peft's metadata has one alpha with exceptions.
         alpha = float(pair.get("alpha", usual))
         weights[f"{module}.lora_A.weight"] = pair["A"]
         weights[f"{module}.lora_B.weight"] = pair["B"] * (alpha / rank)
@@ -162,7 +162,7 @@ def read_lora_file(path: Path, modules: list[str], key: str = "init_lora") -> di
 
 
 def _by_module(raw: Mapping[str, Tensor], modules: list[str]) -> dict[str, dict[str, Tensor]]:
-    """The tensors of each module that has a pair, by their role in it."""
+    """The tensors of each module with a LoRA pair, by role."""
     known, pairs = set(modules), dict[str, dict[str, Tensor]]()
     for name, tensor in raw.items():
         module, role = lora_keys.module_of(name, modules), lora_keys.role_of(name)
@@ -172,7 +172,7 @@ def _by_module(raw: Mapping[str, Tensor], modules: list[str]) -> dict[str, dict[
 
 
 def layer_names(transformer: nn.Module) -> list[str]:
-    """The names of a transformer's modules, as they are without a LoRA."""
+    """The names of a transformer's modules, as without a LoRA."""
     return [name.removesuffix(".base_layer") for name, _ in transformer.named_modules()]
 
 
@@ -181,9 +181,9 @@ class LoraHook:
     """Forward hook of a linear layer or a pointwise convolution.
 
     Attributes:
-        down, up: A `r in` and B `out r`, in the dtype of their products; of a convolution `r in 1 1` and `out r 1 1`.
-        magnitude: of a DoRA, `out`.
-        dora_scale: the same in ComfyUI's form, `out 1`.
+        down, up: A `r in` and B `out r`, in the compute dtype; for a convolution, `r in 1 1` and `out r 1 1`.
+        magnitude: magnitude of a DoRA, `out`.
+        dora_scale: magnitude in ComfyUI's form, `out 1`.
     """
 
     down: Tensor
@@ -197,16 +197,16 @@ class LoraHook:
         apply: Any = linear if self.down.dim() == 2 else conv2d
         update = apply(apply(inputs[0].to(self.down.dtype), self.down), self.up) * self.strength
         if self.magnitude is not None or self.dora_scale is not None:
-            if self._ratio is None:  # not before: the weights of a streamed layer are only here in its forward pass
+            if self._ratio is None:  # lazily: weights of a streamed layer are on the device only in its forward pass
                 self._ratio = self._growth(layer).view(-1, *self.up.shape[2:])
             # DoRA scales the product W x, not the bias.
             plain = output if layer.bias is None else output - layer.bias.view_as(self._ratio)
-            # ratio (W x + D x) - W x: what is missing in an output that has W x.
+            # ratio (W x + D x) - W x, since the output already contains W x.
             update = (self._ratio - 1) * plain + self._ratio * update
         return (output + update).to(output.dtype)
 
     def _growth(self, layer: nn.Module) -> Tensor:
-        """m / |W + D| of each row: a DoRA's weight is m (W + D) / |W + D| (arXiv:2402.09353)."""
+        """m / |W + D| per row: a DoRA's weight is m (W + D) / |W + D| (arXiv:2402.09353)."""
         weight = dequantize_module_weight(layer).to(self.down.dtype).flatten(1)
         change = linear(self.down.flatten(1).T, self.up.flatten(1)).T  # D = B A, `out in`
         magnitude = self.magnitude
@@ -216,16 +216,16 @@ class LoraHook:
         return magnitude.flatten() / torch.linalg.norm(weight + self.strength * change, dim=1).to(weight.dtype)
 
 
-Loras = Sequence[tuple[Path, float]]  # files and their strengths
+Loras = Sequence[tuple[Path, float]]  # (file, strength)
 
 
 @contextmanager
 def applied_loras(transformer: nn.Module, loras: Loras, dtype: torch.dtype, device: torch.device) -> Iterator[None]:
-    """A context in which LoRA files, which the plan has checked, are applied, each at its strength.
+    """A context with LoRA files, already checked by the plan, applied at their strengths.
 
     Args:
-        dtype: of the products with A and B.
-        device: on which the transformer computes.
+        dtype: compute dtype of A and B.
+        device: compute device of the transformer.
 
     Raises:
         UserError: a file does not fit the transformer.

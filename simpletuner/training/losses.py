@@ -19,15 +19,15 @@ from simpletuner.training.guard import stop_if_losses_not_finite
 
 @dataclass
 class MicroLoss:
-    """The losses of one micro-step: tensors on the device, so that the host waits for it only once a step, or numbers.
+    """The losses of one micro-step, as device tensors, so that the host synchronises once per step, or as numbers.
 
     Attributes:
-        names: of the samples.
-        timesteps: of each sample.
-        per_sample: of each sample, before techniques weigh it; its mean is `train_loss`.
-        diffusion: the total without what techniques add to it.
-        total: what is minimised.
-        extra: what techniques log, by name; micro-steps may differ in their names.
+        names: names of the samples.
+        timesteps: timestep per sample.
+        per_sample: loss per sample, before techniques weight it; its mean is `train_loss`.
+        diffusion: the total without the terms of techniques.
+        total: the minimised loss.
+        extra: scalars logged by techniques, by name; names may differ between micro-steps.
     """
 
     names: list[str]
@@ -43,7 +43,7 @@ class MicroLoss:
 
     @classmethod
     def merged(cls, parts: Sequence[MicroLoss]) -> MicroLoss:
-        """The numbers of all processes as those of one, with samples in the order of the global batch."""
+        """Merge the numbers of all processes, with samples in the order of the global batch."""
         return cls(
             names=[*chain.from_iterable(part.names for part in parts)],
             timesteps=[*chain.from_iterable(part.timesteps for part in parts)],
@@ -55,7 +55,7 @@ class MicroLoss:
 
 
 class Losses(list[MicroLoss]):
-    """The losses of a step, one item a micro-step."""
+    """The losses of a step, one item per micro-step."""
 
     @property
     def names(self) -> list[list[str]]:
@@ -68,9 +68,9 @@ class Losses(list[MicroLoss]):
         return [len(micro.names) for micro in self]
 
     def on_host(self, *more: Any) -> tuple[Losses, list[Any]]:
-        """The losses as numbers, and structures of further tensors (0-D) as structures of numbers."""
+        """Copies the losses and nested structures of further scalars to the host, in one transfer."""
         leaves, structure = tree_flatten(([vars(micro) for micro in self], *more))
-        # One tensor, one copy, one wait.
+        # One tensor, one copy, one synchronisation.
         numbers = iter(torch.cat([leaf.flatten() for leaf in leaves if isinstance(leaf, Tensor)]).tolist())
         for place, leaf in enumerate(leaves):
             if isinstance(leaf, Tensor):
@@ -80,20 +80,20 @@ class Losses(list[MicroLoss]):
 
     @classmethod
     def merged(cls, parts: Sequence[Losses]) -> Losses:
-        """The numbers of all processes as those of one.
+        """Merge the numbers of all processes.
 
         Raises:
-            NonFiniteError: naming the files of the micro-batches of one process.
+            NonFiniteError: naming the files of the affected micro-batches.
         """
-        # Before the means, in which one NaN would hide the micro-batch it came from.
+        # Before averaging, which would hide the micro-batch of a NaN.
         everyone = Losses(chain.from_iterable(parts))
         stop_if_losses_not_finite([micro.total for micro in everyone], everyone.names)
         return cls(map(MicroLoss.merged, zip(*parts, strict=True)))
 
     def means(self, techniques: Iterable[Technique]) -> dict[str, float]:
-        """The metrics of the step: every sample has the same weight, and every micro-step in what techniques log."""
+        """The metrics of the step: samples have equal weights, as do micro-steps in the scalars of techniques."""
         counts = torch.tensor(self.counts, dtype=torch.float32)
-        shares = counts / counts.mean()  # all 1 if the batches are of one size
+        shares = counts / counts.mean()  # all 1 if batches have equal sizes
         means = {
             "train_loss": torch.tensor([*chain.from_iterable(micro.per_sample for micro in self)]).mean().item(),
             "optimization_loss": (torch.tensor([micro.total for micro in self]) * shares).mean().item(),
@@ -115,9 +115,9 @@ def _by_name(extras: Iterable[Mapping[str, float]]) -> dict[str, list[float]]:
 
 
 def loss_divisor(counts: Sequence[int], accumulation: int) -> float:
-    """The divisor for the loss of the last micro-batch; `accumulation` if it has as many samples as the first one.
+    """The divisor for the loss of the last micro-batch; `accumulation` if it is as large as the first.
 
-    The number of samples in the window is unknown before its last batch, so this assumes batches like the first;
+    The number of samples in the window is unknown before its last batch, so this assumes batches of the first size;
     `equalise_samples` corrects the sum afterwards.
     """
     return accumulation * counts[0] / counts[-1]

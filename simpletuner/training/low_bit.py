@@ -1,7 +1,7 @@
-"""torchao's AdamW with quantised state, made repeatable (the optional package torchao).
+"""torchao's AdamW with quantised state, made deterministic (optional package torchao).
 
-The moments are kept in 8 bits with a scale for 256 numbers (Dettmers et al., arXiv 2110.02861), or in 4 bits with one
-for 128 (Li et al., arXiv 2309.01507). bf16 weights are updated in float32 and rounded up or down at random.
+Moments have 8 bits with a scale per 256 numbers (Dettmers et al., arXiv 2110.02861), or 4 bits with a scale per 128
+(Li et al., arXiv 2309.01507). bf16 weights are updated in float32 with stochastic rounding.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ warnings.filterwarnings("ignore", ".*_stable_hash_for_caching")  # compiled upda
 
 
 class _Repeatable(Optimizer):
-    """Rounds each weight by the seed of the step and the weight's number."""
+    """Seeds the stochastic rounding of each weight with the step's seed and the weight's index."""
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         super().add_param_group({SEED: 0, **param_group})
@@ -30,14 +30,14 @@ class _Repeatable(Optimizer):
         self._numbers = {parameter: number for number, parameter in enumerate(parameters)}
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Update all parameters that have a gradient, one after the other."""
+        """Update all parameters with a gradient, one at a time."""
         loss, groups = None if closure is None else closure(), self.param_groups
         try:
             for group in groups:
-                rate = torch.tensor(float(group["lr"]))  # torchao takes no number
+                rate = torch.tensor(float(group["lr"]))  # torchao requires a tensor
                 for parameter in (each for each in group["params"] if each.grad is not None):
                     seed_device(parameter.device, group[SEED] + self._numbers[parameter])
-                    # Alone: torchao rounds a whole group from one random stream, so the order would decide the bits.
+                    # One at a time: torchao rounds a group from one random stream, so the order would matter.
                     self.param_groups = [{**group, "params": [parameter], "lr": rate}]
                     super().step()
         finally:
@@ -45,7 +45,7 @@ class _Repeatable(Optimizer):
         return loss
 
     def _new_buffer(self, p: Tensor, signed: bool) -> Tensor:
-        """Room for a moment. What is too small for blocks stays float32: in bf16 it would no longer change."""
+        """Allocate a moment. Tensors too small for blocks stay float32, since in bf16 they would stop changing."""
         made: Tensor = super()._new_buffer(p, signed)  # type: ignore[misc]
         return made if type(made) is not Tensor else made.float()
 

@@ -1,6 +1,6 @@
-"""Find checkpoints and tell complete ones from broken ones. Free of torch.
+"""Finds checkpoints and checks that they are complete. Imports no torch.
 
-A checkpoint is complete if its manifest exists: it is written last, and only then does the folder get its name.
+A checkpoint is complete if its manifest exists: the manifest is written last, before the folder is renamed.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from simpletuner.headers import METADATA, read_header
 from simpletuner.models.lora_keys import LORA_FILE, STEP_NOTE
 
 PIPELINE_FOLDER = "pipeline"  # result of a full fine-tune, for `from_pretrained`
-NOTE_FILE = "simpletuner.json"  # in that folder: the run and step it belongs to
-STATE_FOLDER = "training_state"  # in a checkpoint: what only a resume needs
-# Notes in a LoRA converted from another adapter: its relative errors, and what each is relative to.
+NOTE_FILE = "simpletuner.json"  # in the pipeline folder: its run and step
+STATE_FOLDER = "training_state"  # in a checkpoint: files needed only to resume
+# Header notes of a LoRA converted from another adapter: its relative errors, and their reference.
 ERRORS = {
     "simpletuner.weight_error": "of the update",
     "simpletuner.prediction_error": "of a prediction",
@@ -39,14 +39,15 @@ class Identity:
     """The run that a checkpoint belongs to.
 
     Attributes:
-        seed: kept on resume, also if it was drawn.
+        seed: seed of the run, kept on resume even if it was drawn.
         datasets: fingerprint of the samples.
-        versions: of the relevant packages.
+        versions: versions of the relevant packages.
         weights: content hash of every model involved, by its role; empty in older checkpoints.
         settings: keys that change the mathematics, with their effective values.
         order: keys that decide which samples share a batch, with their effective values.
-        origins: what set each key that is not at its default, by key.
-        num_processes: each with batches of `train_batch_size`; those that share the tokens of samples count once.
+        origins: origin of each value that is not the default, by key.
+        num_processes: number of processes, each with batches of `train_batch_size`; a sequence-parallel group counts
+            once.
     """
 
     model_family: str
@@ -99,11 +100,11 @@ def write_manifest(folder: Path, manifest: Manifest) -> None:
 
 
 def read_manifest(folder: Path) -> Manifest | None:
-    """The manifest of a folder, or None unless all its files exist in the right size."""
+    """The manifest of a folder; None unless all its files exist with the right size."""
     manifest = read_stored(folder / FILE_NAME, Manifest)
     if manifest is None:
         return None
-    # Sizes alone: hashing gigabytes would delay whatever lists checkpoints. A resume hashes (`damaged_files`).
+    # Only sizes: hashing gigabytes would delay every listing of checkpoints. Resuming hashes (`damaged_files`).
     sizes = {folder / name: size for name, (size, _) in manifest.files.items()}
     whole = all(path.is_file() and path.stat().st_size == size for path, size in sizes.items())
     return manifest if whole else None
@@ -116,7 +117,7 @@ def damaged_files(checkpoint: Checkpoint) -> list[str]:
 
 
 def open_checkpoint(path: Path) -> Checkpoint | None:
-    """The checkpoint in a folder, or None if it is none or not complete."""
+    """The checkpoint in a folder; None if it is not a complete checkpoint."""
     match, manifest = FOLDER_NAME.fullmatch(path.name), read_manifest(path)
     if match is None or manifest is None:
         return None
@@ -124,11 +125,11 @@ def open_checkpoint(path: Path) -> Checkpoint | None:
 
 
 def find_checkpoints(output_dir: Path) -> tuple[list[Checkpoint], list[Path]]:
-    """Complete checkpoints in ascending order of their step, and folders that are named like one but incomplete."""
+    """Complete checkpoints, sorted by step, and incomplete folders with the name of a checkpoint."""
     named = sorted(path for path in output_dir.glob("*") if path.is_dir() and FOLDER_NAME.fullmatch(path.name))
     opened = {path: open_checkpoint(path) for path in named}
     whole = [checkpoint for checkpoint in opened.values() if checkpoint is not None]
-    # At the same step the regular one comes last, so that `latest` selects it.
+    # At the same step, the regular checkpoint comes last, so that `latest` selects it.
     whole.sort(key=lambda each: (each.step, not each.rolling))
     return whole, [path for path, checkpoint in opened.items() if checkpoint is None]
 
@@ -156,19 +157,19 @@ def select_checkpoint(wanted: str, output_dir: Path) -> Reading[Checkpoint | Non
 def prune(output_dir: Path, limit: int, *, rolling: bool, in_use: Collection[Path] = ()) -> list[Path]:
     """Delete the oldest checkpoints of one kind beyond the limit (0 keeps all); returns the deleted folders.
 
-    Only complete checkpoints are touched, never other folders, and none that are in use.
+    Deletes only complete checkpoints that are not in use, never other folders.
     """
-    mine = [each for each in find_checkpoints(output_dir)[0] if each.rolling == rolling]
-    surplus = [each.path for each in mine[:-limit] if each.path not in in_use] if limit > 0 else []
+    checkpoints = [each for each in find_checkpoints(output_dir)[0] if each.rolling == rolling]
+    surplus = [each.path for each in checkpoints[:-limit] if each.path not in in_use] if limit > 0 else []
     for path in surplus:
-        # The manifest goes first, so that an interrupted deletion leaves a folder that does not count as complete.
+        # The manifest first, so that an interrupted deletion leaves an incomplete checkpoint.
         (path / FILE_NAME).unlink()
         shutil.rmtree(path)
     return surplus
 
 
 def result_step(output_dir: Path, model_type: str) -> int | None:
-    """The step of the result in a folder according to its own note; None if there is no result or no note."""
+    """The step of the result in a folder, from the result's note; None without a result or note."""
     if model_type == "lora":
         try:
             notes = read_header(output_dir / LORA_FILE).get(METADATA, {})
@@ -181,5 +182,5 @@ def result_step(output_dir: Path, model_type: str) -> int | None:
 
 
 def describe_errors(notes: Mapping[str, str]) -> str:
-    """The errors of a converted LoRA, in words; empty if it is none."""
+    """The errors of a converted LoRA as text; empty for other files."""
     return ", ".join(f"{notes[key]} {whole}" for key, whole in ERRORS.items() if key in notes)

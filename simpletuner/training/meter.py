@@ -1,4 +1,4 @@
-"""Measure a step: its duration, time spent waiting, and FLOPs."""
+"""Measures a step: duration, waits and FLOPs."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from simpletuner.training.state import Assembly, SampleFlops
 
 
 class StepMeter:
-    """Measures a step from its creation on.
+    """Measures a step, starting at construction.
 
     Args:
-        step: its number, counted from 1.
+        step: number of the step, counted from 1.
 
     Attributes:
-        waiting_for_data: runs while the step does so.
+        waiting_for_data: clock that runs while the step waits for data.
     """
 
     def __init__(self, assembly: Assembly, step: int) -> None:
@@ -39,7 +39,7 @@ class StepMeter:
         self._passes = assembly.passes
         self.waiting_for_data = HostClock()
         if assembly.streamer is not None:
-            assembly.streamer.waited()  # discard what previews waited for since the last step
+            assembly.streamer.waited()  # discard the waits of previews since the last step
 
     def count(self, batch: Batch) -> None:
         """Count a micro-batch."""
@@ -52,8 +52,8 @@ class StepMeter:
         """The report of the step, which ends now.
 
         Args:
-            losses: of all processes.
-            tiles: pairs of tiles that block-sparse attention visited, and all pairs, by tokens of a sample.
+            losses: losses of all processes.
+            tiles: (tile pairs visited by block-sparse attention, all tile pairs), by tokens of a sample.
         """
         assembly, work = self._assembly, self._work
         visited, pairs = (sum(counts) for counts in zip(*tiles.values(), strict=True)) if tiles else (1, 1)
@@ -74,7 +74,7 @@ class StepMeter:
 
 
 def batch_work(assembly: Assembly, batch: Batch) -> Work:
-    """Model FLOPs of a micro-batch; none if the family's cost is unknown."""
+    """Model FLOPs of a micro-batch; zero if the family's cost is unknown."""
     if assembly.sample_flops is None:
         return Work()
     tokens = tokens_of(assembly, batch)
@@ -82,21 +82,21 @@ def batch_work(assembly: Assembly, batch: Batch) -> Work:
 
 
 def tokens_of(assembly: Assembly, batch: Batch) -> int:
-    """The number of tokens in each sample's latents."""
+    """Number of latent tokens per sample."""
     return assembly.adapter.spec.tokens(*batch.latents.shape[-3:])
 
 
-# Enough for a few bucket shapes, each with captions of a few hundred lengths.
+# Cache size for a few bucket shapes, each with a few hundred caption lengths.
 REMEMBERED = 4096
 
 
 def count_flops(
     transformer: nn.Module, cost: FamilyCost, adapters: Adapters, techniques: Sequence[Technique]
 ) -> SampleFlops:
-    """A function for the FLOPs of a sample, forward and backward, from its numbers of tokens and text tokens.
+    """A function (tokens, text tokens) -> FLOPs of a sample, forward and backward.
 
-    What checkpointing recomputes counts once, and tokens do not count in blocks that they skip. Block-sparse attention
-    counts with all tiles.
+    Recomputation by checkpointing is not counted, nor are tokens in blocks that they skip. Block-sparse attention
+    counts all tiles.
     """
     model: Any = transformer
     costs = cost.transformer(model.config, weight_shapes(model), Kernels(tile_lists=True))
@@ -108,7 +108,7 @@ def count_flops(
 
     @lru_cache(REMEMBERED)
     def flops(tokens: int, text_tokens: int) -> Work:
-        # One row: only the number of tokens is counted.
+        # One row, since only the number of tokens matters.
         load = costs.routed(BatchShape(samples=1, frames=1, height=1, width=tokens, text=text_tokens), routes)
         return costs.forward(load, adapters) + costs.backward(load, adapters, full=is_full)
 
@@ -116,11 +116,11 @@ def count_flops(
 
 
 def weight_shapes(model: nn.Module) -> dict[str, Shape]:
-    """Weight shapes of linear layers and convolutions, also quantised ones, by their names before a LoRA was added."""
+    """Weight shapes of linear layers and convolutions, including quantised ones, by their names without a LoRA."""
     shapes: dict[str, Shape] = {}
     for name, module in model.named_modules():
         if isinstance(module, nn.Linear | nn.Conv2d | nn.Conv3d) and ".lora_" not in name:
-            # A quantised weight may have another shape than its layer.
+            # The shape of a quantised weight may differ from that of its layer.
             sides = (module.out_features, module.in_features) if isinstance(module, nn.Linear) else module.weight.shape
             shapes[f"{name.removesuffix('.base_layer')}.weight"] = tuple(sides)
     return shapes

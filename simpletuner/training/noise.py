@@ -1,6 +1,6 @@
 """The noise of a micro-batch.
 
-Every random number is derived from (seed, global step, micro-step, sample): its place in the run.
+Every random number is derived from its position in the run: (seed, global step, micro-step, sample).
 """
 
 from __future__ import annotations
@@ -18,26 +18,26 @@ from simpletuner.training.state import Assembly
 
 
 def add_noise(assembly: Assembly, batch: Batch, global_step: int, micro_step: int) -> NoisyBatch:
-    """Draw sigmas and noise for this place in the run, and seed the device's generator for dropout."""
+    """Draw sigmas and noise for this position in the run, and seed the device's generator for dropout."""
     settings, flow = assembly.settings, assembly.settings.flow
     place = place_of(assembly, len(batch.names), global_step, micro_step)
     seed_device(batch.latents.device, place.forward_seed)
     tokens, auto_shift = tokens_of(assembly, batch), assembly.adapter.spec.auto_shift
     shift = choose_shift(flow, tokens, auto_shift, shift_is_explicit=settings.shift_is_explicit)
     sigmas = sample_sigmas(place, flow, shift, settings.timestep_offsets.get(batch.dataset_id, 0.0))
-    # Compared, not trusted: noise drawn for another place would change the run without a trace.
+    # Checked: noise drawn for another position would silently change the run.
     noise = batch.noise if batch.noise is not None and batch.place == place else _noise(batch, place)
     levels = mixflow_sigmas(place, sigmas, flow.mixflow_gamma) if flow.mixflow_enabled else None
     noisy = make_noisy(batch, sigmas, noise, settings.loss, levels, place)
-    # Read here, where they are on the CPU: later that would wait for the device.
+    # Read here, on the CPU; reading them later would synchronise.
     return replace(noisy, host_sigmas=tuple(sigmas.tolist()))
 
 
 def with_noise(assembly: Assembly, batch: Batch, number: int) -> Batch:
-    """The batch with its noise as `add_noise` would draw it, which takes long: to be done ahead, in the background.
+    """The batch with its noise as `add_noise` would draw it; slow, so it is called ahead in the background.
 
     Args:
-        number: micro-batches of the run before this one.
+        number: number of earlier micro-batches in the run.
     """
     place = place_of(assembly, len(batch.names), *divmod(number, assembly.settings.accumulation))
     return replace(batch, noise=_noise(batch, place), place=place)
@@ -48,8 +48,8 @@ def _noise(batch: Batch, place: Place) -> Tensor:
 
 
 def place_of(assembly: Assembly, count: int, global_step: int, micro_step: int) -> Place:
-    """Where in the run a micro-batch of `count` samples is."""
+    """The position in the run of a micro-batch of `count` samples."""
     settings = assembly.settings
-    # With shared noise every process draws what it would draw alone.
+    # With shared noise, every process draws as if it were alone.
     world = World() if settings.shared_noise else assembly.world.of_groups(settings.sequence)
     return Place(settings.seed, global_step, micro_step, world.slots(count), world.size * count)

@@ -1,4 +1,4 @@
-"""Build the configured optimizer, and compute the learning rate of each step."""
+"""Builds the configured optimizer, and computes the learning rate of each step."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ from simpletuner.errors import ConfigError, Problem
 from simpletuner.training.ema import in_bundles
 from simpletuner.training.release import HostState, State
 
-# Key of a parameter group that names the technique whose module it holds.
+# Parameter group key: name of the technique whose module the group holds.
 OWNER = "owner"
-# Key of a parameter group whose learning rate is this multiple of the others'.
+# Parameter group key: factor on the learning rate of this group.
 RATE_RATIO = "rate_ratio"
-# Key of a parameter group with the seed of its next update, where an optimizer rounds at random.
+# Parameter group key: seed of the next update, for optimizers with stochastic rounding.
 SEED = "seed"
-# Keys of a parameter group that choose the library's kernel. If none is set, it loops over the weights.
+# Parameter group keys that select the library's kernel; without any, it loops over the weights.
 KERNEL_KEYS = ("fused", "foreach", "triton")
 
 logger = logging.getLogger(__name__)
@@ -59,21 +59,21 @@ def build_optimizer(
     """The optimizer over the trained parameters, ready for its first step.
 
     Args:
-        params: float32, or bf16 where `OptimizerSpec.keeps_bf16` says so.
+        params: float32, or bf16 with `OptimizerSpec.keeps_bf16`.
         learning_rate: initial rate; `optimizer_step` sets `lr` of every group before each step.
-        modules: modules of techniques, each trained in its own parameter group.
-        faster: the parameters whose rate is a multiple of the others'.
-        ratio: that multiple.
+        modules: modules of techniques, each trained in a separate parameter group.
+        faster: parameters with a higher learning rate.
+        ratio: factor on their learning rate.
 
     Raises:
-        ConfigError: the library refuses a value.
+        ConfigError: the library rejects a value.
     """
     name, trained = optimizer_name(config, mixed_precision), list(params)
     spec = OPTIMIZERS[name]
     factory = pkgutil.resolve_name(spec.factory)
     arguments: dict[str, Any] = {**optimizer_settings(config, mixed_precision), **spec.constants}
     if betas := tuple(arguments.pop(name) for name in BETAS if name in arguments):
-        arguments["betas"] = betas  # as the libraries expect them
+        arguments["betas"] = betas  # as the libraries expect
     apart = {*faster}
     try:
         optimizer: torch.optim.Optimizer = factory(
@@ -92,13 +92,13 @@ def build_optimizer(
 
 
 def _choose_kernel(optimizer: torch.optim.Optimizer, name: OptimizerName, trained: Sequence[nn.Parameter]) -> None:
-    """Choose the kernel of `update_kernel` in the parameter groups, which checkpoints store."""
+    """Set the kernel chosen by `update_kernel` in the parameter groups, which checkpoints store."""
     device, numbers = trained[0].device.type, sum(each.numel() for each in trained)
     sharded, widened = any(map(is_part, trained)), _is_widened(optimizer, optimizer.param_groups[0])
     triton = runs_triton(trained)
     kernel = update_kernel(name, device, len(trained), numbers, sharded=sharded, triton=triton, widened=widened)
     for group in optimizer.param_groups if kernel is not None else ():
-        # A technique may leave its module without gradients for a step, in which optimi's foreach fails.
+        # A technique's module may have no gradients in some steps, for which optimi's foreach fails.
         suited = "loop" if OWNER in group and kernel == "foreach" else kernel
         group.update({key: key == suited for key in _kernel_of(group)})
 
@@ -109,9 +109,9 @@ def _is_widened(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> b
 
 
 def runs_triton(params: Sequence[nn.Parameter]) -> bool:
-    """Whether optimi's Triton kernels can run; by default optimi uses them even without a compiler, and fails.
+    """Whether optimi's Triton kernels can run; by default, optimi uses them even without a compiler, and fails.
 
-    They take whole parameters, so these must not be sharded.
+    They need whole parameters, so parameters must not be sharded.
     """
     plain = all(each.is_cuda and not is_part(each) for each in params)
     on_gpu = plain and torch.cuda.is_bf16_supported()
@@ -119,20 +119,20 @@ def runs_triton(params: Sequence[nn.Parameter]) -> bool:
 
 
 def load_state(optimizer: torch.optim.Optimizer, state: dict[str, Any], host: HostState | None = None) -> None:
-    """Restore the state of an optimizer exactly, and go on with the kernels it was saved with, if they run here.
+    """Restore the state of an optimizer exactly, and keep the saved kernels if they run here.
 
-    The group of a module that was not saved starts now; a saved group whose module is gone is left out.
+    The group of a module that was not saved starts now; a saved group whose module is gone is dropped.
 
     Args:
-        host: takes the state of all weights but those of such modules.
+        host: receives the state of all weights except those of techniques' modules.
 
     Raises:
         ValueError: the state belongs to other parameters.
     """
-    # This machine's choice, before the saved groups overwrite it.
+    # This machine's kernels, before the saved groups overwrite them.
     chosen = [*map(_kernel_of, optimizer.param_groups)]
     groups = _saved_groups(optimizer, state["param_groups"])
-    # Without the state, which torch would round to the weights' dtypes and put on the device as a whole.
+    # Without the state, which torch would round to the weights' dtypes and move to the device as a whole.
     optimizer.load_state_dict({"param_groups": groups, "state": {}})
     numbers = (number for group in groups for number in group["params"])
     weights = ((group, weight) for group in optimizer.param_groups for weight in group["params"])
@@ -156,10 +156,10 @@ def load_state(optimizer: torch.optim.Optimizer, state: dict[str, Any], host: Ho
 
 
 def _placed(state: State, group: Mapping[str, Any], weight: Tensor, *, on_host: bool) -> dict[str, Any]:
-    """A weight's saved state where its update reads it."""
+    """The saved state of a weight, on the device where its update reads it."""
 
     def placed(key: str, value: Any) -> Any:
-        # torch's fused kernels count steps on the device, all others on the CPU.
+        # torch's fused kernels keep step counts on the device, all other kernels on the CPU.
         stays = not group.get("fused") if key == "step" else on_host
         return value if stays else tree_map_only(Tensor, lambda each: each.to(weight.device), value)
 
@@ -171,26 +171,26 @@ def _kernel_of(group: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _replace_missing_kernels(optimizer: torch.optim.Optimizer, chosen: Sequence[Mapping[str, object]]) -> None:
-    """Take this machine's choice where the saved kernels cannot run, with a warning."""
+    """Replace saved kernels that cannot run by this machine's choice, with a warning."""
     missing = False
-    for group, mine in zip(optimizer.param_groups, chosen, strict=True):
+    for group, kernel in zip(optimizer.param_groups, chosen, strict=True):
         if group.get("triton") and (_is_widened(optimizer, group) or not runs_triton(group["params"])):
-            group.update(mine)
+            group.update(kernel)
             missing = True
     if missing:
         logger.warning(
             "The checkpoint's weights were updated by Triton kernels, which need a GPU with bf16, triton, a C "
-            "compiler, unsharded weights, and state in their dtype. Others go on from here; they round differently."
+            "compiler, unsharded weights, and state in their dtype. Other kernels continue; they round differently."
         )
 
 
 def _saved_groups(optimizer: torch.optim.Optimizer, saved: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Exactly the groups that the optimizer has, in its order: as saved, or new."""
+    """The optimizer's groups, in its order, each as saved or new."""
     groups = [group for group in saved if OWNER not in group]
     by_owner = {group[OWNER]: group for group in saved if OWNER in group}
     for group in optimizer.state_dict()["param_groups"]:
         if OWNER in group:
-            # A state dict numbers parameters from 0, so negative numbers match no saved state.
+            # State dicts number parameters from 0, so negative numbers match no saved state.
             new = {**group, "params": [-1 - number for number in group["params"]]}
             groups.append(by_owner.get(group[OWNER], new))
     return groups
@@ -198,13 +198,13 @@ def _saved_groups(optimizer: torch.optim.Optimizer, saved: Sequence[dict[str, An
 
 @contextmanager
 def sampling_weights(optimizer: Any) -> Iterator[None]:
-    """Put the weights to sample with and publish into the parameters; restore the training weights afterwards.
+    """A context with the weights for sampling and publishing in the parameters; restores the training weights on exit.
 
-    They differ only for schedule-free optimizers, which take gradients at one point while the result is the average of
-    another sequence (Defazio et al., arXiv 2405.15682). Switching there and back rounds the last bit, so a copy of the
-    training weights is restored instead.
+    They differ only for schedule-free optimizers, which compute gradients at one point while the result is the average
+    of another sequence (Defazio et al., arXiv 2405.15682). Switching back and forth would round the last bit, so a copy
+    of the training weights is restored instead.
     """
-    if not hasattr(optimizer, "eval"):  # which only schedule-free optimizers have
+    if not hasattr(optimizer, "eval"):  # only schedule-free optimizers have it
         yield
         return
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
@@ -219,7 +219,7 @@ def sampling_weights(optimizer: Any) -> Iterator[None]:
                 parameter.copy_(weights)
 
 
-# A key that only parameter groups of Muon have.
+# A key that only Muon's parameter groups have.
 MUON_MARK = "ns_steps"
 
 
@@ -227,14 +227,14 @@ class MuonWithAdamW(torch.optim.Optimizer):
     """Muon (orthogonalised momentum) for matrices, AdamW for vectors and convolutions.
 
     Muon's updates are scaled to the size of AdamW's (Liu et al., arXiv 2502.16982, section 2.2), so that one learning
-    rate and one weight decay fit both. Both parts share one list of parameter groups and one state.
+    rate and one weight decay suit both. Both parts share one list of parameter groups and one state.
 
     Args:
         params: trained parameters.
-        lr: of both.
-        betas, eps: of AdamW.
-        weight_decay: decoupled, of both.
-        momentum, nesterov: of Muon.
+        lr: learning rate of both.
+        betas, eps: parameters of AdamW.
+        weight_decay: decoupled weight decay of both.
+        momentum, nesterov: parameters of Muon.
         ns_steps: iterations of Muon's Newton-Schulz method.
     """
 
@@ -255,7 +255,7 @@ class MuonWithAdamW(torch.optim.Optimizer):
         self._adamw = partial(torch.optim.AdamW, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
         self._parts: list[torch.optim.Optimizer] = []
         if matrices := [weight for weight in weights if weight.ndim == 2]:
-            # Updates times .2 sqrt(max(out, in)): the size that AdamW's usually have.
+            # Scales updates by .2 sqrt(max(out, in)), the usual size of AdamW's updates.
             self._parts.append(muon(matrices, lr, weight_decay, adjust_lr_fn="match_rms_adamw"))
         if rest := [weight for weight in weights if weight.ndim != 2]:
             self._parts.append(self._adamw(rest))
@@ -263,7 +263,7 @@ class MuonWithAdamW(torch.optim.Optimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters that AdamW updates, whatever their shape."""
-        if "lr" not in param_group:  # not a group of `__init__`, whose base class calls this too
+        if "lr" not in param_group:  # groups from the base class's `__init__` have lr
             part = self._adamw(param_group["params"])
             param_group = {**part.param_groups[0], **param_group}
             if not any(isinstance(each, torch.optim.AdamW) for each in self._parts):
@@ -272,11 +272,11 @@ class MuonWithAdamW(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Update all parameters that have a gradient."""
+        """Update all parameters with a gradient."""
         with torch.enable_grad():
             loss = None if closure is None else closure()
         for part in self._parts:
-            # `load_state_dict` replaces groups and state, so the parts get the current ones every time.
+            # `load_state_dict` replaces groups and state, so pass the current ones to the parts every time.
             is_muon = isinstance(part, torch.optim.Muon)
             part.param_groups = [group for group in self.param_groups if (MUON_MARK in group) == is_muon]
             part.state = self.state
@@ -287,14 +287,14 @@ class MuonWithAdamW(torch.optim.Optimizer):
 def learning_rate_at(step: int, config: OptimizerConfig, base_lr: float, total_steps: int) -> float:
     """The learning rate of one optimizer step.
 
-    A warm-up of w steps is linear: its first step has base_lr / w (none is wasted at 0), step w has base_lr. From there
-    the scheduler runs over the remaining steps and reaches its end in the last one. Without a warm-up the first step
-    has the full rate. A warm-up as long as the run or longer leaves no room for the scheduler.
+    A warm-up of w steps is linear: its first step has base_lr / w (no step is wasted at 0), step w has base_lr. From
+    there, the scheduler runs over the remaining steps and reaches its end in the last step. Without a warm-up, the
+    first step has the full rate. A warm-up at least as long as the run leaves no room for the scheduler.
 
     Args:
-        step: optimizer steps done before this one. Steps past the end keep the last rate.
-        base_lr: the peak.
-        total_steps: of the run.
+        step: number of earlier optimizer steps. Steps past the end keep the last rate.
+        base_lr: the peak rate.
+        total_steps: number of steps of the run.
     """
     warmup = config.lr_warmup_steps
     number = step + 1
@@ -320,7 +320,7 @@ def decay_share(progress: float, config: OptimizerConfig) -> float:
         case "cosine" | "cosine_with_warmup":
             return _half_cosine(progress)
         case "cosine_with_restarts":
-            # Each cycle starts at the peak; the run ends at the bottom of the last one.
+            # Cycles start at the peak; the run ends at the bottom of the last cycle.
             return 0.0 if progress >= 1 else _half_cosine(config.lr_num_cycles * progress % 1)
         case "polynomial":
             return float((1 - progress) ** config.lr_power)
@@ -335,17 +335,17 @@ def _half_cosine(progress: float) -> float:
     return (1 + math.cos(math.pi * progress)) / 2
 
 
-# Key of the second moment in a weight's state.
+# State key of the second moment.
 SQUARES = "exp_avg_sq"
 
 
 class DecayingSquares(OptimiOptimizer):
-    """An optimizer of optimi's Adam family whose second moment is float32 where bf16 could not hold its decay.
+    """An optimizer of optimi's Adam family whose second moment is float32 if it could not decay in bf16.
 
-    The second moment v is a running mean of squared gradients, of which a step keeps beta2 * v. optimi stores it in the
-    weight's dtype. A bf16 number has 8 significant bits: rounding undoes whatever changes it by less than half its
-    distance to the next one, which is 2**-9 to 2**-8 of the number. With 1 - beta2 below 2**-8 (beta2 .999, for
-    example), beta2 * v may be rounded back to v, so v only grows, and updates get too small. There v is float32.
+    The second moment v is a moving average of squared gradients, of which a step keeps beta2 * v. optimi stores v in
+    the weight's dtype. bf16 has 8 significant bits: a relative change below half the spacing of its numbers, 2**-9 to
+    2**-8, is rounded away. With 1 - beta2 below 2**-8 (such as beta2 .999), beta2 * v may round back to v, so v only
+    grows, and updates become too small. In this case, v is float32.
     """
 
     def step(self, closure: Callable[[], Any] | None = None, param: Tensor | None = None) -> Any:
@@ -354,17 +354,17 @@ class DecayingSquares(OptimiOptimizer):
             return super().step(closure, param)
 
     def _init_group(self, group: dict[str, Any], *lists: Any, **named: Any) -> None:
-        self._updating.close()  # inside, it would slow down the loop over the next group's weights
+        self._updating.close()  # it would slow down the loop over the next group's weights
         super()._init_group(group, *lists, **named)
         if group["foreach"]:
             self._updating.enter_context(WideSquares())
 
     def is_wide(self, group: Mapping[str, Any], weight: Tensor) -> bool:
-        """Whether a weight's second moment has another dtype than the weight. optimi's Triton kernels round it then."""
+        """Whether a weight's second moment is wider than the weight; optimi's Triton kernels would round it."""
         return weight.dtype == torch.bfloat16 and is_lost_in_bf16(group.get("beta3", group["beta2"]))
 
     def widened(self, group: Mapping[str, Any], weight: Tensor, state: Mapping[str, Any]) -> Mapping[str, Any]:
-        """A weight's state with the second moment in the dtype in which it is kept."""
+        """A weight's state with the second moment in its stored dtype."""
         return {**state, SQUARES: state[SQUARES].float()} if self.is_wide(group, weight) else state
 
     def _init_state(self, group: dict[str, Any], state: dict[str, Any], param: Tensor) -> None:
@@ -373,8 +373,11 @@ class DecayingSquares(OptimiOptimizer):
 
 
 class WideSquares(TorchFunctionMode):
-    """Adds the squares of narrow gradients to wide means in a few launches: torch's foreach operations launch once for
-    every weight if its tensors have several dtypes. So gradients are widened first, a bundle at a time."""
+    """Adds the squares of narrow gradients to wide averages in a few launches.
+
+    torch's foreach operations launch once per weight if dtypes are mixed, so gradients are first widened, one bundle at
+    a time.
+    """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         named = kwargs or {}
@@ -383,7 +386,7 @@ class WideSquares(TorchFunctionMode):
         gradients = iter(args[1])  # both factors
         for means in in_bundles(args[0]):
             factors = [*islice(gradients, len(means))]
-            if len(means) > 1:  # a large weight would need as much memory again
+            if len(means) > 1:  # a single large weight would need its memory twice
                 narrow, factors = factors, [torch.empty_like(each) for each in means]
                 torch._foreach_copy_(factors, narrow)
             func(means, factors, factors, **named)

@@ -1,4 +1,4 @@
-"""Callbacks that average the weights, publish steps as events, and answer requests made with files."""
+"""Callbacks that update the moving average, publish steps as events, and handle requests made with files."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from simpletuner.training.state import Assembly, TrainState
 
 
 class EmaUpdater(Callback):
-    """Callback that updates the moving average, if there is one; it starts with the run as a copy of the weights."""
+    """Callback that updates the moving average, if enabled."""
 
     def on_step_end(self, assembly: Assembly, state: TrainState, report: StepReport) -> None:
         if assembly.trained.ema is not None:
@@ -28,12 +28,12 @@ class EmaUpdater(Callback):
 
 @dataclass
 class Recorder(Callback):
-    """Callback that publishes every step; `run.train` publishes how the run ended.
+    """Callback that publishes every step; `run.train` publishes the end of the run.
 
     Attributes:
-        matmul_flops: the device's measured FLOP/s; None if it was not measured.
+        matmul_flops: FLOP/s of the device, if measured.
         rounds: recurring work between steps, such as previews.
-        slow_steps: notices when steps become slower.
+        slow_steps: detects slow steps.
     """
 
     events: EventStream
@@ -73,7 +73,7 @@ def utilisation(report: StepReport, matmul_flops: float | None) -> float | None:
 
 
 def peak_memory() -> int:
-    """The largest number of bytes in use so far: on the GPU, or of this process on a CPU."""
+    """Peak memory in bytes: of the GPU, or of this process on a CPU."""
     if torch.cuda.is_available():
         return torch.cuda.max_memory_allocated()
     import resource  # Unix only
@@ -84,12 +84,12 @@ def peak_memory() -> int:
 
 @dataclass
 class RequestHandler(Callback):
-    """Callback that carries out requests made with files in `output_dir/requests/`, and stops before a disk is full.
+    """Callback that handles requests made with files in `output_dir/requests/`, and stops before the disk is full.
 
     Attributes:
-        actions: what to call for a request; stops are handled here.
-        least_free: stop when the disk of `output_dir` has less free space, in GB.
-        ends_with_epoch: stop when the epoch is complete.
+        actions: functions to call, by request; stops are handled here.
+        least_free: free space of the disk of `output_dir`, in GB, below which the run stops.
+        ends_with_epoch: whether to stop when the epoch is complete.
     """
 
     output_dir: Path
@@ -99,12 +99,12 @@ class RequestHandler(Callback):
     ends_with_epoch: bool = field(default=False, init=False)
 
     def on_train_start(self, assembly: Assembly, state: TrainState) -> None:
-        # One process alone takes the file; its watch passes the stop on to the rest.
+        # Only the main process takes the file; its watch forwards the stop to all others.
         if assembly.world.is_main:
             self.events.stop.look_at(lambda: self._is_asked_to_stop(assembly, state))
 
     def on_step_end(self, assembly: Assembly, state: TrainState, report: StepReport) -> None:
-        # One process looks for all: a file could appear between two looks, and requests are carried out together.
+        # The main process looks for all: a file could appear between two looks, and requests are collective.
         for request in assembly.world.on_main(partial(take_requests, self.output_dir)):
             if request == "stop":
                 self._stop(assembly, state, "as requested.")
@@ -120,7 +120,7 @@ class RequestHandler(Callback):
             self._stop(assembly, state, f"{str(self.output_dir)!r} has {free:.1f} GB free and {threshold}")
 
     def _is_asked_to_stop(self, assembly: Assembly, state: TrainState) -> bool:
-        """Looked at between steps and, while previews are rendered, between their sampling steps."""
+        """Polled between steps and, during previews, between sampling steps."""
         if asked := take_request(self.output_dir, "stop"):
             self._stop(assembly, state, "as requested.")
         return asked

@@ -1,9 +1,9 @@
-"""Updates each weight as soon as its gradient is complete (optimizer in backward), so gradients are never held at once.
+"""Optimizer in backward: updates each weight as soon as its gradient is complete, so that gradients are never all held.
 
-The optimizer is the usual one, restricted to one parameter at a time, so the weights are those of an update at the end
-of the step, bit for bit. What needs all gradients first is refused by the plan: the key excludes it.
+The optimizer is the usual one, applied to one parameter at a time, so the weights are bit-identical to an update at the
+end of the step. The plan refuses settings that need all gradients first.
 
-`HostState` keeps the optimizer's state in host memory, and a weight's state on the device only for its update.
+`HostState` keeps the optimizer state in host memory; the state of a weight is on the device only for its update.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ from simpletuner.memory.offload.beside import SideStream
 from simpletuner.memory.offload.image import Span, leaves, rebuild, wraps
 from simpletuner.training.guard import norm_order, norms, not_finite, total_size
 
-State = Mapping[str, Any]  # of one weight, as an optimizer keeps it
+State = Mapping[str, Any]  # optimizer state of one weight
 
 
 class GradientRelease:
-    """Hooks on the trained parameters, called when the backward pass has added up a gradient.
+    """Hooks on the trained parameters, called when the backward pass has accumulated a gradient.
 
     Args:
-        parameters: trained, by name; not the modules of techniques.
-        optimizer: over these parameters, and perhaps others.
+        parameters: trained parameters by name, without the modules of techniques.
+        optimizer: optimizer of these and possibly other parameters.
         host: keeps their state in host memory; None if it stays on the device.
 
     Attributes:
-        is_halfway: some weights of the step in progress are updated, and others are not.
+        is_halfway: whether only some weights have been updated in the current step.
     """
 
     def __init__(
@@ -48,20 +48,20 @@ class GradientRelease:
         self.is_halfway, self.host = False, host
         self._parameters, self._optimizer, self._config = parameters, optimizer, config
         groups = optimizer.param_groups
-        mine = {*parameters.values()}
-        self._group = {weight: n for n, group in enumerate(groups) for weight in group["params"] if weight in mine}
+        released = {*parameters.values()}
+        self._group = {weight: n for n, group in enumerate(groups) for weight in group["params"] if weight in released}
         self._norms: dict[str, Tensor] = {}  # of gradients, in the order of the backward pass
-        self._after: dict[int, dict[str, Any]] = {}  # what this step has changed in parameter groups
+        self._after: dict[int, dict[str, Any]] = {}  # changes of parameter groups in this step
         self._updates = False
-        # Weak: the garbage collector does not see what a weight's hooks refer to, and would never free the model.
+        # Weak, since the garbage collector cannot see references from hooks and would never free the model.
         release = WeakMethod(self._release)
         for name, parameter in parameters.items():
-            # Called once `.grad` is set; a plain tensor hook comes before.
+            # Called once `.grad` is set; plain tensor hooks are called earlier.
             parameter.register_post_accumulate_grad_hook(partial(_call, release, name))
 
     @contextmanager
     def updating(self) -> Iterator[None]:
-        """A context in which a backward pass updates the weights; elsewhere it only drops their gradients."""
+        """A context in which a backward pass updates the weights; elsewhere, it only drops gradients."""
         self._norms.clear()
         self._after.clear()
         self._updates = True
@@ -71,7 +71,7 @@ class GradientRelease:
             self._updates = False
 
     def finish(self) -> None:
-        """End a step: update the remaining parameters, and advance the state of the groups once."""
+        """End a step: update the remaining parameters, and advance the state of each group once."""
         groups = self._optimizer.param_groups
         for number, group in self._after.items():
             groups[number].update(group)
@@ -82,22 +82,22 @@ class GradientRelease:
         self.is_halfway = False
 
     def gradient_size(self) -> dict[str, Tensor]:
-        """The size before clipping of the gradient of the last backward pass, as by `guard.gradient_size`."""
-        # In the order of the parameters, not of the backward pass: sums round differently.
+        """The size of the last backward pass's gradient before clipping, as `guard.gradient_size`."""
+        # In the order of the parameters, not of the backward pass, since sums round differently.
         ordered = [self._norms[name] for name in self._parameters if name in self._norms]
         return total_size(torch.cat(ordered), self._config) if ordered else {}
 
     def not_finite(self) -> list[str]:
-        """The weights whose gradient was NaN or infinite, in the order of the backward pass."""
+        """The weights with a NaN or infinite gradient, in the order of the backward pass."""
         return not_finite(self._norms)
 
     def _release(self, name: str, parameter: nn.Parameter) -> None:
         assert parameter.grad is not None
-        # Kept on the device: the host waits for all of them at once.
+        # Kept on the device, so that the host synchronises once for all.
         self._norms[name] = norms([parameter.grad], norm_order(self._config))
         if self._updates:
             limit = self._config.max_grad_norm
-            # By norm would need all gradients; the plan refuses it.
+            # Clipping by norm would need all gradients; the plan refuses it.
             if limit > 0 and self._config.grad_clip_method == "value":
                 parameter.grad.clamp_(-limit, limit)
             self.is_halfway = True
@@ -105,10 +105,10 @@ class GradientRelease:
         parameter.grad = None
 
     def _update(self, parameter: nn.Parameter) -> None:
-        """Update one parameter, with its group in the state before this step: some optimizers count steps there."""
+        """Update one parameter, with its group as before this step, since some optimizers count steps in groups."""
         number = self._group[parameter]
         before = self._optimizer.param_groups[number]
-        # Cloned: an optimizer may count steps in a tensor of its group, in place and once per weight.
+        # Cloned, since an optimizer may count steps in a tensor of its group, in place and once per weight.
         copied = {key: each.clone() if isinstance(each, Tensor) else each for key, each in before.items()}
         after = {**copied, "params": [parameter]}
         if self.host is not None:
@@ -134,13 +134,13 @@ def _call(release: Callable[[], Callable[[str, nn.Parameter], None] | None], nam
 
 
 class HostState:
-    """The state of one optimizer in page-locked host memory.
+    """The state of one optimizer in pinned host memory.
 
-    Copies run on a side stream: updated state is copied out during the backward pass, while the next one is prefetched
+    Copies run on a side stream during the backward pass: updated state is copied out, and the next state is prefetched
     in the order of the last step.
 
     Args:
-        device: of the weights. Without CUDA, copies are synchronous and save nothing.
+        device: device of the weights. Without CUDA, copies are synchronous and save nothing.
     """
 
     def __init__(self, optimizer: Optimizer, device: torch.device) -> None:
@@ -151,11 +151,11 @@ class HostState:
         self._last: nn.Parameter | None = None
 
     def bring(self, parameter: nn.Parameter) -> None:
-        """Put a weight's state on the device before its update, if it has any yet."""
-        # Gradients are complete in the same order in every step, so the last one says what to prefetch.
+        """Put the state of a weight, if any, on the device before its update."""
+        # Gradients complete in the same order in every step, so the last step's order is used for prefetching.
         self._next[self._last], self._last = parameter, parameter
         if parameter in self._host:
-            # The first weight of a step, or one out of the usual order.
+            # Not prefetched: the first weight of a step, or one out of order.
             if parameter not in self._arriving:
                 self._arriving[parameter] = self._fetch(parameter)
             state, arrived = self._arriving.pop(parameter)
@@ -163,7 +163,7 @@ class HostState:
             self._side.hold_compute(arrived)
 
     def leave(self, parameter: nn.Parameter) -> None:
-        """Copy a weight's state to the host after its update, and the next one's to the device."""
+        """Copy the state of an updated weight to the host, and prefetch the next weight's state."""
         state = self._optimizer.state[parameter]
         self._keep(parameter, state)
         self._side.keep(state)
@@ -178,26 +178,26 @@ class HostState:
         self._last = None
 
     def load(self, parameter: nn.Parameter, saved: State) -> None:
-        """Take over a weight's saved state, on the CPU, exactly as it is."""
+        """Take over the saved state of a weight, unchanged, on the CPU."""
         self._keep(parameter, saved)
         self.finish()
 
     def _fetch(self, parameter: nn.Parameter) -> tuple[State, torch.cuda.Event | None]:
-        """A copy of a weight's state on the device, and when it will be complete."""
+        """A copy of a weight's state on the device, and the event that completes it."""
         room = partial(torch.empty_like, device=self._side.device)
         state = {key: self._copy(value, room) for key, value in self._host[parameter].items()}
         return state, self._side.complete()
 
     def _keep(self, parameter: nn.Parameter, state: State) -> None:
-        # Page-locking is slow and states keep their shapes, so every step copies into the buffers of the first.
+        # Pinning is slow and states keep their shapes, so every step reuses the buffers of the first.
         rooms = (part for value in self._host.get(parameter, {}).values() if _moves(value) for part in leaves(value))
         room = (lambda part: next(rooms)) if parameter in self._host else self._buffer
         self._host[parameter] = {key: self._copy(value, room) for key, value in state.items()}
-        # Checkpoints read the state where they always do.
+        # Checkpoints read the state here, as usual.
         self._optimizer.state[parameter] = self._host[parameter]
 
     def _copy(self, value: Any, room: Callable[[Tensor], Tensor]) -> Any:
-        """A copy of a moment, whose parts go into `room` for each; anything else stays where it is."""
+        """A copy of a moment, with its parts in the buffers from `room`; all other values are unchanged."""
         if not _moves(value):
             return value
         parts = leaves(value)
@@ -213,5 +213,5 @@ class HostState:
 
 
 def _moves(value: Any) -> bool:
-    """Whether a value is as large as a weight, unlike a count of steps."""
+    """Whether a value is as large as a weight, unlike a step count."""
     return isinstance(value, Tensor) and (wraps(value) or value.ndim > 0)

@@ -26,8 +26,8 @@ from simpletuner.training.optimizers import sampling_weights
 from simpletuner.training.release import GradientRelease
 from simpletuner.training.trained import Trained
 
-# FLOPs of training on one sample, without recomputation, from its numbers of tokens and text tokens; those of
-# block-sparse attention as if it visited all tiles.
+# (tokens, text tokens) -> FLOPs of training on one sample, without recomputation, and with block-sparse attention
+# counted as if it visited all tiles.
 SampleFlops = Callable[[int, int], Work]
 
 
@@ -36,10 +36,10 @@ class TrainState:
     """The progress of a run.
 
     Attributes:
-        global_step: optimizer steps done.
+        global_step: number of optimizer steps done.
         epoch: epoch of the last sample, counted from 1.
-        epochs_done: completed epochs.
-        data_before: position in the data before the step in progress; None between two steps.
+        epochs_done: number of completed epochs.
+        data_before: position in the data before the current step; None between steps.
     """
 
     global_step: int = 0
@@ -51,9 +51,9 @@ class TrainState:
         """Whether the last step ends an interval of steps, or completes an epoch that ends an interval of epochs.
 
         Args:
-            epochs_done: after the last step; `self.epochs_done` is the number before it.
+            epochs_done: number after the last step; `self.epochs_done` is the number before it.
         """
-        # Not `%`: with much accumulation, a step may complete several short epochs.
+        # Not `%`, since with long accumulation a step may complete several short epochs.
         by_epoch = epochs is not None and self.epochs_done // epochs < epochs_done // epochs
         return by_epoch or bool(steps and self.global_step % steps == 0)
 
@@ -64,10 +64,10 @@ class TrainingSpec:
 
     Attributes:
         lora_targets: modules that get a LoRA.
-        seed: of the run; drawn by the plan if the user set none.
+        seed: seed of the run; drawn by the plan if the user set none.
         total_steps: optimizer steps of the whole run.
         learning_rate: peak rate, after `lr_scale` and `lr_scale_sqrt`.
-        timestep_offsets: `timestep_sampling_offset` of the datasets that set one, by id.
+        timestep_offsets: non-zero `timestep_sampling_offset` by dataset id.
     """
 
     lora_targets: Targets
@@ -85,7 +85,7 @@ class StepSettings(TrainingSpec):
         accumulation: micro-steps per optimizer step.
         shift_is_explicit: the user set `flow_schedule_shift`.
         shared_noise: all processes draw the same random numbers.
-        sequence: processes that share the tokens of the same samples.
+        sequence: size of a sequence-parallel group.
     """
 
     accumulation: int
@@ -98,7 +98,7 @@ class StepSettings(TrainingSpec):
 
     @classmethod
     def of(cls, config: RunConfig, spec: TrainingSpec) -> StepSettings:
-        """Those of a run."""
+        """The step settings of a run."""
         return cls(
             **vars(spec),
             accumulation=config.schedule.gradient_accumulation_steps,
@@ -113,22 +113,22 @@ class StepSettings(TrainingSpec):
 
 @dataclass
 class Assembly:
-    """Everything that takes part in a step, put together by `assemble`.
+    """All objects that take part in a step, built by `assemble`.
 
     Attributes:
         trained: a LoRA, or the whole transformer.
-        parameters: its weights by name, in the optimizer's order.
+        parameters: trained weights by name, in the optimizer's order.
         hidden: hidden states for techniques.
         modules: modules of techniques by the technique's name.
-        wrapped_modules: the same as they are called, wrapped for the exchange of gradients.
-        scaler: keeps small float16 gradients from underflowing; disabled in other precisions.
-        streamer: copies weights to the device during a step; None if all of them stay there.
+        wrapped_modules: the same modules wrapped for gradient synchronisation, as they are called.
+        scaler: loss scaler, which prevents underflow of float16 gradients; disabled in other precisions.
+        streamer: copies weights to the device during a step; None without streaming.
         sample_flops: FLOPs of a sample; None if they are not counted.
         take_tiles: see `BlockLayout`.
-        release: updates weights during the backward pass; None if they are updated together after it.
+        release: updates weights during the backward pass; None if they are updated after it.
         world: the processes that train together.
-        is_sharded: whether each process holds a part of every weight only, so that they compute everything together.
-        passes: forward passes of this session's steps.
+        is_sharded: weights are sharded, so processes run every forward pass together.
+        passes: number of forward passes in this session's steps.
     """
 
     adapter: FamilyAdapter
@@ -161,7 +161,7 @@ class Assembly:
     def writes(self) -> bool:
         """Whether this process takes part in writing the trained weights.
 
-        Replicas hold the same ones, so one writes. Parts have to be gathered, in which every process takes part.
+        With replicas, only one process writes. Shards must be gathered, in which every process takes part.
         """
         return self.world.is_main or self.trained.sharers.size > 1
 
@@ -171,36 +171,36 @@ class Assembly:
 
     @contextmanager
     def exchange_only(self, *, transformer: bool, modules: bool) -> Iterator[None]:
-        """Let processes exchange the accumulated gradients in the backward pass of this context, or only accumulate."""
+        """A context whose backward pass synchronises the gradients of the selected modules; others only accumulate."""
         with ExitStack() as stack:
-            # `no_sync` says who does not exchange, so the lists are of the modules that only accumulate.
+            # `no_sync` applies to the modules that only accumulate.
             for module in [self.transformer] * (not transformer) + self.wrapped_modules * (not modules):
                 stack.enter_context(self.accelerator.no_sync(module))
             yield
 
     def averaged(self, wanted: bool) -> AbstractContextManager[None]:
-        """A context with the moving average in place of the weights, if it is wanted."""
+        """A context with the moving average in place of the weights, if wanted."""
         ema = self.trained.ema
         return ema.applied() if wanted and ema is not None else nullcontext()
 
     def sampling_weights(self) -> AbstractContextManager[None]:
-        """A context with the weights to sample with and publish; schedule-free optimizers train at others."""
+        """A context with the weights for sampling and publishing; schedule-free optimizers train different weights."""
         return sampling_weights(self.optimizer)
 
 
 def random_states() -> dict[str, Any]:
     """The states of all global random generators.
 
-    Training does not depend on them, since each step seeds its own. They are saved so that other code that draws from
-    them continues as without an interruption.
+    Training does not depend on them, since each step is seeded. They are saved so that other code that draws from them
+    is not affected by an interruption.
     """
     numpy_state: Any = np.random.get_state()
-    # numpy's array as a tensor and Python's tuples as they are: `torch.load` with `weights_only` accepts no arrays.
+    # NumPy's array as a tensor, since `torch.load` with `weights_only` rejects arrays.
     return {
         "python": random.getstate(),
         "numpy": [numpy_state[0], torch.from_numpy(numpy_state[1].astype(np.int64)), *numpy_state[2:]],
         "torch": torch.get_rng_state(),
-        "cuda": torch.cuda.get_rng_state_all(),  # empty without one
+        "cuda": torch.cuda.get_rng_state_all(),  # empty without a GPU
     }
 
 

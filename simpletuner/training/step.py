@@ -1,8 +1,8 @@
-"""One optimizer step, readable from top to bottom.
+"""One optimizer step, in reading order.
 
     batch ─► noise ─► noisy batch ─► predict ─► loss ─► backward ─► clip ─► update ─► report
 
-Nothing that happens between steps (previews, a restart, another technique) can change one.
+Events between steps (previews, a restart, another technique) cannot change a step.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ from simpletuner.training.state import Assembly
 
 
 def optimizer_step(assembly: Assembly, loader: BatchLoader, global_step: int) -> StepReport:
-    """Train on `accumulation` micro-batches and update the weights once. All their samples have the same weight.
+    """Train on `accumulation` micro-batches and update the weights once. All samples have equal weight.
 
     Args:
-        loader: an endless supply of batches, on the CPU.
-        global_step: optimizer steps done before this one.
+        loader: an endless iterator of batches, on the CPU.
+        global_step: number of earlier optimizer steps.
 
     Raises:
         NonFiniteError: a loss or the gradient is NaN or infinite; the weights are unchanged, unless gradients are
@@ -46,65 +46,65 @@ def optimizer_step(assembly: Assembly, loader: BatchLoader, global_step: int) ->
         with meter.waiting_for_data.running():
             batch = next(loader).to(accelerator.device, non_blocking=True)
         meter.count(batch)
-        # The backward pass waits for the other processes; the watch names this step if one stays away.
+        # The backward pass waits for all processes; the watch names this step if one is missing.
         with assembly.world.exchanging(f"Step {global_step + 1}"), assembly.updating():
             run_micro_step(assembly, batch, global_step, micro_step, losses)
 
-    # First: clipping and the logged norm need unscaled gradients.
+    # Clipping and the logged norm need unscaled gradients.
     assembly.scaler.unscale_(assembly.optimizer)
-    # Clipped apart: the gradient of a technique's module must not shrink that of the model.
+    # Clipped separately, so that the gradient of a technique's module does not shrink that of the model.
     parts = [assembly.parameters.values(), assembly.module_parameters.values()]
     guard.equalise_samples(chain(*parts), losses.counts)
     measured = [guard.gradient_size(parameters, settings.optimizer) for parameters in parts]
     if assembly.release is not None:
         measured[0] = assembly.release.gradient_size()
-    # The step's only wait for the device, unless gradients are released.
+    # The step's only synchronisation, unless gradients are released.
     mine, (size, module_size, tiles) = losses.on_host(*measured, assembly.take_tiles())
     sizes = (*size.values(), *module_size.values())
-    # All processes have the same sizes and decide alike: a loss that is not finite makes them NaN (`_backward`).
+    # All processes have the same sizes and decide alike: a loss that is not finite makes the sizes NaN (`_backward`).
     # The device updates the weights while the host exchanges records.
     if all(map(math.isfinite, sizes)):
         for parameters, limited in zip(parts, (size, module_size), strict=True):
             guard.clip_gradients(parameters, settings.optimizer, limited)
         if assembly.release is None:
             assembly.scaler.step(assembly.optimizer)
-        else:  # the model is updated already
+        else:  # the model has already been updated
             assembly.release.finish()
     with assembly.world.exchanging(f"Step {global_step + 1}"):
         gathered = assembly.world.gather(mine)
-    everyone = Losses.merged(gathered[:: settings.sequence])  # one of each group
+    everyone = Losses.merged(gathered[:: settings.sequence])  # one process per sequence-parallel group
     guard.stop_if_gradients_not_finite(assembly, sizes, everyone.names)
-    # After the check, which judges by the scale that this step was computed with.
+    # After the check, which needs the scale of this step.
     assembly.scaler.update()
-    # None, not zeros: previews get the memory, and optimizers skip a module that no loss has reached.
+    # None instead of zeros frees the memory for previews, and lets optimizers skip modules without a loss.
     assembly.optimizer.zero_grad(set_to_none=True)
     metrics = everyone.means(assembly.techniques) | size | {"learning_rate": rate, "epoch": loader.epoch}
     return meter.report(loader, everyone, metrics, tiles)
 
 
 def _prepare_groups(assembly: Assembly, global_step: int) -> float:
-    """Set the rate of every parameter group, and the seed of those that round at random; returns the step's rate."""
+    """Set the rate of every parameter group, and the seed of stochastic rounding; returns the step's rate."""
     settings = assembly.settings
     learning_rate = learning_rate_at(global_step, settings.optimizer, settings.learning_rate, settings.total_steps)
-    # Computed from the step: a scheduler of torch would have a state to save and restore.
+    # A function of the step: torch's schedulers have state to save and restore.
     for group in assembly.optimizer.param_groups:
         group["lr"] = learning_rate * group.get(RATE_RATIO, 1.0)
-        # By step, so that a resumed run rounds as if it had never stopped.
+        # By step, so that a resumed run rounds like an uninterrupted one.
         if SEED in group:
             group[SEED] = step_seed(settings.seed, global_step, 0, 0, "rounding")
     return learning_rate
 
 
 def run_micro_step(assembly: Assembly, batch: Batch, global_step: int, micro_step: int, losses: Losses) -> None:
-    """Forward and backward of one micro-batch, then of the passes that techniques add, one graph at a time."""
-    last = micro_step == assembly.settings.accumulation - 1  # only then do processes exchange their gradients
+    """Forward and backward pass of one micro-batch, then the extra passes of techniques, one graph at a time."""
+    last = micro_step == assembly.settings.accumulation - 1  # gradients are synchronised only then
     with ExitStack() as acting:
         for technique in assembly.techniques:
             acting.enter_context(technique.acting(batch))
         noisy = noisy_batch(assembly, batch, global_step, micro_step)
         extras = [run for technique in assembly.techniques for run in technique.extra_passes(noisy)]
         assert not (extras and assembly.release), "a released gradient must be the whole one"
-        # The sum is sent once, in the step's last backward pass: for the transformer that may be an extra one.
+        # The sum is reduced once, in the step's last backward pass, which for the transformer may be an extra pass.
         with assembly.exchange_only(transformer=last and not extras, modules=last):
             loss = micro_loss(assembly, noisy, losses)
             if assembly.release is not None:  # the backward pass will update the weights
@@ -115,22 +115,22 @@ def run_micro_step(assembly: Assembly, batch: Batch, global_step: int, micro_ste
             added = run(partial(predict, assembly))
             loss = torch.stack([*added.values()]).sum()
             losses[-1].log(added)
-            # `_backward` looks at the total: a loss of an extra pass that is not finite must show in it.
+            # Added to the total, which `_backward` checks.
             losses[-1].total = losses[-1].total + loss.detach()
             _backward(assembly, loss, losses)
 
 
 def _backward(assembly: Assembly, loss: Tensor, losses: Losses) -> None:
-    """Add the gradients of a loss; NaN if the total is not finite, which every process then sees in its gradients."""
-    # 0 * inf and 0 * NaN are NaN. An `if` would make the host wait for the device.
+    """Accumulate the gradients of a loss; NaN if the total is not finite, which all processes then see."""
+    # 0 * inf and 0 * NaN are NaN; an `if` would synchronise.
     one = 1 + 0 * losses[-1].total
     share = one * loss / loss_divisor(losses.counts, assembly.settings.accumulation)
     assembly.accelerator.backward(assembly.scaler.scale(share))
 
 
 def noisy_batch(assembly: Assembly, batch: Batch, global_step: int, micro_step: int) -> NoisyBatch:
-    """What the model is trained on at this place in the run."""
-    # The adapter first: techniques must see the clean first frame of i2v, and that it has no loss.
+    """The noisy batch to train on at this position in the run."""
+    # The adapter first: techniques must see the clean first frame of i2v, and its weight of 0 in the loss.
     noisy = assembly.adapter.prepare(add_noise(assembly, batch, global_step, micro_step))
     for technique in assembly.techniques:
         noisy = technique.before_forward(noisy, partial(predict_now, assembly))
@@ -161,14 +161,14 @@ def micro_loss(assembly: Assembly, noisy: NoisyBatch, losses: Losses) -> Tensor:
 
 
 def predict(assembly: Assembly, noisy: NoisyBatch) -> Tensor:
-    """A forward pass, which is counted."""
+    """A forward pass, counted in `assembly.passes`."""
     assembly.passes += 1
     return assembly.adapter.predict(assembly.transformer, noisy)
 
 
 def predict_now(assembly: Assembly, noisy: NoisyBatch) -> Tensor:
     """The model's current prediction without gradients and dropout, for techniques."""
-    # Dropout would draw from the generator that `add_noise` has seeded for the pass that is trained.
+    # Dropout would draw from the generator that `add_noise` seeded for the training pass.
     assembly.transformer.eval()
     with torch.no_grad():
         prediction = predict(assembly, noisy)

@@ -1,4 +1,4 @@
-"""What a run trains of a transformer: one interface for a LoRA and for a full fine-tune, and the latter itself."""
+"""The trained weights of a transformer: a common interface for LoRAs and full fine-tunes, and the full fine-tune."""
 
 from __future__ import annotations
 
@@ -35,15 +35,15 @@ WEIGHTS_FILE = "trainable.safetensors"
 
 @dataclass(frozen=True)
 class Publication:
-    """What publishing needs besides the trained weights.
+    """Inputs of publishing besides the trained weights.
 
     Attributes:
-        adapter: loads a bare pipeline, to check a LoRA file with.
+        adapter: loads a bare pipeline, to verify a LoRA file.
         source: the other parts of the base model, for a complete pipeline.
-        dtype: in which the model is sampled.
-        shift: of the sampling schedule; None if it is the base model's own.
-        note: header entries that identify the result, its step among them.
-        predict: the model's prediction for one training batch, the same batch and noise at each call.
+        dtype: dtype for sampling.
+        shift: shift of the sampling schedule; None for the base model's.
+        note: header entries that identify the result, including its step.
+        predict: the model's prediction for one training batch, with the same batch and noise at each call.
     """
 
     adapter: FamilyAdapter
@@ -59,9 +59,9 @@ class Draft:
     """A file of a checkpoint before it is written.
 
     Attributes:
-        name: its path in the checkpoint's folder.
-        write: writes a content to a path.
-        content: tensors on any device, in dictionaries and lists.
+        name: path in the checkpoint's folder.
+        write: writes content to a path.
+        content: nested dictionaries and lists of tensors, on any device.
     """
 
     name: str
@@ -80,10 +80,10 @@ class Draft:
 
 
 def copy_drafts(drafts: Iterable[Draft], device: torch.device) -> Callable[[], list[Draft]]:
-    """Copy the content of drafts to host memory, where training does not change it.
+    """Copy the content of drafts to host memory, since training changes the originals.
 
     Returns:
-        a function that waits for the copies, in any thread.
+        a function that waits for the copies, callable from any thread.
     """
     copies = [replace(draft, content=replaced(draft.content, _to_host)) for draft in drafts]
     copied = torch.cuda.current_stream(device).record_event() if device.type == "cuda" else None
@@ -103,7 +103,7 @@ def _to_host(path: str, tensor: Tensor) -> Tensor:
 
 
 def page_locked_copy(tensor: Tensor) -> Tensor:
-    """A copy of a GPU's tensor in page-locked memory, complete when the current stream has executed it."""
+    """A copy of a GPU tensor in pinned memory, complete once the current stream has executed it."""
     return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True)
 
 
@@ -111,9 +111,9 @@ class Trained(Protocol):
     """The trained weights of a transformer: saving, loading, publishing.
 
     Attributes:
-        sharers: the processes that hold a part of these weights each, and so call these methods together; this one
-            alone if it has all of them.
-        ema: their moving average, if `use_ema` is set.
+        sharers: the processes among which the weights are sharded, and which call these methods together; only this
+            process without sharding.
+        ema: moving average, if `use_ema` is set.
     """
 
     transformer: nn.Module
@@ -122,43 +122,43 @@ class Trained(Protocol):
 
     @property
     def adapters(self) -> Adapters:
-        """The adapter as its cost is computed; `NO_ADAPTERS` if the model itself is trained."""
+        """The adapter, for cost estimates; `NO_ADAPTERS` for a full fine-tune."""
 
     def parameters(self) -> dict[str, nn.Parameter]:
-        """The parameters to optimize, by name, in a fixed order."""
+        """The trained parameters by name, in a fixed order."""
 
     def drafts(self, note: Mapping[str, str]) -> Generator[Draft]:
-        """The weights and their moving average in a checkpoint: in the form that users load, and exactly as trained.
+        """The weights and their moving average for a checkpoint: in the form that users load, and exactly as trained.
 
-        Each draft is to be written or copied before the next is asked for, and the generator closed.
+        Write or copy each draft before requesting the next, and close the generator.
         """
 
     def load(self, folder: Path) -> None:
         """Restore the weights from a checkpoint, exactly.
 
         Raises:
-            UserError: it holds other weights, or NaN or infinity.
+            UserError: the checkpoint holds other weights, or NaN or infinity.
         """
 
     def disabled(self) -> AbstractContextManager[None]:
-        """A context in which the transformer is as it was before training.
+        """A context in which the transformer is as before training.
 
         Raises:
-            RuntimeError: the base model itself is trained, so that state is lost.
+            RuntimeError: full fine-tunes do not keep that state.
         """
 
     def publish(self, output_dir: Path, publication: Publication) -> str:
-        """Write the result and check it by loading it as users will; returns a message for the user.
+        """Write the result and verify it by loading it as users will; returns a message for the user.
 
         Raises:
-            RuntimeError: the result does not load as it was saved.
+            RuntimeError: the result does not load as saved.
         """
 
 
 class AdapterWeights:
-    """The trained parameters of an adapter inside a frozen transformer, saved and restored exactly.
+    """The trained parameters of an adapter in a frozen transformer, saved and restored exactly.
 
-    Every process has all of them.
+    Every process holds all parameters.
     """
 
     transformer: nn.Module
@@ -169,7 +169,7 @@ class AdapterWeights:
         return {name: each for name, each in self.transformer.named_parameters() if each.requires_grad}
 
     def exact(self) -> Draft:
-        """The parameters exactly as they are trained."""
+        """The parameters exactly as trained."""
         weights = {name: parameter.detach().contiguous() for name, parameter in self.parameters().items()}
         return Draft.of_tensors(f"{STATE_FOLDER}/{WEIGHTS_FILE}", weights)
 
@@ -179,23 +179,23 @@ class AdapterWeights:
 
 
 def load_parameters(parameters: Mapping[str, nn.Parameter], files: Iterable[Path], origin: Path, keys: str) -> None:
-    """Fill parameters from safetensors files that hold exactly these.
+    """Fill parameters from safetensors files with exactly these parameters.
 
     Args:
         origin: the checkpoint, for messages.
-        keys: configuration keys that decide which parameters exist and their shapes.
+        keys: config keys that determine the parameters and their shapes.
 
     Raises:
         UserError: the files hold other parameters or shapes, or NaN or infinity.
     """
     with open_weights(files) as weights:
-        # All checks come before the first copy: a checkpoint that is refused changes no weight.
+        # All checks precede the first copy, so that a rejected checkpoint changes no weight.
         if weights.keys() != parameters.keys():
             raise UserError(f"{origin} was made with other trained layers; check {keys}.")
         for name, parameter in parameters.items():
             if list(parameter.shape) != weights[name].get_slice(name).get_shape():
                 raise UserError(f"{origin}: {name} has another shape; check {keys}.")
-        # One at a time: all of them may not fit into memory.
+        # One at a time, since all tensors may not fit into memory.
         spoilt = [name for name, file in weights.items() if not_finite({name: file.get_tensor(name)})]
         refuse_not_finite({name: weights[name].get_tensor(name) for name in spoilt}, origin)
         with torch.no_grad():
@@ -205,7 +205,7 @@ def load_parameters(parameters: Mapping[str, nn.Parameter], files: Iterable[Path
 
 @contextmanager
 def open_weights(files: Iterable[Path]) -> Iterator[dict[str, Any]]:
-    """For each tensor in some safetensors files the open file that holds it."""
+    """Open safetensors files: maps each tensor name to its open file."""
     with ExitStack() as opened:
         readers = [opened.enter_context(safe_open(file, "pt")) for file in files]
         yield {name: reader for reader in readers for name in reader.keys()}  # noqa: SIM118 - no mapping
@@ -218,7 +218,7 @@ WEIGHTS_PATTERN = SAFETENSORS_WEIGHTS_NAME.replace(".", "{suffix}.")
 
 @dataclass
 class FullModel:
-    """A transformer of which every weight is trained; the result is a complete pipeline folder."""
+    """A full fine-tune of a transformer; the result is a complete pipeline folder."""
 
     transformer: nn.Module
     sharers: World = field(default_factory=World)
@@ -247,7 +247,7 @@ class FullModel:
     def publish(self, output_dir: Path, publication: Publication) -> str:
         """Write a folder for `from_pretrained`: the transformer (or its average) and copies of the other parts."""
         final = output_dir / PIPELINE_FOLDER
-        with ExitStack() as building:  # which ends in the main process when all have written
+        with ExitStack() as building:  # renames the folder in the main process once all have written
             folder = self.sharers.on_main(lambda: building.enter_context(build_folder(final)))
             self.sharers.on_main(lambda: copy_parts(publication, folder))
             with nullcontext() if self.ema is None else self.ema.applied():
@@ -269,27 +269,27 @@ class FullModel:
             saved = self.sharers.main_only(lambda: reading.enter_context(open_weights(files))) or {}
             wrong = set(saved) - set(expected)
             for name, tensor in expected.items():
-                trained = gathered(tensor)  # by all processes; one compares
+                trained = gathered(tensor)  # collective; the main process compares
                 if not (name in saved and torch.equal(saved[name].get_tensor(name), trained)):
                     wrong.add(name)
-        if found := self.sharers.broadcast(sorted(wrong)):
-            raise RuntimeError(f"{folder}: {shorten(found)} is not what was trained")
+        if differing := self.sharers.broadcast(sorted(wrong)):
+            raise RuntimeError(f"{folder}: {shorten(differing)} is not what was trained")
 
     def _files(self, name: str) -> Iterator[Draft]:
-        """What diffusers' `save_pretrained` writes into a folder of that name, gathered one file at a time."""
+        """The files of diffusers' `save_pretrained` in a folder of that name, gathered one file at a time."""
         model: Any = self.transformer
         weights = model.state_dict()
-        # By full shapes: a sharded tensor would count as the part that is here.
+        # By full shapes, since a sharded tensor would count only its local shard.
         shapes = {
             name: torch.empty(weight.shape, dtype=weight.dtype, device="meta") for name, weight in weights.items()
         }
-        # Half of diffusers' 10 GB: a file is in memory whole before it is written.
+        # Half of diffusers' 10 GB, since a whole file is in memory before it is written.
         files = split_torch_state_dict_into_shards(shapes, filename_pattern=WEIGHTS_PATTERN, max_shard_size="5GB")
         yield Draft(f"{name}/config.json", lambda path, _: model.save_config(path.parent))
         for file, keys in files.filename_to_tensors.items():
             tensors: dict[str, Any] = {}
             for key in keys:
-                # Gathering is collective, so all processes do it; only the main one keeps the result.
+                # Gathering is collective; only the main process keeps the result.
                 whole = gathered(weights[key]) if is_part(weights[key]) else weights[key].detach()
                 tensors[key] = self.sharers.main_only(whole.contiguous)
             yield Draft.of_tensors(f"{name}/{file}", tensors, {"format": "pt"})
@@ -299,15 +299,15 @@ class FullModel:
 
 
 def copy_parts(publication: Publication, folder: Path) -> None:
-    """Copy everything but the transformer of the base model into a pipeline folder."""
+    """Copy all parts of the base model except the transformer to a pipeline folder."""
     for role, part in publication.source.parts.items():
         if role != "transformer":
-            # In the hub's cache files are links to blobs; the result must not depend on them.
+            # Files in the hub's cache are links to blobs; the result must not depend on them.
             shutil.copytree(part.fetch(), folder / part.folder, symlinks=False)
     scheduler = publication.source["scheduler"]
     here = Path(scheduler.location).expanduser() / INDEX_FILE  # of the pipeline that the part belongs to
     index = here if scheduler.is_local else hf_hub_download(scheduler.location, INDEX_FILE, revision=scheduler.revision)
     shutil.copyfile(index, folder / INDEX_FILE)
-    if publication.shift is not None:  # with which previews were sampled
+    if publication.shift is not None:  # the shift of previews
         path = folder / scheduler.folder / "scheduler_config.json"
         write_json(path, {**json.loads(path.read_bytes()), "shift": publication.shift})

@@ -113,7 +113,7 @@ def test_a_prefix_is_a_folder_and_may_change(context: DataContext, server: str, 
     ("change", "words"),
     [
         ({"aws_bucket_name": "nowhere"}, "the bucket 'nowhere' of .* cannot be listed: .*NoSuchBucket"),
-        ({"aws_data_prefix": "nothing"}, "the bucket 'photos' of .*, prefix 'nothing/', holds no objects"),
+        ({"aws_data_prefix": "nothing"}, "the bucket 'photos' of .*, prefix 'nothing/', contains no objects"),
         ({"aws_endpoint_url": "http://127.0.0.1:9"}, "cannot be listed: Could not connect"),
         ({"aws_endpoint_url": "no address"}, "cannot be listed: Invalid endpoint"),
         ({"aws_bucket_name": "No Bucket!"}, "cannot be listed: .*Invalid bucket name"),

@@ -108,8 +108,8 @@ def test_addresses_in_a_column_are_downloaded_and_paths_are_not_read(
     (dataset,), problems = build(context, entry | {"allow_private_urls": True}, retry_failed=True)
     assert captions(dataset) == {"0.png": ("a",)}
     details = [file.detail.partition(";")[0] for file in dataset.rejected]
-    nothing = "holds neither a file nor an http(s) address"
-    assert details == [nothing, nothing, "is answered with HTTP 404 Not Found"]
+    nothing = "contains neither a file nor an http(s) address"
+    assert details == [nothing, nothing, "returned HTTP 404 Not Found"]
 
 
 def test_files_of_a_dataset_are_in_its_folder(context: DataContext, tmp_path: Path) -> None:
@@ -125,7 +125,7 @@ def test_files_of_a_dataset_are_in_its_folder(context: DataContext, tmp_path: Pa
     )
     (dataset,), _ = build(context, entry)
     assert captions(dataset) == {"0.png": ("a",)}
-    assert ["lies outside" in file.detail for file in dataset.rejected] == [True]
+    assert ["is outside" in file.detail for file in dataset.rejected] == [True]
     (dataset,), _ = build(context, entry | {"allow_private_urls": True})
     assert captions(dataset) == {"0.png": ("a",), "1.png": ("b",)}
 
@@ -156,4 +156,4 @@ def test_a_script_is_not_run(context: DataContext, tmp_path: Path) -> None:
     (tmp_path / "set").mkdir()
     (tmp_path / "set" / "set.py").write_text("raise SystemExit('it was run')")
     _, problems = build(context, {"id": "hub", "type": "huggingface", "dataset_name": str(tmp_path / "set")})
-    assert "is loaded by a script, which is not run" in fatal(problems)[0].message
+    assert "needs a loading script, which is not supported" in fatal(problems)[0].message

@@ -51,7 +51,7 @@ def test_a_plan_downloads_once_and_training_reads_the_files(
         assert workspace.run("plan", "--retry-failed") == 0
         assert site.asked["/gone.png"] == 2
         shown = " ".join(capfd.readouterr().out.split())
-        assert "/gone.png: not used, is answered with HTTP 404 Not Found; --retry-failed tries again" in shown, shown
+        assert "/gone.png: not used, returned HTTP 404 Not Found; --retry-failed tries again" in shown, shown
     assert workspace.train() == 0
     assert "Downloading" not in "".join(capfd.readouterr())
     report = workspace.path("output/training_report.html").read_text()

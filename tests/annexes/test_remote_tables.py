@@ -49,7 +49,7 @@ def test_addresses_become_samples_and_nothing_is_fetched_twice(
     (dataset,), problems = build(context, entry)
     assert not fatal(problems)
     assert [problem.message for problem in problems if "repeat" in problem.message] == [
-        "1 rows repeat the address of another; the last of them is used."
+        "1 rows repeat the address of another row; the last one is used."
     ]
     captions = {dataset.folder.listing.origins[sample.name]: sample.captions[0] for sample in dataset.samples}
     assert captions == {rows[0][0]: "the last row wins", rows[1][0]: "caption b", "own/local.webp": "a local one"}
@@ -74,11 +74,11 @@ def test_what_cannot_be_had_is_listed_and_left_alone_until_asked_for(
     site.add("/text.png", b"plain words" * 20)
     site.add("/large.png", bytes(6000))
     reasons = {
-        "/gone.png": "is answered with HTTP 404 Not Found",
+        "/gone.png": "returned HTTP 404 Not Found",
         "/page.png": "is text/html, not a picture or clip",
         "/text.png": "is neither a picture nor a clip",
         "/large.png": "has more than 0 MB",
-        "/short.png": "ends after",
+        "/short.png": "ended after",
         "/file.png": "does not lead to http or https",
     }
     paths = [*good, "/elsewhere.png", *reasons]
@@ -89,7 +89,7 @@ def test_what_cannot_be_had_is_listed_and_left_alone_until_asked_for(
     assert not fatal(problems)
     assert {sample.captions[0] for sample in dataset.samples} == {*good, "/elsewhere.png"}
     found = {file.name.removeprefix(site.address): file.detail for file in dataset.rejected}
-    for path, reason in {**reasons, "ftp://host/x.png": "is an address of ftp", "a\0.png": "null byte"}.items():
+    for path, reason in {**reasons, "ftp://host/x.png": "uses ftp", "a\0.png": "null byte"}.items():
         assert reason in found[path]
         assert "--retry-failed" in found[path]
     assert len(found) == 8
@@ -148,7 +148,7 @@ def test_a_shared_table_names_only_files_beside_it(context: DataContext, tmp_pat
     assert not fatal(problems)
     assert sorted(dataset.folder.listing.origins[sample.name] for sample in dataset.samples) == sorted(inside)
     assert {line.name: line.detail.partition("; --")[0] for line in dataset.rejected} == dict.fromkeys(
-        outside, "lies outside of the folder of its table; allow_private_urls accepts such files"
+        outside, "is outside of the folder of its table; set allow_private_urls to accept such files"
     )
     (dataset,), _ = build(context, entry | {"allow_private_urls": True})
     assert sorted(dataset.folder.listing.origins[sample.name] for sample in dataset.samples) == sorted(inside + outside)
@@ -172,7 +172,7 @@ def test_a_shared_table_reaches_nothing_in_this_network(
     address = site.add("/secret.png", picture()).replace("127.0.0.1", host)
     _, problems = build(context, table(tmp_path, [(address, "x")], allow_private_urls=False))
     (problem,) = fatal(problems)
-    assert "which is not a public address; allow_private_urls accepts such ones" in problem.message
+    assert "which is not a public address; set allow_private_urls to accept it" in problem.message
     assert not site.asked
 
 

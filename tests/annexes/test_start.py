@@ -155,7 +155,7 @@ def test_a_stray_animation_among_pictures_is_named_and_they_are_trained(
     assert main(["start", "cat", "--yes"]) == 0
     told = capsys.readouterr().out
     assert "cat: pictures: 3, 1024x1024; with a caption: 3" in told
-    assert "Not trained, clips: loop.gif. A run learns from pictures or from clips: to train clips, start with" in told
+    assert "Not trained, clips: loop.gif. A run learns from pictures or from clips: to train clips, put them" in told
     assert written("cat")["model_family"] == "kandinsky5-image"
     assert main(["plan", "env=cat", "plan_device_memory_gb=80"]) == 0
     assert "loop.gif: not used, does not have the extension of a picture" in capsys.readouterr().out
@@ -261,7 +261,7 @@ def test_captions_that_name_the_subject_stay_as_they_are(commands: list[list[str
     ("arguments", "told"),
     [
         (["nowhere"], "nowhere is not a folder."),
-        (["empty"], "empty holds no pictures and no clips."),
+        (["empty"], "empty contains no pictures and no clips."),
         (["run"], "It has a config: simpletuner train --config run/config.json."),
         (["mixed", "--purpose", "motion"], "--purpose 'motion' is not one of: subject, style."),
         (["half"], "no caption for 1 of 2 files (1.png is the first). --caption writes them"),
@@ -272,12 +272,13 @@ def test_captions_that_name_the_subject_stay_as_they_are(commands: list[list[str
         (["cat", "max_train_step=9"], "max_train_step: is not a known key. Did you mean 'max_train_steps'?"),
         (["cat", "learning_rate=fast", "lora_rank=0"], "learning_rate: 'fast'"),
         (["cat", "learning_rate=fast", "lora_rank=0"], "lora_rank: 0"),
+        (["cat", "learning_rate=fast", "--dry-run"], "learning_rate: 'fast'"),  # before anything is written, too
         (["cat", "learning_rat=1"], "learning_rat: is not a known key. Did you mean 'learning_rate'?"),
         (["cat", "env=other"], "env: has no effect: start writes a config of its own."),
         (["cat", "--name", "a/b"], "--name 'a/b' is not the name of a folder."),
         (
             ["cat", "--name", "old"],
-            "config/old exists already: go on with `simpletuner train env=old`, or give --name.",
+            "config/old exists already: continue with `simpletuner train env=old`, or set --name.",
         ),
     ],
 )
@@ -303,7 +304,7 @@ def test_captions_come_from_a_model_that_can_write_them(
     write_clip(Path("clips/a.mp4"), seconds=2.0, size=(64, 48))
     monkeypatch.setattr(Start, "verdict", lambda self: (self.example == "sanavideo-lora", "judged"))
     assert main(["start", "clips", "--yes", "--caption", "--model", "sanavideo"]) == 2
-    assert "--caption: the text encoder of sanavideo writes none" in capsys.readouterr().err
+    assert "--caption: the text encoder of sanavideo cannot write captions" in capsys.readouterr().err
     assert not Path("config").exists()
     assert main(["start", "clips", "--yes", "--caption"]) == 0
     assert written("clips")["model_family"] == "kandinsky5-video"
@@ -487,6 +488,6 @@ def test_without_a_gpu_all_can_be_tried_with_a_tiny_model(
     files = {"pictures": 6, "clips": 1}[kind]
     assert f"{files} of {files} file" in capsys.readouterr().out
     assert main(["start", kind, "--yes", "--name", "b", "--caption", "--model", model]) == 2
-    assert f"--caption: the text encoder of {model} writes none" in capsys.readouterr().err
+    assert f"--caption: the text encoder of {model} cannot write captions" in capsys.readouterr().err
     monkeypatch.setattr("simpletuner.annexes.start.recipe.find_device", lambda: SimpleNamespace(is_gpu=True))
     assert model not in Material.of(Path(kind)).models

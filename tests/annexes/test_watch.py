@@ -220,7 +220,7 @@ def test_processes_that_are_too_many_or_missing(joined: Joined, monkeypatch: pyt
     told = [str(each) for each in (first, *others)]
     assert sum("process 0 already runs on" in each for each in told) == 1, told
     assert sum("so 1 on" in each and "is one too many" in each for each in told) == 1, told
-    missing = [each for each in told if "process 2 of 3 did not come" in each]
+    missing = [each for each in told if "process 2 of 3 did not join" in each]
     assert len(missing) == 2, "those that have come end together"
 
 

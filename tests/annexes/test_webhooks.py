@@ -229,7 +229,7 @@ def test_redirects_stay_on_their_host(
         assert [body for *_, body in target.got] == [receiver.got[0][-1]] * follows, "the message, not an empty GET"
     told = [record.getMessage() for record in caplog.records if record.levelno >= logging.ERROR]
     place = receiver.location.removesuffix(SECRET_PATH)
-    error = f"The webhook at 127.0.0.1 answers with status 307: it has moved to {place}/, where nothing is sent."
+    error = f"The webhook at 127.0.0.1 returned status 307: it redirects to {place}/, where nothing is sent."
     assert told == ([f"{error} Change webhook_config if that is right."] if host == "localhost" else [])
 
 
@@ -263,7 +263,7 @@ def test_a_refusal_is_told_once_a_minute_without_the_address(
     deliver(hook(receiver.url), tmp_path, *(Notice(str(number)) for number in range(4)))
     assert len(receiver.got) == 4
     told = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
-    assert told == ["The webhook at 127.0.0.1 answers with status 500."]
+    assert told == ["The webhook at 127.0.0.1 returned status 500."]
 
 
 def test_a_receiver_that_is_gone_costs_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -572,7 +572,7 @@ def test_a_conversation_in_a_terminal(terminal: pexpect.spawn, tmp_path: Path) -
         terminal.expect(prompt)
     terminal.sendline("")
     terminal.expect("Written: config/config.json")
-    terminal.expect("Write config/multidatabackend.json, too, for pictures in datasets/my_images")
+    terminal.expect("Also write config/multidatabackend.json, for pictures in datasets/my_images")
     terminal.sendline("")
     terminal.expect("1. Put your pictures into datasets/my_images")
     terminal.expect(pexpect.EOF)

@@ -30,6 +30,7 @@ CASES: dict[str, dict[str, Any]] = {
     "fsdp2": {"fsdp_enable": True, "model_type": "full", "gradient_checkpointing": True},
 }
 # DDP splits graphs while they are traced, whatever becomes of them, so they run as they are: a third of the time.
+# With shards the first process compiles for all, since what is exchanged is outside of the graphs.
 TRACED = ("ddp",)
 # A bucket ends with nearly every weight.
 SMALL = partial(DistributedDataParallelKwargs, bucket_cap_mb=0.001)
@@ -61,7 +62,7 @@ def train(checkpoint: Path, world: World, folder: Path, settings: dict[str, Any]
 
 def results_of(name: str, checkpoint: Path, world: World, folder: Path) -> list[dict[str, Any]]:
     """What the case does without a compiler, and with it."""
-    with patch.object(torch, "compile", trace) if name in TRACED else nullcontext():
+    with patch.object(torch, "compile", trace) if name in TRACED or not world.is_main else nullcontext():
         backends = ("no", "aot_eager")
         return [train(checkpoint, world, folder, CASES[name] | {"dynamo_backend": each}) for each in backends]
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from simpletuner.annexes.processes.joining import connect, settle_meeting
 from simpletuner.distributed.world import World
 from simpletuner.techniques.layersync import LayerSync
-from tests.distributed.sharded_run import CLIPPED, Case, Run
+from tests.distributed.sharded_run import CLIPPED, LEG, Case, Run
 from tests.fidelity.test_kandinsky5_video import make_video_adapter
 
 
@@ -41,7 +41,7 @@ def run_case(name: str, checkpoints: Mapping[str, Path], world: World, folder: P
     run = Run(checkpoints.get(name, checkpoints["uneven"]), case, world, folder)
     seen = watch(run)
     before: dict[str, Tensor] = {name: each.clone() for name, each in run.weights().items()}
-    run.train(case.steps)
+    run.train(LEG)
     return {
         "losses": run.losses,
         "norms": [metrics[size] for metrics in run.metrics for size in metrics if size.startswith("grad_")],

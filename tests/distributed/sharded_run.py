@@ -37,7 +37,7 @@ from tests.training.assembly import fixed_noise
 from tests.training.test_frozen import files_behind
 
 TARGETS = ["to_query", "to_key", "to_value"]
-LEG = 2  # steps
+LEG = 2  # steps of a case, and of each process of a relay
 BATCH_FILE = "batch.pt"
 
 
@@ -54,7 +54,6 @@ class Case:
 
     settings: Mapping[str, Any]
     techniques: Callable[[], list[Technique]] = list
-    steps: int = 2
     fused: bool = False
     counted: bool = False
     adapter: Callable[[Path], Any] = make_adapter
@@ -74,7 +73,8 @@ CASES = {
     "lora": Case({"gradient_checkpointing": True, **CLIPPED}),
     "lora-tread": Case({}, lambda: [Tread([Route(0.5, 1, 1)])]),
 }
-RELAYED = ("full", "lora")
+RELAYED = ("full", "lora")  # several processes begin the relay with the case itself
+EXACT = "full-bf16"
 SAVED = ("full", "full-hybrid", "full-bf16", "lora")  # the others have the same files before their first step
 
 
@@ -187,9 +187,18 @@ def run_case(name: str, checkpoint: Path, world: World, folder: Path) -> dict[st
     held = sum(sharding.local(each).numel() for each in run.assembly.trained.transformer.parameters())
     if name in SAVED:
         run.save(folder / f"{name}-start-{world.size}" / "checkpoint-0", in_shards=True)
-    run.train(run.case.steps)
+    exact = True
+    if name == EXACT and world.size > 1:
+        run.train(1)
+        run.save(folder / f"{name}-half" / "checkpoint-1", in_shards=True, meanwhile=1)
+        exact = ends_the_same(run, folder / f"{name}-half" / "checkpoint-1")
+    else:
+        run.train(LEG)
+    if name in RELAYED and world.size > 1:
+        run.save(folder / name / "checkpoint-0", in_shards=True)
     return {
         "losses": run.losses,
+        "exact": exact,
         "predictions": run.predictions(),
         "held": held,
         "places": [*run.places],
@@ -200,23 +209,20 @@ def run_case(name: str, checkpoint: Path, world: World, folder: Path) -> dict[st
 def relay(name: str, checkpoint: Path, world: World, folder: Path, leg: int) -> list[float]:
     """Continue from the checkpoint of the leg before, and leave one."""
     run = Run(checkpoint, CASES[name], world, folder)
-    if leg:
-        run.load(folder / name / f"checkpoint-{leg - 1}")
+    run.load(folder / name / f"checkpoint-{leg - 1}")
     run.train(LEG)
     run.save(folder / name / f"checkpoint-{leg}", in_shards=leg != 2)
     return run.losses
 
 
-def is_exact(name: str, checkpoint: Path, world: World, folder: Path) -> bool:
-    """Whether a run that went on after a checkpoint and one that continued from it end with the same bits."""
-    first, second = (Run(checkpoint, CASES[name], world, folder) for _ in range(2))
-    first.train(1)
-    first.save(folder / f"{name}-half" / "checkpoint-1", in_shards=True, meanwhile=1)
-    second.load(folder / f"{name}-half" / "checkpoint-1")
-    second.train(1)
+def ends_the_same(first: Run, checkpoint: Path) -> bool:
+    """Whether a run that went on after a checkpoint and one that continues from it end with the same bits."""
+    second = Run(first.checkpoint, first.case, first.world, first.folder)
+    second.load(checkpoint)
+    second.train(len(first.losses) - second.state.global_step)
     ends = zip(first.assembly.parameters.values(), second.assembly.parameters.values(), strict=True)
     mine = all(torch.equal(sharding.local(one), sharding.local(other)) for one, other in ends)
-    return all(world.gather(mine)) and first.losses[1:] == second.losses
+    return all(first.world.gather(mine)) and first.losses[-len(second.losses) :] == second.losses
 
 
 def main(place: World, checkpoint: Path, folder: Path, leg: int, cases: Sequence[str]) -> None:
@@ -227,7 +233,5 @@ def main(place: World, checkpoint: Path, folder: Path, leg: int, cases: Sequence
         for name in cases:
             results[name] = run_case(name, checkpoint, world, folder)
         for name in RELAYED:
-            results[f"{name}-relay"] = relay(name, checkpoint, world, folder, leg)
-        if leg == 0:
-            results["exact"] = is_exact("full-bf16", checkpoint, world, folder)
+            results[f"{name}-relay"] = relay(name, checkpoint, world, folder, leg) if leg else results[name]["losses"]
     torch.save(results, folder / f"results-{leg}-{place.rank}.pt")

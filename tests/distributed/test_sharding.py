@@ -11,7 +11,7 @@ import torch
 
 from simpletuner.distributed.world import World
 from tests.closeness import ROTATION, distance
-from tests.distributed.sharded_run import BATCH_FILE, CASES, LEG, RELAYED, SAVED, Run, main, relay, run_case
+from tests.distributed.sharded_run import BATCH_FILE, CASES, EXACT, LEG, RELAYED, SAVED, Run, main, relay, run_case
 from tests.processes import run_together
 from tests.training.assembly import make_batch
 
@@ -92,7 +92,7 @@ def test_a_run_continues_with_another_number_of_processes(together: Together, na
 
 
 def test_a_run_continues_bit_for_bit_with_the_same_number(together: Together) -> None:
-    assert together.several[2]["exact"]
+    assert together.several[2][EXACT]["exact"]
 
 
 @pytest.mark.parametrize("name", SAVED)

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import pytest
 
+from tests.conftest import make_room
 from tests.workspace import Workspace
 
 
@@ -9,3 +10,16 @@ from tests.workspace import Workspace
 def workspace(filled: Workspace) -> Workspace:
     """With caches: encoding takes a third of a tiny run."""
     return filled
+
+
+@pytest.fixture(scope="session")
+def straight(tmp_path_factory: pytest.TempPathFactory, finished: Workspace) -> Workspace:
+    """A run with the settings of `test_resume`, which runs that were stopped must equal."""
+    from tests.run.test_resume import SETTINGS
+
+    run: Workspace = finished.stopped(tmp_path_factory.mktemp("straight") / "run", 0)
+    run.write_config(**SETTINGS)
+    with pytest.MonkeyPatch.context() as patch:
+        make_room(patch)
+        assert run.train() == 0
+    return run

@@ -53,12 +53,10 @@ KINDS: dict[str, dict[str, Any]] = {
         "grad_clip_method": "norm", "max_grad_norm": 1e-3, "gradient_accumulation_steps": 2, "use_ema": True,
     },
     "value, caption dropout": {"max_grad_norm": 1e-4, "caption_dropout_probability": 0.3},
-    "layersync": {"layersync_enabled": True, "layersync_student_block": 0, "layersync_teacher_block": 1},
     "full": {"model_type": "full", "learning_rate": 1e-3},
 }  # fmt: skip
 # Kandinsky rounds rotated queries to bf16, so a last bit in a batch of another size may become a larger difference.
 KANDINSKY: dict[str, dict[str, Any]] = {
-    "tread": {"tread_config": {"routes": [{"selection_ratio": 0.5, "start_layer_idx": 0, "end_layer_idx": 0}]}},
     "preservation": {"preservation_weight": 1.0, "preservation_probability": 0.5, "preservation_prompt": "a picture"},
     "projector": {
         "crepa_enabled": True, "irepa_enabled": True, "crepa_feature_source": "backbone", "crepa_block_index": 0,

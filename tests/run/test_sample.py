@@ -108,7 +108,7 @@ def test_a_dora_at_strength_0_is_the_base_model(trained: Workspace, t2i_checkpoi
     assert "magnitudes" not in capsys.readouterr().out
     assert sampled(trained, "dora-0", *source, "--strength", "0") == base != whole
     said = " ".join(capsys.readouterr().out.split())
-    assert "strength: scales the update of a DoRA and not its magnitudes, as in the stock pipeline" in said
+    assert "strength: scales the update of a DoRA but not its magnitudes, as in the stock pipeline" in said
 
 
 def test_a_checkpoint_that_does_not_say_what_was_set(trained: Workspace) -> None:
@@ -148,7 +148,7 @@ def test_a_sweep_marks_the_best_and_goes_on_where_it_was(trained: Workspace, cap
     trained.path("datasets/held").rename(trained.path("datasets/away"))
     assert trained.run(*command) == 0
     told = " ".join(capsys.readouterr().out.split())
-    assert "3 of 4 cells are there already" in told
+    assert "3 of 4 cells exist already" in told
     assert sorted(trained.path("sweep/cells").glob("*.png")) == cells
     # Read and encoded first: a text encoder and the transformer together may not fit.
     assert told.index("strength is not measured: instance_data_dir: these folders") < told.index("Sweeping")
@@ -174,7 +174,7 @@ def test_losses_that_would_not_fit_are_not_measured(trained: Workspace, capsys: 
         (["outptu", *PROMPT], ["'outptu' does not exist. Did you mean 'output'?"]),
         (["~nouser/x", *PROMPT, "--image", "~nouser/y.png"], ["'~nouser/x' does not exist", "'~nouser/y.png' cannot"]),
         (["output", *PROMPT, "--output", "~nouser/x"], ["--output: '~nouser/x' starts with the home folder"]),
-        (["output/cache", *PROMPT], ["holds no result (pytorch_lora_weights.safetensors). It has no checkpoints"]),
+        (["output/cache", *PROMPT], ["contains no result (pytorch_lora_weights.safetensors). It has no checkpoints"]),
         (["bare", *PROMPT], ["Its checkpoints: checkpoint-2; choose one with --checkpoint"]),
         (["output", *PROMPT, "--checkpoint", "3"], ["'3' is not a complete checkpoint", "checkpoint-2, checkpoint-4"]),
         (["output", *PROMPT, "--image", "datasets/held/p0.png", "gudance=3"], ["starts from noise", "gudance"]),
@@ -231,8 +231,8 @@ def test_a_run_that_does_not_fit_is_refused_before_torch(trained: Workspace, cap
     ("losses", "verdict", "best"),
     [
         ({}, "No evaluation loss was measured", None),
-        ({100: 0.5, 200: 0.4, 300: 0.55}, "lowest at step 200 (0.4) and rises after it, to 0.55 at step 300", 150),
-        ({100: 0.5, 200: 0.4, 300: 0.35}, "lowest at the last step measured (0.35 at step 300)", 290),
+        ({100: 0.5, 200: 0.4, 300: 0.55}, "lowest at step 200 (0.4) and then rises to 0.55 at step 300", 150),
+        ({100: 0.5, 200: 0.4, 300: 0.35}, "lowest at the last measured step (0.35 at step 300)", 290),
     ],
 )
 def test_what_the_evaluation_loss_says(

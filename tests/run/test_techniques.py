@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from tests.conftest import make_room
 from tests.run.test_resume import assert_same_run
 from tests.workspace import Workspace
 
@@ -22,16 +23,23 @@ TECHNIQUES: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory, t2i_checkpoint: Path) -> Workspace:
+    """A run without techniques."""
+    run = Workspace.create(tmp_path_factory.mktemp("plain") / "run", t2i_checkpoint, pictures=4, use_ema=True, **STEADY)
+    with pytest.MonkeyPatch.context() as patch:
+        make_room(patch)
+        assert run.train() == 0
+    return run
+
+
 @pytest.mark.parametrize("name", TECHNIQUES)
 def test_stop_and_go_equals_going_on(
-    tmp_path: Path, t2i_checkpoint: Path, capsys: pytest.CaptureFixture[str], name: str
+    tmp_path: Path, plain: Workspace, capsys: pytest.CaptureFixture[str], name: str
 ) -> None:
-    straight, plain = (
-        Workspace.create(tmp_path / each, t2i_checkpoint, pictures=4, use_ema=True, **STEADY, **settings)
-        for each, settings in (("straight", TECHNIQUES[name]), ("plain", {}))
-    )
-    for run in (straight, plain):
-        assert run.train() == 0
+    straight = plain.stopped(tmp_path / "straight", 0)
+    straight.write_config(**TECHNIQUES[name])
+    assert straight.train() == 0
     broken = straight.stopped(tmp_path / "broken", 3)
     assert broken.train() == 0
     assert_same_run(straight, broken)

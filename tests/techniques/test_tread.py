@@ -353,5 +353,5 @@ def test_not_for_sana(sana_checkpoint: Path) -> None:
     from tests.fidelity.sana import make_sana_adapter
 
     adapter = make_sana_adapter(sana_checkpoint)
-    with pytest.raises(ValueError, match="Sana Video has no tokens"):
+    with pytest.raises(ValueError, match="Sana Video does not support token routing"):
         Tread(ROUTES).attach(make_site(adapter, adapter.load_transformer(torch.float32)))

@@ -120,21 +120,21 @@ def test_when_it_is_due(batch: Batch) -> None:
 
 
 def test_a_run_records_it_and_trains_as_without(
-    tmp_path: Path, t2i_checkpoint: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, t2i_checkpoint: Path, finished: Workspace, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    plain, watched = (Workspace.create(tmp_path / name, t2i_checkpoint) for name in ("plain", "watched"))
+    watched = Workspace.create(tmp_path / "watched", t2i_checkpoint)
     watched.add_pictures("datasets/held out", 3, seed=9)
     watched.add_pictures("datasets/more", 1, seed=8)
     watched.path("datasets/more/p0.txt").write_text("a caption that is not trained")
     more = {**EVAL, "id": "more", "instance_data_dir": "datasets/more"}
     watched.write_datasets([*DATASETS, EVAL, more])
     watched.write_config(eval_steps_interval=2, eval_timesteps=2, eval_dataset_pooling=True, num_eval_images=2)
-    assert (plain.train(), watched.train()) == (0, 0)
+    assert watched.train() == 0
     assert "made anew" not in capsys.readouterr().err, "everything is encoded before the first step"
     records = watched.metrics()
     shown = [{key: value for key, value in line.items() if not key.startswith("loss/val/")} for line in records]
-    assert shown == plain.metrics()
-    assert plain.path(LORA).read_bytes() == watched.path(LORA).read_bytes()
+    assert shown == finished.metrics()
+    assert finished.path(LORA).read_bytes() == watched.path(LORA).read_bytes()
     assert ["loss/val/held-out" in line for line in records] == [False, True, False, True]
     last = records[-1]
     assert last["loss/val/pooled"] == pytest.approx((last["loss/val/held-out"] + last["loss/val/more"]) / 2)
@@ -161,16 +161,15 @@ def test_held_out_files_count_as_if_they_were_in_a_folder_of_their_own(tmp_path:
 
 
 def test_stop_and_go_measures_the_same(tmp_path: Path, t2i_checkpoint: Path) -> None:
-    runs = [Workspace.create(tmp_path / name, t2i_checkpoint) for name in ("straight", "broken")]
-    for run in runs:
-        run.add_pictures("datasets/held out", 1, seed=9)
-        run.write_datasets([*DATASETS, EVAL])
-        run.write_config(eval_epoch_interval=0.25, eval_timesteps=2)
-    assert runs[0].train() == 0
-    assert runs[1].train("max_train_steps=2") == 0
-    assert runs[1].train() == 0
-    assert runs[0].metrics() == runs[1].metrics()
-    assert "loss/val/held-out" in runs[0].metrics()[1]
+    straight = Workspace.create(tmp_path / "straight", t2i_checkpoint)
+    straight.add_pictures("datasets/held out", 1, seed=9)
+    straight.write_datasets([*DATASETS, EVAL])
+    straight.write_config(eval_epoch_interval=0.25, eval_timesteps=2)
+    assert straight.train() == 0
+    broken = straight.stopped(tmp_path / "broken", 2)
+    assert broken.train() == 0
+    assert straight.metrics() == broken.metrics()
+    assert "loss/val/held-out" in straight.metrics()[1]
 
 
 def test_clips_are_evaluated_as_clips(tmp_path: Path) -> None:

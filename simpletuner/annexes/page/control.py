@@ -1,5 +1,5 @@
-"""The commands that the page starts. Runs outlive the server, which finds, stops and continues them; plans and pages of
-datasets end when their client leaves. Free of torch.
+"""The processes that the page starts. Runs outlive the server, which finds, stops and continues them; plans and dataset
+pages are killed when their client disconnects. Free of torch.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from simpletuner.redaction import redact
 from simpletuner.reporting.metrics import METRICS_FILE
 from simpletuner.run.lock import LOCK_FILE, refuse_if_in_use
 
-# How far runs are searched for below a folder; a --root may be a whole disk.
+# Limits of the search for runs below a folder; a --root may be a whole disk.
 DEPTH, FOLDERS = 4, 2000
 BULKY = frozenset({"cache", "checkpoint", "datasets", "node_modules", "site-packages", "validation_images"})
 NOTHING_RUNS = "No active training job."
@@ -50,7 +50,7 @@ PROGRAM = (sys.executable, "-m", "simpletuner")
 
 
 class Runs:
-    """The runs of a project. It keeps a `Run` for each folder only to avoid reading its files again."""
+    """The runs of a project. `Run` objects are cached per folder only to avoid reading files again."""
 
     def __init__(self, project: Project) -> None:
         self.project = project
@@ -58,22 +58,22 @@ class Runs:
         self._lock = threading.Lock()
 
     def all(self) -> list[Run]:
-        """Every run: those at work first, then the newest."""
+        """All runs: active ones first, then the newest."""
         folders = {self.project.run: ""} if self.project.run else self._recorded() | self._configured()
         runs = [self.at(folder) for folder in folders]
         for run in runs:
             run.written_by = folders[run.folder]
-        # Started here, in a folder that the search does not reach or that its config no longer names.
+        # Runs started here whose folder the search does not reach, or whose config names another folder by now.
         runs += [run for run in self._runs.values() if run not in runs and run.child]
         return sorted(runs, key=lambda run: (run.pid is not None, run.seen), reverse=True)
 
     def find(self, name: str | None) -> Run:
-        """A run by its id; without one the first of all.
+        """The run with an id; without an id, the first run.
 
         Raises:
-            Refusal: 404 if there is none.
+            Refusal: 404 if there is no such run.
         """
-        # Searching visits many folders.
+        # Known runs first, since a search visits many folders.
         known = [run for run in list(self._runs.values()) if run.id == name]
         for run in known or self.all():
             if name in (None, "", run.id):
@@ -86,11 +86,11 @@ class Runs:
 
     def _recorded(self) -> dict[Path, str]:
         """Folders with the files of a run, near the top of the project."""
-        walked = islice((each for root in (self.project.folder, *self.project.roots) for each in walk(root)), FOLDERS)
+        walked = islice((found for root in (self.project.folder, *self.project.roots) for found in walk(root)), FOLDERS)
         return {folder: "" for folder, files in walked if {METRICS_FILE, LOCK_FILE, CONSOLE_FILE} & files}
 
     def _configured(self) -> dict[Path, str]:
-        """The output folders of all configs; those of packaged examples only if they exist."""
+        """The output folders of all configs; output folders of packaged examples only if they exist."""
         folders = {}
         for name in (*(served.EXAMPLE + each for each in example_names()), *self.project.config_names()):
             with suppress(UserError, OSError):
@@ -103,17 +103,17 @@ class Runs:
         """Start training with a config, in a process that outlives this one.
 
         Args:
-            settings: override those of the config.
+            settings: override settings of the config.
 
         Raises:
-            Refusal: 404 without such a config, 409 if its folder is in use, 422 with the problems of the settings, 403
-                in the page of a run.
+            Refusal: 404 if the config does not exist, 409 if its folder is in use, 422 with the problems of the
+                settings, 403 on the page of a run.
         """
         run, file = self.started_by(name, settings), self.project.config_file(name)
         # The command line parses lists and objects from JSON.
         texts = {key: value if isinstance(value, str) else json.dumps(value) for key, value in settings.items()}
         options = [f"--{key}={text}" for key, text in texts.items()]
-        # Two clicks at once must not both see a free folder.
+        # Two concurrent clicks must not both see a free folder.
         with self._lock:
             refuse_if_busy(run)
             after = last_id(run.folder / EVENTS_FILE)
@@ -129,7 +129,7 @@ class Runs:
             Refusal: as `start`, except for folders in use.
         """
         if self.project.run is not None:
-            raise Refusal(403, "This page belongs to a run; start others with `simpletuner server`.")
+            raise Refusal(403, "This page belongs to a run; to start other runs, use `simpletuner server`.")
         self._existing(name)
         judgement, outside, _ = Configuration.saved(self.project, name, settings).judge()
         if fatal := [*outside, *(problem for problem in judgement.problems if problem.fatal)]:
@@ -143,49 +143,49 @@ class Runs:
         return file
 
     def settings_of(self, run: Run, more: Mapping[str, Any]) -> dict[str, Any]:
-        """The settings that start a run again in its folder, even if its config names another by now.
+        """The settings that restart a run in its folder, even if its config names another folder by now.
 
         Raises:
-            Refusal: 400 if its config is unknown, 404 if it was deleted.
+            Refusal: 400 if the run's config is unknown, 404 if it was deleted.
         """
         if not run.config:
-            raise Refusal(400, f"No config of this project writes into {run.folder}.")
+            raise Refusal(400, f"No config of this project writes to {run.folder}.")
         written = self.project.inside(output_dir_of(self._existing(run.config)))
         here = {"output_dir": str(run.folder)} if run.status()["can"]["continue"] and written != run.folder else {}
         return {**run.settings, **here, **more}
 
     def spawn(self, console: Path, arguments: list[str]) -> subprocess.Popen[bytes]:
         """Start a command as a process that outlives this one; its output is appended to a file."""
-        # These choose a config, and the new run has been given one.
+        # Without variables that select a config: the command line names one.
         environment = {key: value for key, value in os.environ.items() if key not in ENV_VARIABLES}
         with console.open("ab") as file:
             file.write(redact(f"{PROMPT}{shlex.join(arguments)}\n").encode())
             file.flush()
             child = subprocess.Popen(
-                # In a new session, Ctrl-C in the server's terminal does not reach the run.
+                # In a new session, so that Ctrl-C in the server's terminal does not reach the run.
                 [*PROGRAM, *arguments], cwd=self.project.folder, env=environment, stdin=subprocess.DEVNULL,
                 stdout=file, stderr=subprocess.STDOUT, start_new_session=True,
             )  # fmt: skip
-        threading.Thread(target=child.wait, daemon=True).start()  # no zombie stays
+        threading.Thread(target=child.wait, daemon=True).start()  # reaps the zombie
         return child
 
     def renew(self, run: Run, name: str) -> str:
-        """Write config/NAME/config.json: the config of a run with another output folder, starting from the run's LoRA.
+        """Write config/NAME/config.json: a run's config with another output folder, initialised with the run's LoRA.
 
         Raises:
-            Refusal: 400 if there is nothing to start from, 409 if the config exists, 422 if it cannot have this name.
+            Refusal: 400 if the run has no config or LoRA, 409 if the new config exists, 422 if its name is invalid.
         """
         if not run.status()["can"]["new"]:
             raise Refusal(400, "A new run needs the config and the LoRA of a run that has ended.")
         file = self.project.new_config(name)
         datasets = {"data_backend_config": str(self._existing(run.config).with_name(DATASET_FILE))}
-        given = datasets | Configuration.saved(self.project, run.config, run.settings).values
-        write_json(file, {**given, "init_lora": str(run.folder / LORA_FILE), "output_dir": f"output/{name}"})
+        settings = datasets | Configuration.saved(self.project, run.config, run.settings).values
+        write_json(file, {**settings, "init_lora": str(run.folder / LORA_FILE), "output_dir": f"output/{name}"})
         return name
 
 
 def ask(run: Run, request: requests.Request) -> None:
-    """Make a request to the training loop of a run; before the loop, only to stop. Repeated requests are ignored.
+    """Send a request to the training loop of a run; before the loop starts, only `stop`. Repeated requests are ignored.
 
     Raises:
         Refusal: 400 if the run has ended, or is not in its loop.
@@ -203,22 +203,22 @@ def ask(run: Run, request: requests.Request) -> None:
 
 
 def cancel(run: Run) -> None:
-    """End a run at once; what it did since its last checkpoint is lost.
+    """End a run at once; progress since its last checkpoint is lost.
 
     Raises:
-        Refusal: 400 if it does not run, or not here.
+        Refusal: 400 if the run is not active on this machine.
     """
     if (pid := run.pid) is None:
         raise Refusal(400, NOTHING_RUNS)
-    # The first stops the loop, the second interrupts it; two equal signals might arrive as one.
+    # SIGINT requests a stop, SIGTERM then interrupts; two equal signals might be merged.
     send(pid, signal.SIGINT, signal.SIGTERM)
 
 
 def send(pid: int, *numbers: signal.Signals) -> None:
-    """Send signals to a process, unless it has just ended.
+    """Send signals to a process; one that has ended is ignored.
 
     Raises:
-        Refusal: 403 if it belongs to another user.
+        Refusal: 403 if the process belongs to another user.
     """
     try:
         for number in numbers:
@@ -230,13 +230,13 @@ def send(pid: int, *numbers: signal.Signals) -> None:
 
 
 def refuse_if_busy(run: Run) -> None:
-    """Raise if a process uses a run's folder, or may use it.
+    """Check that no process uses a run's folder.
 
     Raises:
-        Refusal: 409.
+        Refusal: 409 if one does, or may.
     """
     try:
-        # The new process watches the lock of another machine, and takes it over if it is abandoned.
+        # For a lock of another machine, the new process waits, and takes it over if it is stale.
         if (owner := run.owner) is not None and not owner.counts_elsewhere:
             refuse_if_in_use(run.folder / LOCK_FILE, owner)
         is_active = run.judge()[0] in ACTIVE
@@ -247,17 +247,17 @@ def refuse_if_busy(run: Run) -> None:
 
 
 def output_dir_of(file: Path) -> str:
-    """The output folder of a config, even of one with other problems.
+    """The output folder of a config, even if the config has other problems.
 
     Raises:
-        ConfigError: it cannot be read.
+        ConfigError: the file cannot be read.
     """
-    given = result_of(canonical(result_of(read_config_file(file)))).get("output_dir")
-    return str(given or all_options()["output_dir"].default)
+    folder = result_of(canonical(result_of(read_config_file(file)))).get("output_dir")
+    return str(folder or all_options()["output_dir"].default)
 
 
 def walk(root: Path) -> Iterator[tuple[Path, set[str]]]:
-    """Folders and their files, without hidden folders, bulky ones and links."""
+    """Walk folders and their files, skipping hidden folders, bulky folders and links."""
     for name, folders, files in os.walk(root):
         folder = Path(name)
         is_deep = len(folder.relative_to(root).parts) >= DEPTH
@@ -267,20 +267,20 @@ def walk(root: Path) -> Iterator[tuple[Path, set[str]]]:
 
 
 def run_id(folder: Path) -> str:
-    """A name for addresses: that of the folder, made unique by its path."""
+    """A name for URLs: the folder's name, made unique by a hash of its path."""
     return f"{re.sub(r'[^A-Za-z0-9._-]+', '-', folder.name)}-{hashlib.sha256(os.fsencode(folder)).hexdigest()[:6]}"
 
 
-GONE = 499  # what nginx answers to a client that has left; nobody reads it
-LOOK = 0.25  # seconds between two checks that the client is still connected
+GONE = 499  # nginx's status for a disconnected client; never received
+LOOK = 0.25  # seconds between checks that the client is connected
 
 
 async def plan_unsaved(request: Request) -> Response:
     """The document of `simpletuner plan --json` for settings that need not be saved.
 
-    `device_memory_gb` and `device` plan for another GPU. Remote datasets are planned from the files that are already
-    here; `fetch` downloads the rest first. A separate process makes the plan and is killed when the client leaves: the
-    page requests a new one after every change.
+    `device_memory_gb` and `device` plan for another GPU. Remote datasets are planned from downloaded files; `fetch`
+    downloads missing files first. A separate process makes the plan and is killed when the client disconnects: the
+    page requests a new plan after every change.
     """
     body, project = await read_object(request), project_of(request)
     unsaved = await run_in_threadpool(Configuration.sent, project, body)
@@ -299,10 +299,10 @@ async def plan_unsaved(request: Request) -> Response:
 
 
 async def show_datasets(request: Request) -> Response:
-    """The page of `simpletuner dataset`, of a saved config: `?config=NAME`.
+    """The page of `simpletuner dataset` for a saved config: `?config=NAME`.
 
     Raises:
-        Refusal: 422 for paths outside the project, or with the command's messages if it wrote no page.
+        Refusal: 422 for paths outside the project, or with the command's messages if it failed.
     """
     project, name = project_of(request), request.query_params.get("config", "config")
     _, outside, _ = await run_in_threadpool(Configuration.saved(project, name).judge)
@@ -318,10 +318,10 @@ async def show_datasets(request: Request) -> Response:
 
 
 async def run_while_wanted(request: Request, command: Sequence[str], folder: Path) -> tuple[str, str]:
-    """The output of a command, and its messages.
+    """Run a command while the client is connected; returns its stdout and stderr.
 
     Raises:
-        Refusal: the client has left; the command is killed.
+        Refusal: the client has disconnected; the command is killed.
     """
     pipe = asyncio.subprocess.PIPE
     child = await asyncio.create_subprocess_exec(*command, cwd=folder, stdout=pipe, stderr=pipe)
@@ -329,18 +329,18 @@ async def run_while_wanted(request: Request, command: Sequence[str], folder: Pat
     try:
         while not (await asyncio.wait([reading], timeout=LOOK))[0]:
             if await request.is_disconnected():
-                raise Refusal(GONE, "The client has left.")
+                raise Refusal(GONE, "The client has disconnected.")
         output, messages = reading.result()
         return output.decode(errors="replace"), messages.decode(errors="replace")
     finally:
         if child.returncode is None:
-            # Plans write nothing that a kill could damage.
+            # A kill is safe, since plans write no files.
             child.kill()
             await reading
 
 
 def document_in(output: str, messages: str, folder: str) -> dict[str, Any]:
-    """The document that the command printed, without the names of its temporary files."""
+    """The document printed by the command, without the names of temporary files."""
     try:
         document: dict[str, Any] = json.loads(
             output.replace(f" ({folder}/config.json)", "").replace(f"{folder}/", "").replace(" (command line)", "")

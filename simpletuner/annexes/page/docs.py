@@ -1,4 +1,4 @@
-"""The documentation as pages: the Markdown files of docs/, which wheels carry as well. Free of torch."""
+"""The documentation as pages: the Markdown files of docs/, which wheels include. Free of torch."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ SHOWN = {".md", ".png"}
 
 
 def show(request: Request) -> Response:
-    """A page or a picture of the documentation; without a name, the list of all pages.
+    """A page or picture of the documentation; without a path, the list of all pages.
 
     Raises:
-        Refusal: 404 if there is none.
+        Refusal: 404 if it does not exist.
     """
     path = request.path_params["path"]
     file = FOLDER / path
@@ -48,17 +48,17 @@ def titles() -> dict[str, str]:
 
 
 def to_html(file: Path) -> tuple[str, Markup]:
-    """The title of a Markdown file, and what it says; headings have the anchors that links to them name."""
+    """The title and the HTML of a Markdown file; headings have anchors for links."""
     markdown = MarkdownIt().enable("table")
     tokens = markdown.parse(file.read_text(encoding="utf-8"))
     for token, inline in pairwise(tokens):
         if token.type == "heading_open":
             token.attrs["id"] = anchor_of(inline.content)
         if token.type == "table_open":
-            token.attrs["tabindex"] = "0"  # so that the arrow keys scroll one that is wider than a phone
+            token.attrs["tabindex"] = "0"  # arrow keys can scroll wide tables
         for link in token.children or ():
             target = str(link.attrs.get("href", "#")).partition("#")[0]
-            # To a file of the repository that wheels do not carry.
+            # A link to a file of the repository that wheels do not include.
             if target and ":" not in target and not is_page(file.parent / target):
                 del link.attrs["href"]
     title = next((inline.content for token, inline in pairwise(tokens) if token.tag == "h1"), file.stem)
@@ -66,7 +66,7 @@ def to_html(file: Path) -> tuple[str, Markup]:
 
 
 def anchor_of(heading: str) -> str:
-    """The anchor of a heading, as GitHub makes it: lower case, signs dropped, spaces as dashes."""
-    # Marks are part of the letters of Hindi, which `\w` does not know.
-    kept = (sign for sign in heading.lower() if sign in "-_ " or category(sign)[0] in "LMN")
+    """The anchor of a heading as on GitHub: lower case, without punctuation, spaces as dashes."""
+    # Includes combining marks, as in Hindi, which `\w` does not match.
+    kept = (char for char in heading.lower() if char in "-_ " or category(char)[0] in "LMN")
     return "".join(kept).replace(" ", "-")

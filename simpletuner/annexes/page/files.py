@@ -1,11 +1,11 @@
-"""Configs, dataset files and the folders of datasets, inside the project only.
+"""Configs, dataset files and dataset folders of a project; nothing outside it.
 
-GET answers with an ETag. PUT wants it back in If-Match and is refused with 412 if the file has changed meanwhile; the
-answer then holds what the file says now. A file that does not exist yet is created by a PUT without If-Match.
+GET returns an ETag. PUT requires it in If-Match and fails with 412 if the file has changed since; that response
+contains the current content. A PUT without If-Match creates a file that does not exist yet.
 
-In the values of a config, a key is known by its main name, however the file spells it; PUT changes the keys it names,
-removes those it names with null, and keeps all others and their order. Secrets are shown as `{"secret": "set"}`, and
-stay what they are if this comes back.
+Config values are keyed by main names, however the file spells them. PUT changes the keys in the request, removes keys
+whose value is null, and keeps all other keys and their order. Secrets are shown as `{"secret": "set"}`; sending this
+back keeps the secret.
 """
 
 from __future__ import annotations
@@ -46,22 +46,22 @@ from simpletuner.redaction import REFERENCE, SECRET_NAME, hide, redact, redact_s
 
 SECRET = {"secret": "set"}
 CHANGED = "has changed since it was opened. Nothing was saved: compare, then save again."
-MOST_NAMES = 5000  # of a folder; the page shows whether there are more
+MOST_NAMES = 5000  # maximum entries of a folder; the page shows whether there are more
 KINDS = (
     {CAPTION_SUFFIX: "captions"} | dict.fromkeys(PICTURE_SUFFIXES, "images") | dict.fromkeys(CLIP_SUFFIXES, "videos")
 )
-# Held from the comparison of a file with If-Match until it is replaced.
+# Held between the comparison of a file with If-Match and its replacement.
 _saving = threading.Lock()
 
 
 @dataclass(frozen=True)
 class Configuration:
-    """Settings as a config file or the page has them.
+    """Settings from a config file or from the page.
 
     Attributes:
-        file: where they are, or will be saved.
-        values: by main name.
-        entries: of the dataset file; None if the page did not send them.
+        file: the config file, which may not exist yet.
+        values: settings by main name.
+        entries: entries of the dataset file; None if the page did not send them.
     """
 
     project: Project
@@ -72,22 +72,22 @@ class Configuration:
 
     @classmethod
     def saved(cls, project: Project, name: str, changes: Mapping[str, Any] = MappingProxyType({})) -> Configuration:
-        """The settings in the files of a config, with some changed."""
+        """The settings in the files of a config, with changes."""
         file = project.config_file(name)
         values = {main_name(key): value for key, value in settings_in(file).items()}
         return cls(project, name, file, {**values, **changes})
 
     @classmethod
     def sent(cls, project: Project, body: Mapping[str, Any]) -> Configuration:
-        """The settings in a request, with the secrets of the files, which browsers never get.
+        """The settings in a request, with secrets from the files, which browsers never receive.
 
         Raises:
-            Refusal: it is not of the right kind.
+            Refusal: the request is malformed.
         """
         file = project.config_file(name := str(body.get("config") or "config"))
         try:
             saved = cls.saved(project, name)
-        except ConfigError:  # its text is being mended on the page
+        except ConfigError:  # the user is repairing its text on the page
             saved = cls(project, name, file, {})
         sent = replace(saved, values=unmasked(wanted(body, "values", dict), saved.values))
         if body.get("datasets") is None:
@@ -96,14 +96,14 @@ class Configuration:
 
     @property
     def datasets(self) -> Path:
-        """The dataset file, wherever it is and whether or not it exists."""
-        given = self.values.get("data_backend_config")
-        file = result_of(sources.dataset_file(given if isinstance(given, str) else None, self.file.parent))
+        """The path of the dataset file, whether or not it exists."""
+        path = self.values.get("data_backend_config")
+        file = result_of(sources.dataset_file(path if isinstance(path, str) else None, self.file.parent))
         return self.project.folder / file
 
     @property
     def saved_entries(self) -> Any:
-        """What the dataset file holds; None if it may not be shown, or is not readable."""
+        """The content of the dataset file; None if it is outside the project or unreadable."""
         with suppress(ConfigError):
             return read(self.project.inside(self.datasets, packaged=True))
         return None
@@ -114,14 +114,14 @@ class Configuration:
         return self.file.with_name("config.env")
 
     def judge(self) -> tuple[Judgement, list[Problem], list[Problem]]:
-        """What training would make of the settings, paths that the page may not touch, and problems of the datasets
-        that the page sent.
+        """The judgement of the settings, problems of paths outside the project, and problems of the datasets that the
+        page sent.
 
-        What lies outside the project is not looked at, and no folder of a dataset is looked into.
+        Paths outside the project and dataset folders are not accessed.
         """
         values, outside = self.project.without_outside(self.values)
         if self.environment.is_file():
-            # A config.env sets options as well, and commands that use this config read it.
+            # Commands that use this config also read options from its config.env.
             extra = result_of(sources.read_env_file(self.environment)).get(sources.EXTRA_ARGUMENTS, "")
             beside = [
                 *result_of(sources.read_env_layer(self.environment)).values,
@@ -139,10 +139,10 @@ class Configuration:
         return judgement, [*outside, *self.project.check_dataset_paths(datasets)], problems
 
     def write(self, folder: Path) -> list[str]:
-        """Write them into an empty folder; returns the arguments that make a command use them."""
+        """Write the settings into an empty folder; returns the arguments with which a command uses them."""
         write_json(folder / "config.json", self.values)
         if self.environment.is_file():
-            # Commands look for it beside the config.
+            # Commands read config.env beside the config.
             shutil.copy(self.environment, folder)
         datasets = self.datasets
         if self.entries is not None:
@@ -152,7 +152,7 @@ class Configuration:
 
 
 def configs(request: Request) -> Response:
-    """The configs of the project; one that cannot be opened has a `problem`."""
+    """The configs of the project; unreadable ones have a `problem`."""
     project, entries = project_of(request), list[dict[str, str | None]]()
     for name in project.config_names():
         try:
@@ -166,7 +166,7 @@ def configs(request: Request) -> Response:
 
 
 def examples(request: Request) -> Response:
-    """The packaged configs, which can be read and run but not saved."""
+    """The packaged configs, which can be viewed and run but not changed."""
     keys = ("model_family", "model_flavour", "model_type")
     named = {EXAMPLE + name: settings_in(sources.EXAMPLES / name / "config.json") for name in sources.example_names()}
     return JSONResponse([{"name": name, **{key: values.get(key) for key in keys}} for name, values in named.items()])
@@ -181,16 +181,16 @@ def config(request: Request) -> Response:
 
 
 def put_config(request: Request, body: dict[str, Any]) -> Response:
-    """Save settings; what is wrong with them is answered, and does not keep a draft from being saved."""
+    """Save settings; drafts with problems are saved too, and the response lists the problems."""
     project, name = project_of(request), request.path_params["name"]
     path, change = writable(project, project.config_file(name)), partial(with_values, wanted(body, "values", dict))
     if body.get("whole") is not True:
-        settings_in(path)  # or it raises: what it keeps must be readable
+        settings_in(path)  # raises if the content to keep is unreadable
     return replace_file(request, path, body, change, lambda: config_json(Configuration.saved(project, name)))
 
 
 def datasets(request: Request) -> Response:
-    """The entries of a config's dataset file, and what is wrong with them; `?config=NAME`."""
+    """The entries of a config's dataset file, with their problems; `?config=NAME`."""
     saved = Configuration.saved(project_of(request), request.query_params.get("config", "config"))
     return in_file(saved.project.inside(saved.datasets, packaged=True), lambda: datasets_json(saved))
 
@@ -203,7 +203,7 @@ def put_datasets(request: Request, body: dict[str, Any]) -> Response:
 
 
 def add_dataset(saved: Configuration, entry: Mapping[str, Any]) -> None:
-    """Append an entry to a config's dataset file unless it has it already."""
+    """Append an entry to a config's dataset file, unless it contains the entry."""
     path = writable(saved.project, saved.datasets)
     with _saving:
         entries = read(path)
@@ -211,7 +211,7 @@ def add_dataset(saved: Configuration, entry: Mapping[str, Any]) -> None:
 
 
 def in_file(path: Path, content: Callable[[], dict[str, Any]]) -> Response:
-    """What a file holds; if it cannot be read, why, and its text, to be mended, unless that may hold secrets."""
+    """The content of a file; if unreadable, its problems, and its text for repair unless it may contain secrets."""
     headers = {"ETag": etag(path)} if path.is_file() else None
     try:
         return JSONResponse(content(), headers=headers)
@@ -220,23 +220,23 @@ def in_file(path: Path, content: Callable[[], dict[str, Any]]) -> Response:
             raise
         text = path.read_bytes()[:LARGEST_BODY].decode(errors="replace")
         is_secret = redact(text) != text or any(map(SECRET_NAME.search, re.findall(r"[\w.-]+", text)))
-        told = {"problems": problems_json(error.problems), "text": None if is_secret else text}
-        return JSONResponse(told, 422, headers)
+        damaged = {"problems": problems_json(error.problems), "text": None if is_secret else text}
+        return JSONResponse(damaged, 422, headers)
 
 
 def replace_file(
     request: Request, path: Path, body: Mapping[str, Any], change: Callable[[Any], Any], answer: Callable[[], Any]
 ) -> Response:
     """Replace the content of a JSON file by `change(content)`, or by `change(None)` if the file is new or the request
-    holds all of it (`"whole": true`).
+    contains all of it (`"whole": true`).
 
-    The answer is 412 if the file's ETag differs from the request's.
+    Responds with 412 if the file's ETag differs from the request's.
 
     Raises:
-        ConfigError: the file is not JSON, and the request holds only a part; it is kept then.
+        ConfigError: the file is not JSON, and the request contains only a part of it; the file is kept.
     """
     with _saving:
-        # Without a file both are None: a PUT that creates it has no If-Match.
+        # Both are None for a new file: a PUT that creates it has no If-Match.
         current = etag(path) if path.is_file() else None
         if current != request.headers.get("if-match"):
             content = {**answer(), "problems": problems_json([Problem("", f"{path.name} {CHANGED}")])}
@@ -246,8 +246,8 @@ def replace_file(
 
 
 def etag(path: Path) -> str:
-    """Identifies the content of a file."""
-    # Of the content: times are coarse on some file systems, and saving a file unchanged is no conflict.
+    """The ETag of a file."""
+    # A hash of the content: times are coarse on some file systems, and saving unchanged content is not a conflict.
     return f'"{hashlib.sha256(path.read_bytes()).hexdigest()[:32]}"'
 
 
@@ -255,34 +255,34 @@ def read(path: Path) -> Any:
     """The JSON value in a file.
 
     Raises:
-        ConfigError: it is not readable, or would lose something when written again.
+        ConfigError: the file is unreadable, or rewriting it would lose content.
     """
     return required(read_json(path))
 
 
 def writable(project: Project, path: Path) -> Path:
-    """The file itself, if it may be written.
+    """The resolved path of a file, if the page may write it.
 
     Raises:
-        Refusal: 403 if it is packaged, outside the project, another kind of file, or in a folder without permission.
+        Refusal: 403 if the file is packaged, outside the project, not JSON, or in a folder without permission.
     """
     if project.inside(path, packaged=True).is_relative_to(sources.EXAMPLES):
-        raise Refusal(403, "This belongs to a packaged example; `simpletuner examples copy` makes one to change.")
-    # `data_backend_config` may name any file of the project: none but JSON is overwritten.
+        raise Refusal(403, "This belongs to a packaged example; `simpletuner examples copy` makes an editable copy.")
+    # `data_backend_config` may name any file of the project: only JSON files are overwritten.
     if path.suffix != ".json":
-        raise Refusal(403, f"{path.name!r} is not written: configs and dataset files end in .json.")
+        raise Refusal(403, f"{path.name!r} was not written: configs and dataset files end in .json.")
     if problem := why_not_writable("", path.parent):
         raise Refusal(403, [problem])
     return project.inside(path)
 
 
 def shown(project: Project, path: Path) -> str:
-    """A path as people write it in the project."""
+    """A path for display, relative to the project's folder if it is inside."""
     return str(path.relative_to(project.folder)) if path.is_relative_to(project.folder) else str(path)
 
 
 def config_json(saved: Configuration) -> dict[str, Any]:
-    """A config as the page reads it."""
+    """A config as JSON for the page."""
     allowed, outside = saved.project.without_outside(saved.values)
     return {
         "name": saved.name,
@@ -295,7 +295,7 @@ def config_json(saved: Configuration) -> dict[str, Any]:
 
 
 def datasets_json(saved: Configuration) -> dict[str, Any]:
-    """A dataset file as the page reads it; a problem's key begins with `FILE: ID`."""
+    """A dataset file as JSON for the page; the keys of problems begin with `FILE: ID`."""
     path, problems = saved.project.inside(saved.datasets, packaged=True), Problems()
     names = {key: str(saved.values.get(key)) for key in ("model_family", "output_dir")}
     problems.take(read_datasets(path, placeholders=names))
@@ -304,21 +304,21 @@ def datasets_json(saved: Configuration) -> dict[str, Any]:
 
 
 def settings_in(path: Path) -> dict[str, Any]:
-    """The settings in a config file as it spells them; none if it does not exist.
+    """The settings in a config file, with keys as spelled there; empty if the file does not exist.
 
     Raises:
-        ConfigError: it holds none.
+        ConfigError: the file is not a valid config.
     """
     layer = required(sources.read_json_layer(path)) if path.is_file() else None
     return dict(layer.values) if layer else {}
 
 
 def with_values(values: Mapping[str, Any], content: Any) -> Any:
-    """The content of a config file with keys set, added or (None) removed; the file's spelling of a key stays."""
+    """The content of a config file with keys set, added or (None) removed; spellings of keys are kept."""
     content = {} if content is None else content
     settings = sources.unwrapped(content)
     for key, value in values.items():
-        # All spellings of the key: a stale alias beside the new value would contradict it.
+        # Changes all spellings of a key, since a stale alias would contradict the new value.
         for name in [name for name in settings if main_name(name) == main_name(key)] or [key]:
             settings[name] = unmasked(value, settings.get(name), key)
             if value is None:
@@ -333,22 +333,22 @@ def masked(value: Any, name: str = "") -> Any:
     if isinstance(value, list):
         return [masked(inner, name) for inner in value]
     if isinstance(value, float) and not math.isfinite(value):
-        return str(value)  # JSON has no word for it
+        return str(value)  # JSON cannot represent it
     if not isinstance(value, str) or not value or REFERENCE.fullmatch(value):
         return value
     return SECRET if SECRET_NAME.search(name) or redact(value) != value else value
 
 
 def unmasked(value: Any, old: Any, key: str = "") -> Any:
-    """A value with every `SECRET` replaced by the file's value in its place; entries of lists are matched by id.
+    """Replace every `SECRET` in a value by the file's secret; entries of lists are matched by id.
 
     Raises:
-        Refusal: 422 if the file has no secret in its place.
+        Refusal: 422 if the file has no such secret.
     """
     if value == SECRET:
         if masked(old, key) != SECRET:
-            raise Refusal(422, [Problem(key, "was to stay what it is, but is not set; enter it again.")])
-        # The answer may quote it in a problem.
+            raise Refusal(422, [Problem(key, "was to be kept, but is not set; enter it again.")])
+        # The response may quote it in a problem.
         hide(old)
         return old
     if isinstance(value, dict):
@@ -360,7 +360,7 @@ def unmasked(value: Any, old: Any, key: str = "") -> Any:
 
 
 def counterpart(entry: Any, index: int, old: Any) -> Any:
-    """The entry of an old list with the same id, else at the same index; None without one."""
+    """The entry of an old list with the same id, or else at the same index; None if there is none."""
     entries = old if isinstance(old, list) else []
     if isinstance(entry, dict) and "id" in entry:
         # By id, since the page may have moved or removed entries.
@@ -369,32 +369,31 @@ def counterpart(entry: Any, index: int, old: Any) -> Any:
 
 
 def validate(request: Request, body: dict[str, Any]) -> Response:
-    """The problems, the effective values that differ from the defaults, and the keys without effect that are no
-    errors."""
+    """The problems of settings, effective values other than defaults, and keys without effect (except errors)."""
     judgement, outside, of_datasets = Configuration.sent(project_of(request), body).judge()
     defaults = {key: option.default for key, option in all_options().items()}
     effective = {key: value for key, value in judgement.config.flat.items() if value != defaults[key]}
-    wrong = {problem.where for problem in judgement.problems if problem.fatal}
+    invalid = {problem.where for problem in judgement.problems if problem.fatal}
     content = {
         "problems": problems_json([*outside, *judgement.problems, *of_datasets]),
         "effective": redact_settings(effective),
         "family": judgement.spec.name,
         "flavour": judgement.flavour.name,
         "flavours": {flavour.name: about_flavour(flavour) for flavour in judgement.spec.flavours},
-        "greyed": {key: reason for key, reason in judgement.without_effect.items() if key not in wrong},
+        "greyed": {key: reason for key, reason in judgement.without_effect.items() if key not in invalid},
     }
     return JSONResponse(content)
 
 
 def browse(request: Request) -> Response:
-    """The folders in a folder, and how many pictures, clips and captions lie in it; `?path=` of an allowed folder."""
+    """List the subfolders of an allowed folder, and count its pictures, clips and captions; `?path=FOLDER`."""
     project = project_of(request)
     folder = project.inside(request.query_params.get("path", "."))
     if not folder.is_dir():
         raise Refusal(404, f"{str(folder)!r} is not a folder.")
     try:
         with os.scandir(folder) as scan:
-            # One more, to see whether the list is complete.
+            # One more than listed, to detect truncation.
             entries = list(islice(scan, MOST_NAMES + 1))
     except OSError as error:
         raise Refusal(403, f"{str(folder)!r} cannot be read: {error.strerror}.") from None
@@ -402,7 +401,7 @@ def browse(request: Request) -> Response:
     roots = (project.folder, *project.roots)
     content = {
         "path": str(folder),
-        # A root's parent is outside of what the page may show.
+        # The page may not show the parent of a root.
         "parent": None if folder in roots else str(folder.parent),
         "roots": [str(root) for root in roots],
         "folders": sorted(entry.name for entry in visible if entry.is_dir()),

@@ -1,4 +1,4 @@
-"""The form of the page: every option as a field, and what its choices are: models and the GPUs of this machine."""
+"""The form of the page: every option as a field, with model families and the GPUs of this machine."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from simpletuner.models.spec import FamilySpec
 from simpletuner.redaction import SECRET_NAME
 
 Field = dict[str, Any]
-# The type of a field by the function that parses its values, and by what the reference page calls them.
+# The type of a field, by the parser of its values or by the type's name on the reference page.
 TYPES = {
     "parse_flag": "bool", "parse_integer": "int", "parse_number": "float", "parse_path": "path", "parse_list": "list",
     "parse_texts": "list", "parse_sizes": "sizes", "parse_text": "text", "parse_gigabytes": "text", "text": "text",
@@ -49,14 +49,14 @@ GPU_QUERY = ("--query-gpu=index,name,memory.total,memory.free", "--format=csv,no
 
 
 def page(request: Request) -> Response:
-    """The page with every tab; inside a run it shows the run only."""
+    """The page with all tabs; inside a run, only the run."""
     card = start_card.card_content(request.headers.get("accept-language", ""))
     shown = {"tabs": tabs(), "pane": pane, "dataset_fields": dataset_fields(), "prose": prose}
     return HTMLResponse(render("page/page.html.jinja", in_run=project_of(request).run is not None, **shown, **card))
 
 
 def tab(request: Request) -> Response:
-    """The form of one tab alone."""
+    """The form of a single tab."""
     name = request.path_params["tab"]
     if name not in TABS:
         raise Refusal(404, not_one_of(name, TABS))
@@ -65,12 +65,12 @@ def tab(request: Request) -> Response:
 
 @functools.cache
 def pane(tab: str) -> Markup:
-    """The form of a tab, which is the same in every response."""
+    """The form of a tab; cached, since it never changes."""
     return Markup(render("page/tab.html.jinja", tab=tab, sections=SECTIONS, fields=fields(), prose=prose))
 
 
 def prose(help_text: str) -> Markup:
-    """A help text: code in backticks, and the names of pages of the documentation as links."""
+    """A help text as HTML: backticks become code, and names of documentation pages become links."""
     coded = re.sub(r"`([^`]*)`", r"<code>\1</code>", str(escape(help_text)))
     return Markup(re.sub(r"docs/[\w/]+\.md", r'<a href="/\g<0>" target="_blank">\g<0></a>', coded))
 
@@ -101,10 +101,10 @@ def family_flavours(request: Request) -> Response:
 
 
 def spec_named(family: str) -> FamilySpec:
-    """A family by its name, however it is written.
+    """The family with a name, in any spelling.
 
     Raises:
-        Refusal: 404 if there is none.
+        Refusal: 404 if there is no such family.
     """
     spec = FAMILIES.get(canonical_family_name(family))
     if spec is None:
@@ -119,7 +119,7 @@ def gpus(request: Request) -> Response:
 
 
 def gpu_json(index: str, name: str, *mebibytes: str) -> dict[str, Any]:
-    """A line of nvidia-smi."""
+    """A line of nvidia-smi's output as JSON."""
     total, free = (int(size) * 2**20 if size.isdecimal() else None for size in mebibytes)
     return {"index": int(index), "name": name, "total": total, "free": free}
 
@@ -130,7 +130,7 @@ def memory(request: Request) -> Response:
 
 
 def tabs() -> list[dict[str, Any]]:
-    """The tabs with their sections; "Start" and "Run" have none of the form's."""
+    """The tabs with their sections; "Start" and "Run" have no sections."""
     parts = {tab: [{"id": each.id, "label": each.label} for each in SECTIONS if each.tab == tab] for tab in TABS}
     return [{"id": tab, "label": tab.capitalize(), "sections": parts.get(tab, [])} for tab in ("start", *TABS, "run")]
 
@@ -148,7 +148,7 @@ def fields(family: str | None = None) -> tuple[Field, ...]:
 
 @functools.cache
 def dataset_fields() -> tuple[Field, ...]:
-    """The keys on the card of a dataset, those of clips as `video.KEY`; the rest is edited as JSON."""
+    """The keys on a dataset's card, with keys of clips as `video.KEY`; other keys are edited as JSON."""
     options = []
     for key in DATASET_KEYS:
         group: type[Group] = VideoConfig if key.startswith("video.") else DatasetConfig
@@ -157,7 +157,7 @@ def dataset_fields() -> tuple[Field, ...]:
 
 
 def _field(option: Option, spec: FamilySpec | None, section: str, group: str) -> Field:
-    """An option as the page reads it; `group` is the heading it stands under."""
+    """An option as JSON for the page; `group` is its heading."""
     by_family = {**spec.defaults, **spec.fixed} if spec else {}
     choices = _choices(option, spec)
     options = _options(option.name, choices)
@@ -192,7 +192,7 @@ def _choices(option: Option, spec: FamilySpec | None) -> tuple[str, ...]:
 
 
 def _options(key: str, choices: tuple[str, ...]) -> dict[str, str]:
-    """The values that a list offers, JSON where they are no words, and the texts it shows for them."""
+    """The values of a list, as JSON unless they are words, with their labels."""
     notes, presets = CHOICES.get(key, {}), ROUTES if key == "tread_config" else {}
     values = {word: json.dumps(value, separators=(",", ":")) for word, value in presets.items() if value is not None}
     values |= {choice: choice for choice in choices}
@@ -205,11 +205,11 @@ def _type(option: Option) -> str:
 
 
 def label_of(option: Option) -> str:
-    """A key in words, without the name of the heading it stands under: `crepa_block_index` is Block Index."""
+    """The label of a key, without the name of its heading: `crepa_block_index` is Block Index."""
     if option.label:
         return option.label
     prefix = option.section.lower().replace(" ", "_") + "_"
     words = option.name.rpartition(".")[2].removeprefix(prefix).split("_")
     text = " ".join(filter(None, (SPELLINGS.get(word, word.capitalize()) for word in words)))
-    # iREPA keeps its small letter.
+    # iREPA keeps its lower-case i.
     return text[:1].upper() + text[1:] if text[:2] != "iR" else text

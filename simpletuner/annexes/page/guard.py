@@ -1,11 +1,11 @@
-"""Who may use the page: what every request passes before any route. Free of torch.
+"""Access control: the checks that every request passes before it is routed. Free of torch.
 
-The page has no accounts: it is for the user who started it. On this machine's own address the system says whose a
-connection is: Linux lists the sockets of a machine with their users. Forwarded ports belong to whoever forwards them:
-`ssh -L` to the user who logged in, the relays of WSL and of most containers to root. Where the system does not say, and
-on any other address, a request needs a token. It must also name this machine (`Host`, against DNS rebinding) and not
-come from another site (`Origin`, `Sec-Fetch-Site`). Bodies are JSON of limited size, but for uploads; neither kind is
-one that a form of another site can send.
+The page has no accounts: it is for the user who started it. On a loopback address, Linux reports the user of a
+connection, since it lists sockets with their users. A forwarded port belongs to the user who forwards it: the login
+user of `ssh -L`, root for the relays of WSL and of most containers. Where the user is unknown, and on all other
+addresses, a request needs a token. A request must also name this machine (`Host`, against DNS rebinding) and must not
+come from another site (`Origin`, `Sec-Fetch-Site`). Bodies are JSON of limited size, or uploads; forms of other sites
+can send neither content type.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ POLICY = (
     "default-src 'self'; img-src 'self' data: blob:; media-src 'self' blob:; object-src 'none'; "
     "frame-ancestors 'none'; base-uri 'none'; form-action 'none'"
 )
-# A route may set one of these itself.
+# Defaults, which a route may override.
 HEADERS = {
     "Content-Security-Policy": POLICY,
     "X-Content-Type-Options": "nosniff",
@@ -50,17 +50,17 @@ HEADERS = {
     "Cross-Origin-Resource-Policy": "same-origin",
     "Cache-Control": "no-cache",
 }
-# In the state of a request: a function that returns whether the user of this process made its connection.
+# Key in the request's state: a function that returns whether the connection belongs to the user of this process.
 OWN_USER = "is_own_user"
 NEEDS_TOKEN = (
     "This page is for the user who started it. Open /?token=TOKEN with the token in {}; programs send it as X-API-Key."
 )
-# Not a redirect: a browser that came from another site would follow one without the new cookie.
+# Not a redirect: browsers coming from another site would follow it without the new cookie.
 WELCOME = '<!DOCTYPE html><meta http-equiv="refresh" content="0; url=/"><title>simpletuner</title>'
 TABLES = (Path("/proc/net/tcp"), Path("/proc/net/tcp6"))
 ROOT, NOBODY = 0, 65534  # in a container, every unmapped user is nobody
 VARIABLE = "SIMPLETUNER_PAGE_TOKEN"
-# Unreserved characters, since the token is part of an address.
+# Unreserved characters, since the token is part of a URL.
 TOKEN = re.compile(r"[\w.~-]{16,}", re.ASCII)
 
 
@@ -70,9 +70,9 @@ class Access:
 
     Attributes:
         host: the address that the server listens on.
-        token: required of every connection that is not known to come from the server's user; None lets everyone in.
-        source: the file or variable that holds the token.
-        in_run: the page belongs to a run: its buttons work, but it edits and starts nothing.
+        token: required unless a connection is known to come from the server's user; None admits everyone.
+        source: the file or variable that contains the token.
+        in_run: the page belongs to a run: its buttons work, but it cannot edit files or start runs.
     """
 
     host: str = "127.0.0.1"
@@ -81,7 +81,7 @@ class Access:
     in_run: bool = False
 
     def check(self, request: Request) -> None:
-        """Raise unless a request may be answered.
+        """Check that a request is allowed.
 
         Raises:
             Refusal: 401, 403, 413 or 415.
@@ -90,7 +90,7 @@ class Access:
         if not self.knows(headers.get("host", "")):
             raise Refusal(403, f"This page is not {headers.get('host', '')!r}; open it as localhost or {self.host}.")
         if not (self.token is None or self.has_token(request) or (is_own(self.host) and is_own_user())):
-            # Strangers on the network do not see the user's name and folders.
+            # Paths, which may contain the user's name, are not revealed to other machines.
             place = self.source if is_own(self.host) else "the address that the server printed"
             raise Refusal(401, NEEDS_TOKEN.format(place))
         if is_foreign(request):
@@ -99,13 +99,13 @@ class Access:
             self.check_change(request)
 
     def check_change(self, request: Request) -> None:
-        """Raise unless a request that changes something may be answered.
+        """Check that a request that changes something is allowed.
 
         Raises:
             Refusal: 403, 413 or 415.
         """
         if self.in_run and request.scope["path"] not in BUTTONS:
-            raise Refusal(403, "This page belongs to a run; `simpletuner server` edits and starts.")
+            raise Refusal(403, "This page belongs to a run; to edit files or start runs, use `simpletuner server`.")
         is_upload = request.method == "PUT" and request.scope["path"].startswith(UPLOADS)
         kind, most = ("application/octet-stream", LARGEST_FILE) if is_upload else ("application/json", LARGEST_BODY)
         if request.headers.get("content-type", "").partition(";")[0].strip().lower() != kind:
@@ -115,12 +115,12 @@ class Access:
             raise too_large(most)
 
     def knows(self, host: str) -> bool:
-        """Whether a `Host` header names this server; one that listens on all addresses accepts any name."""
+        """Whether a `Host` header names this server; a server that listens on all addresses accepts any name."""
         name = host.lower() if host.endswith("]") else host.lower().rpartition(":")[0] or host.lower()
         return name in OWN_NAMES | {self.host.lower(), f"[{self.host.lower()}]"} or is_everywhere(self.host)
 
     def has_token(self, request: Request) -> bool:
-        """Whether a request brings the token as a cookie, X-API-Key or bearer token."""
+        """Whether a request has the token, as a cookie, X-API-Key or bearer token."""
         bearer = request.headers.get("authorization", "").removeprefix("Bearer ")
         return any(map(self.is_token, (request.headers.get("x-api-key", ""), bearer, *request.cookies.values())))
 
@@ -133,13 +133,13 @@ class Access:
         return self.token is not None and secrets.compare_digest(text.encode(), self.token.encode())
 
     def first_visit(self, request: Request) -> Response | None:
-        """The answer to the printed address, which keeps its token as a cookie; None for other addresses."""
-        scope, given = request.scope, request.query_params.get("token", "")
-        if scope["path"] != "/" or not self.is_token(given):
+        """The response to the printed URL, which stores its token as a cookie; None for other URLs."""
+        scope, token = request.scope, request.query_params.get("token", "")
+        if scope["path"] != "/" or not self.is_token(token):
             return None
         name = f"simpletuner-{(scope.get('server') or ('', 0))[1]}"  # browsers send cookies to all ports of a machine
         response = HTMLResponse(WELCOME)
-        response.set_cookie(name, given, httponly=True, samesite="strict", secure=scope["scheme"] == "https")
+        response.set_cookie(name, token, httponly=True, samesite="strict", secure=scope["scheme"] == "https")
         return response
 
 
@@ -154,7 +154,7 @@ class Guard:
         if scope["type"] == "lifespan":
             await self.app(scope, receive, send)  # startup and shutdown
         if scope["type"] != "http":
-            return  # a web socket, which this page has none of
+            return  # a web socket, which this page does not use
 
         async def send_secured(message: Message) -> None:
             if message["type"] == "http.response.start":
@@ -171,13 +171,13 @@ class Guard:
                 app = self.app
             except Refusal as refusal:
                 app = refusal.answer()
-        # Secrets in a request are hidden in the answer to it only.
+        # Secrets in a request are redacted only in its response.
         with hidden_for_now():
             await app(scope, receive, send_secured)
 
 
 def is_foreign(request: Request) -> bool:
-    """Whether another site makes a browser send this request; a link to the page is fine."""
+    """Whether another site made the browser send this request; following a link to the page is allowed."""
     headers = request.headers
     origin, site = headers.get("origin"), headers.get("sec-fetch-site", "none")
     if request.method in SAFE and headers.get("sec-fetch-dest") == "document":
@@ -187,7 +187,7 @@ def is_foreign(request: Request) -> bool:
 
 
 def is_everywhere(host: str) -> bool:
-    """Whether this means every address of the machine."""
+    """Whether an address means all addresses of the machine."""
     return host in ("0.0.0.0", "::", "")
 
 
@@ -200,35 +200,35 @@ def is_own(host: str) -> bool:
 
 
 def is_own_user(client: End, server: End) -> bool:
-    """Whether the client's end of a connection belongs to the user of this process, or to root; False if unknown."""
+    """Whether the client of a connection is the user of this process, or root; False if unknown."""
     user = socket_user(client, server)
     return user is not None and user in {ROOT, os.geteuid()} - {NOBODY}
 
 
 def can_tell_users(listener: socket.socket) -> bool:
-    """Whether the users of connections to a listening socket can be read here, tried with a connection to it."""
+    """Whether the system reports the users of connections to a listening socket, tested with a connection to it."""
     end = listener.getsockname()[:2]
-    with suppress(OSError), socket.create_connection(end, timeout=5) as trial:
-        return is_own_user(trial.getsockname()[:2], end)
+    with suppress(OSError), socket.create_connection(end, timeout=5) as probe:
+        return is_own_user(probe.getsockname()[:2], end)
     return False
 
 
 def socket_user(client: End, server: End) -> int | None:
-    """The user of the socket that connects `client` to `server`; None if this machine lists no such socket."""
+    """The id of the user whose socket connects `client` to `server`; None if no such socket is listed."""
     local, remote = spellings(*client), spellings(*server)
     for table in TABLES:
-        with suppress(OSError):  # another system, or one that hides the table
+        with suppress(OSError):  # not Linux, or the table is hidden
             for line in table.read_text(encoding="ascii").splitlines()[1:]:
                 # Columns of proc(5): 1 local address, 2 remote address, 7 user, 9 inode.
                 columns = line.split()
-                # A socket that its process has closed is listed for a while, without an inode and as root's.
+                # A closed socket is listed for a while, as root's and without an inode.
                 if columns[1] in local and columns[2] in remote and columns[9] != "0":
                     return int(columns[7])
     return None
 
 
 def spellings(host: str, port: int) -> set[str]:
-    """An address as the tables write it: words of the machine's byte order in hex; IPv4 also inside IPv6."""
+    """An address in the format of the tables: hex words in native byte order; IPv4 also embedded in IPv6."""
     address: IPv4Address | IPv6Address = ip_address(host.partition("%")[0])
     plain = (isinstance(address, IPv6Address) and address.ipv4_mapped) or address
     packed = [plain.packed, *([IPv6Address(f"::ffff:{plain}").packed] if isinstance(plain, IPv4Address) else [])]
@@ -240,17 +240,17 @@ def spellings(host: str, port: int) -> set[str]:
 
 
 def page_token(file: Path | None) -> tuple[str, str]:
-    """The token of this user's pages and where it is kept: the file, else the variable, else a file in the home folder.
+    """The token of this user's pages and its source: the file, else the variable, else a file in the home folder.
 
-    A file that does not exist is made, so the token and the cookies of browsers outlive a server.
+    A missing file is created, so that the token and browsers' cookies outlive a server.
 
     Raises:
-        UserError: it is too short, others can read it, or it cannot be kept.
+        UserError: the token is too short, readable by others, or cannot be stored.
     """
     from_variable = file is None and VARIABLE in os.environ
     token, source = (os.environ[VARIABLE], VARIABLE) if from_variable else _kept_token(file)
     if not TOKEN.fullmatch(token):
-        raise UserError(f"{source} must hold a token of at least 16 letters, digits or any of . _ ~ -")
+        raise UserError(f"{source} must contain a token of at least 16 letters, digits or any of . _ ~ -")
     return token, source
 
 
@@ -260,12 +260,12 @@ def _kept_token(file: Path | None) -> tuple[str, str]:
         path = file or state / "simpletuner" / "page-token"
         path.parent.mkdir(parents=True, exist_ok=True)
         if not path.exists():
-            # Another server may do so now: the first counts.
+            # Does not overwrite the file of a server that creates it concurrently.
             create(path, secrets.token_urlsafe(32).encode(), mode=0o600)
         mode, text = path.stat().st_mode, path.read_text(encoding="utf-8", errors="replace").strip()
     except (OSError, RuntimeError) as error:  # RuntimeError: there is no home folder
         hint = f"name a file with --token-file, or set {VARIABLE}"
-        raise UserError(f"the token of the page cannot be kept ({error}); {hint}.") from None
+        raise UserError(f"the token of the page cannot be stored ({error}); {hint}.") from None
     if os.name == "posix" and mode & 0o077:
-        raise UserError(f"others can read the token in {path} (mode {mode & 0o777:04o}): chmod 600 {path}")
+        raise UserError(f"other users can read the token in {path} (mode {mode & 0o777:04o}): chmod 600 {path}")
     return text, str(path)

@@ -1,4 +1,4 @@
-"""The queue on the page: how its jobs start and fare, and the buttons that add, move and end them. Free of torch."""
+"""The queue on the page: starting and monitoring its jobs, and adding, moving and removing them. Free of torch."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from simpletuner.errors import Problem, UserError
 from simpletuner.run.lock import owner_of
 
 LOGS = {"train": CONSOLE_FILE, "sweep": "job.log", "sample": "job.log", "caption": "caption.log"}
-# Beginnings of the last line of commands other than `train`, if they succeeded.
+# Prefixes of the last line of commands other than `train` that succeeded.
 DONE = ("Saved ", "Captions written: ", "Every picture and clip has a caption")
 OPTIONS = {"sweep": ("strengths", "checkpoints"), "sample": ("strength", "checkpoint", "seed", "resolution")}
 
@@ -32,11 +32,11 @@ class RunWorker:
         self.runs = runs
 
     def check(self, job: Job) -> None:
-        """Raise with what keeps a job from starting."""
+        """Raise the reason why a job cannot start, if any."""
         if job.command == "train":
             self.runs.started_by(job.config, job.settings)
         elif not Path(job.folder).is_dir():
-            raise Refusal(404, f"The folder {job.folder} is gone.")
+            raise Refusal(404, f"The folder {job.folder} does not exist.")
 
     def start(self, job: Job) -> Job:
         """Start the process of a job."""
@@ -51,14 +51,14 @@ class RunWorker:
         return replace(job, owner=owner_of(child.pid, f"simpletuner {job.command}"))
 
     def look(self, job: Job) -> Job:
-        """A started job as of now. Its state is read from files, so that a new server knows it, too."""
-        is_alive = job.is_alive  # before its files, which are complete once the process has ended
+        """The present state of a started job, read from files so that it survives a restart of the server."""
+        is_alive = job.is_alive  # read before the files, which are complete once the process has ended
         status = self.runs.at(Path(job.folder)).status() if job.command == "train" else {}
         if is_alive or status.get("status") in ACTIVE:
             # The view of a run shows its message.
             return replace(job, message="" if status else said_at_the_end(printed(log_of(job))))
         if job.owner is None:
-            return replace(job, state="interrupted", message="The server ended while it was starting this.")
+            return replace(job, state="interrupted", message="The server exited while it was starting this job.")
         if status:
             return replace(job, state=status["status"], message=status["message"])
         output = printed(log_of(job))
@@ -68,7 +68,7 @@ class RunWorker:
         return replace(job, state="error", message=errors or f"Ended unexpectedly. Its last line: {last.strip()}")
 
     def at_work(self) -> str:
-        """The folder of a run that is at work on this machine."""
+        """The folder of a run in progress on this machine."""
         return next((str(run.folder) for run in self.runs.all() if run.pid is not None), "")
 
     def outcome(self, folder: str) -> str:
@@ -88,7 +88,7 @@ def queue_of(request: Request) -> Queue:
 
 
 def add(request: Request, body: dict[str, Any]) -> Response:
-    """Let a training wait: `{"run": ID, "settings": {...}}` or `{"config": NAME, "settings": {...}}`."""
+    """Queue a training: `{"run": ID, "settings": {...}}` or `{"config": NAME, "settings": {...}}`."""
     config, settings = asked_for(request, body)
     run = runs_of(request).started_by(config, settings)
     job = queue_of(request).add("train", str(run.folder), config=config, settings=settings)
@@ -96,15 +96,15 @@ def add(request: Request, body: dict[str, Any]) -> Response:
 
 
 def add_rendering(request: Request, body: dict[str, Any]) -> Response:
-    """Let a sweep or a sample wait: `{"run": ID, "command": "sample", "prompts": [...], "strength": "0,1"}`."""
+    """Queue a sweep or a sample: `{"run": ID, "command": "sample", "prompts": [...], "strength": "0,1"}`."""
     run, command = runs_of(request).find(str(body.get("run", ""))), body.get("command")
     if command not in OPTIONS or not run.may_start:
-        raise Refusal(400, "A job is a sweep or a sample, of a run that `simpletuner server` shows.")
+        raise Refusal(400, "A job must be a sweep or a sample of a run that `simpletuner server` shows.")
     prompts = [text for each in wanted({"prompts": [], **body}, "prompts", list) if (text := str(each).strip())]
     options = [f"--prompt={text}" for text in prompts]
     if image := str(body.get("image") or ""):
         options.append(f"--image={project_of(request).inside(image)}")
-    # The command checks the rest; the page shows its output.
+    # The command checks the other options; the page shows its output.
     options += [f"--{key}={text}" for key in OPTIONS[command] if (text := str(body.get(key) or "").strip())]
     job = queue_of(request).add(command, str(run.folder), options=options)
     return JSONResponse({"job": job.id, "run": run.id}, 202)
@@ -120,13 +120,13 @@ def move(request: Request, body: dict[str, Any]) -> Response:
 
 
 def again(request: Request, body: dict[str, Any]) -> Response:
-    """Queue a job that was interrupted or failed again, as the next one: `{"job": ID}`."""
+    """Requeue an interrupted or failed job, as the next one: `{"job": ID}`."""
     queue_of(request).again(str(body.get("job")))
     return JSONResponse({})
 
 
 def remove(request: Request, body: dict[str, Any]) -> Response:
-    """Take a job out of the queue: `{"job": ID}`; one at work is stopped instead, as with Ctrl-C."""
+    """Remove a job from the queue: `{"job": ID}`; a running job is stopped instead, as by Ctrl-C."""
     job = queue_of(request).find(str(body.get("job")))
     if job.state != RUNNING:
         queue_of(request).remove(job.id)
@@ -141,7 +141,7 @@ def show_queue(request: Request) -> Response:
     """The queue as HTML."""
     queue, runs = queue_of(request), runs_of(request)
     if runs.project.run is not None:
-        return HTMLResponse("")  # it starts nothing
+        return HTMLResponse("")  # the page of a run cannot start jobs
     jobs, problem = list[Job](), queue.problem
     try:
         jobs = queue.read()

@@ -1,8 +1,8 @@
-"""The files of a dataset on the page: looked at, captioned, masked, left out and taken back. Free of torch.
+"""The files of a dataset on the page: viewing, captioning, masking, excluding and including. Free of torch.
 
-Masks are PNG files in a dataset of masks beside that of the pictures. Training asks for a mask of every file, so
-the first one that is painted adds a white mask for every other file, which is then learned whole, as before. A mask is
-replaced only by a client that has seen it.
+Masks are PNG files in a dataset of masks beside the pictures. Training needs a mask for every file, so the first
+painted mask adds white masks for all other files, which are still learned whole. Only a client that has read the
+current mask can replace it.
 """
 
 from __future__ import annotations
@@ -46,14 +46,14 @@ from simpletuner.plan.build import settle_task
 from simpletuner.plan.environment import why_not_writable
 
 PAGE = 60
-PAINTED_SIDE = 1024  # of a picture whose mask is painted; a latent position averages 8x8 pixels of it
-FIRST = 5  # changes in a preview
-FOR_EVER = {"Cache-Control": "private, max-age=31536000, immutable"}  # the address changes with the file
-_decoding = threading.Semaphore(usable_cores())  # a picture may take hundreds of megabytes while it is decoded
+PAINTED_SIDE = 1024  # of the picture under a painted mask; a latent position averages 8x8 pixels of it
+FIRST = 5  # changes shown in a preview
+FOR_EVER = {"Cache-Control": "private, max-age=31536000, immutable"}  # the URL changes with the file
+_decoding = threading.Semaphore(usable_cores())  # decoding a picture may take hundreds of megabytes
 
 
 def datasets_in(saved: Configuration) -> tuple[list[DatasetConfig], DataContext]:
-    """The entries of a config's dataset file, and what their files depend on.
+    """The entries of a config's dataset file, with their context.
 
     Raises:
         Refusal: 422 if a path leads out of the project.
@@ -67,10 +67,10 @@ def datasets_in(saved: Configuration) -> tuple[list[DatasetConfig], DataContext]
 
 
 def opened(request: Request, asked: Mapping[str, Any]) -> Library:
-    """The dataset that a request names by `config` and `dataset`, as it is saved.
+    """The saved dataset that a request names by `config` and `dataset`.
 
     Raises:
-        Refusal: 404 if it does not exist, 422 or 403 if it leads out of the project.
+        Refusal: 404 if the dataset does not exist, 422 or 403 if its path leads out of the project.
     """
     project, name = project_of(request), str(asked.get("dataset"))
     entries, context = datasets_in(Configuration.saved(project, str(asked.get("config") or "config")))
@@ -88,11 +88,11 @@ def show_files(request: Request) -> Response:
     """A page of the files of a dataset, as HTML: `?config=NAME&dataset=ID&words=TEXT&only=KIND&page=N`."""
     asked, library = request.query_params, opened(request, request.query_params)
     words, only, number = asked.get("words", ""), asked.get("only", ""), asked.get("page", "1")
-    found, missed = library.find(words, only)
-    pages = max(1, -(-len(found) // PAGE))
+    names, missed = library.find(words, only)
+    pages = max(1, -(-len(names) // PAGE))
     page = min(max(1, int(number[:9]) if number.isdecimal() else 1), pages)
-    files = library.show(found[PAGE * (page - 1) : PAGE * page])
-    shown = {"words": words, "only": only, "found": len(found), "missed": missed, "page": page, "pages": pages}
+    files = library.show(names[PAGE * (page - 1) : PAGE * page])
+    shown = {"words": words, "only": only, "found": len(names), "missed": missed, "page": page, "pages": pages}
     return HTMLResponse(render("page/library.html.jinja", part="all", library=library, files=files, **shown))
 
 
@@ -102,10 +102,10 @@ def card_html(library: Library, name: str) -> str:
 
 
 def name_in(library: Library, asked: Mapping[str, Any]) -> str:
-    """The file that a request names.
+    """The name of the file in a request.
 
     Raises:
-        Refusal: 404 if it is not one of the dataset's.
+        Refusal: 404 if the dataset has no such file.
     """
     if (name := asked.get("file")) not in library.listing.files:
         raise Refusal(404, f"{name!r} is not a file of {library.entry.id}.")
@@ -116,7 +116,7 @@ def editable(request: Request, asked: Mapping[str, Any]) -> Library:
     """The dataset that a request names, if its captions can be edited.
 
     Raises:
-        Refusal: as `opened`, and 403 if they cannot.
+        Refusal: as `opened`, and 403 if captions are read-only.
     """
     library = opened(request, asked)
     if library.locked:
@@ -125,7 +125,7 @@ def editable(request: Request, asked: Mapping[str, Any]) -> Library:
 
 
 def put_caption(request: Request, body: dict[str, Any]) -> Response:
-    """Save a caption: `{"config", "dataset", "file", "text"}`, with the tag of the text it replaces in If-Match."""
+    """Save a caption: `{"config", "dataset", "file", "text"}`, with the tag of the replaced text in If-Match."""
     library = editable(request, body)
     name, seen = name_in(library, body), request.headers.get("if-match", "").strip('"')
     path = project_of(request).inside(library.caption_path(name))
@@ -139,12 +139,12 @@ def put_caption(request: Request, body: dict[str, Any]) -> Response:
 
 
 def changed_meanwhile(library: Library, name: str, error: ChangedMeanwhileError) -> Response:
-    """The answer to a change of an outdated version, with a card of the current one."""
+    """The response to a change of a stale version, with a card of the current version."""
     return JSONResponse({"problems": problems_json([Problem("", str(error))]), "card": card_html(library, name)}, 412)
 
 
 def put_excluded(request: Request, body: dict[str, Any]) -> Response:
-    """Leave a file out, or take it back: `{"config", "dataset", "file", "out"}`."""
+    """Exclude or include a file: `{"config", "dataset", "file", "out"}`."""
     library = opened(request, body)
     if library.fixed:
         raise Refusal(403, library.fixed)
@@ -154,7 +154,7 @@ def put_excluded(request: Request, body: dict[str, Any]) -> Response:
 
 
 def after_change(request: Request, body: Mapping[str, Any], *notes: str, is_mask: bool = False) -> Response:
-    """The card of a changed file, when training begins to use the change, and what else was changed for it."""
+    """The card of a changed file, with notes: when training uses the change, and other files changed with it."""
     library = opened(request, body)
     note = when_used(request, library, is_mask=is_mask)
     answer = {"card": card_html(library, body["file"]), "note": " ".join([note, *notes]), "others": bool(notes)}
@@ -162,13 +162,13 @@ def after_change(request: Request, body: Mapping[str, Any], *notes: str, is_mask
 
 
 def when_used(request: Request, library: Library, *, is_mask: bool = False) -> str:
-    """When training begins to use a change."""
+    """A note that says when training begins to use a change."""
     runs = runs_of(request)
     busy = [run.name for run in runs.all() if run.status()["status"] in ACTIVE and library.root in roots_of(runs, run)]
     if not busy:
-        return "Saved. Training uses it from its next start on."
+        return "Saved. Training will use it from its next start."
     # Captions were encoded before the first step; masks are not cached.
-    until = "may use it at once" if is_mask else "trains with what it read at its start until it is started again"
+    until = "may use it at once" if is_mask else "keeps using the captions read at its start until it is restarted"
     return f"Saved. {', '.join(busy)} {until}."
 
 
@@ -182,7 +182,7 @@ def roots_of(runs: Runs, run: Run) -> Iterator[Path]:
 def edit(request: Request, body: dict[str, Any]) -> Response:
     """Change all captions: `{"config", "dataset"}` with `find` and `replace`, `trigger`, or `undo`.
 
-    The answer is a preview, whose `digest` has to come back as `seen` for the changes to be made.
+    The response is a preview. To apply the changes, repeat the request with its `digest` as `seen`.
     """
     library, project = editable(request, body), project_of(request)
     files = {name: project.inside(library.root / name) for name in sorted(library.listing.captions.values())}
@@ -205,10 +205,10 @@ def edit(request: Request, body: dict[str, Any]) -> Response:
 
 
 def edit_in(library: Library, body: Mapping[str, Any]) -> captions.Edit:
-    """The edit that a request asks for.
+    """The edit in a request.
 
     Raises:
-        Refusal: 422 if it asks for none.
+        Refusal: 422 if the request contains no edit.
     """
     find, trigger, undo = (str(body.get(key) or "") for key in ("find", "trigger", "undo"))
     if find:
@@ -221,10 +221,10 @@ def edit_in(library: Library, body: Mapping[str, Any]) -> captions.Edit:
 
 
 def start_captioning(request: Request, body: dict[str, Any]) -> Response:
-    """Let a job wait that captions the files without one: `{"config", "dataset", "style", "trigger"}`."""
+    """Queue a job that captions files without captions: `{"config", "dataset", "style", "trigger"}`."""
     library, project, name = editable(request, body), project_of(request), str(body.get("config") or "config")
     if (job := captioning_job(request)) and job.state in (WAITING, RUNNING):
-        raise Refusal(409, "Captions are being written, or wait for it in the queue.")
+        raise Refusal(409, "A captioning job is already running or queued.")
     folder = project.inside(library.context.output_dir)
     if problem := why_not_writable("output_dir", folder):
         raise Refusal(403, [problem])
@@ -236,11 +236,11 @@ def start_captioning(request: Request, body: dict[str, Any]) -> Response:
 
 
 def captioning_state(request: Request) -> Response:
-    """Whether captions are being written, for which dataset, by which job, and what it prints."""
+    """The state of the captioning job: its id, dataset and output."""
     if (job := captioning_job(request)) is None:
         return JSONResponse({"running": False})
     forget_listings()
-    message = job.message or "Waits for its turn in the queue on the tab Run."
+    message = job.message or "Waiting in the queue on the tab Run."
     if job.state == RUNNING:
         message = printed(log_of(job)).rpartition(PROMPT)[2].partition("\n")[2].strip()
     dataset, is_running = job.options[0].removeprefix("--dataset="), job.state in (WAITING, RUNNING)
@@ -253,10 +253,10 @@ def captioning_job(request: Request) -> Job | None:
 
 
 def media_file(project: Project, path: str) -> Path:
-    """A picture or clip of the project.
+    """The path of a picture or clip of the project.
 
     Raises:
-        Refusal: 403 if it lies outside, 404 if it is none.
+        Refusal: 403 if it is outside the project, 404 if it is not a picture or clip.
     """
     file = project.inside(path, packaged=True)
     if file.suffix.lower() not in PICTURE_SUFFIXES | CLIP_SUFFIXES or not file.is_file():
@@ -265,7 +265,7 @@ def media_file(project: Project, path: str) -> Path:
 
 
 def send_thumbnail(request: Request) -> Response:
-    """A small picture of a file, of a clip its first frame: `?path=FILE&stamp=TEXT`; a larger one with `&large=1`."""
+    """A thumbnail of a picture, or of a clip's first frame: `?path=FILE&stamp=TEXT`; larger with `&large=1`."""
     file = media_file(project_of(request), request.query_params.get("path", ""))
     side = PAINTED_SIDE if "large" in request.query_params else THUMBNAIL_SIDE
     try:
@@ -277,27 +277,27 @@ def send_thumbnail(request: Request) -> Response:
 
 
 def send_original(request: Request) -> Response:
-    """A picture or clip itself; ranges are answered, which players need: `?path=FILE`."""
+    """The original picture or clip, with support for ranges, which players need: `?path=FILE`."""
     return FileResponse(media_file(project_of(request), request.query_params.get("path", "")))
 
 
 DATA_URI = "data:image/png;base64,"
-WHITE_SIDE = 128  # pixels of the shorter side of a white mask, which keep the ratio of its file
+WHITE_SIDE = 128  # pixels of the shorter side of a white mask, enough to keep the aspect ratio of its file
 MOST_FILLED = 5000
-# Held from the comparison of a mask with If-Match until it is replaced.
+# Held between the comparison of a mask with If-Match and its replacement.
 _painting = threading.Lock()
 
 
 def put_mask(request: Request, body: dict[str, Any]) -> Response:
-    """Save a mask: `{"config", "dataset", "file", "mask"}`, a PNG file as a data URI, with the stamp of the one before
-    in If-Match. The first adds a dataset of masks to the dataset file."""
+    """Save a mask: `{"config", "dataset", "file", "mask"}`, a PNG file as a data URI, with the stamp of the replaced
+    mask in If-Match. The first mask adds a dataset of masks to the dataset file."""
     library, project = opened(request, body), project_of(request)
     if library.unpaintable:
         raise Refusal(403, library.unpaintable)
     name, seen = name_in(library, body), request.headers.get("if-match", "").strip('"')
     saved = Configuration.saved(project, str(body.get("config") or "config"))
     if library.masks is None:
-        writable(project, saved.datasets)  # raises before a mask is written that no dataset names
+        writable(project, saved.datasets)  # raises before a mask is written that cannot be referenced
     entry = library.masks.model_dump() if library.masks else entry_of_masks(project, library)
     try:
         folder = project.inside(entry["instance_data_dir"])
@@ -305,7 +305,7 @@ def put_mask(request: Request, body: dict[str, Any]) -> Response:
     except ChangedMeanwhileError as error:
         return changed_meanwhile(library, name, error)
     forget_listings()
-    notes = [f"Other files got a white mask ({filled}): they are learned whole, as before."] if filled else []
+    notes = [f"Other files got white masks ({filled}), so they are still learned whole."] if filled else []
     if library.masks is None:
         add_dataset(saved, entry)
         notes.append(f"{shown(project, saved.datasets)} has a new dataset, {entry['id']}.")
@@ -313,8 +313,8 @@ def put_mask(request: Request, body: dict[str, Any]) -> Response:
 
 
 def entry_of_masks(project: Project, library: Library) -> dict[str, Any]:
-    """A dataset of masks for one that has none."""
-    ids, name = {each.id for each in library.entries}, f"{library.entry.id}-masks"
+    """A new entry for the masks of a dataset."""
+    ids, name = {entry.id for entry in library.entries}, f"{library.entry.id}-masks"
     while name in ids:
         name += "-2"
     folder = shown(project, project.inside(library.root.with_name(f"{library.root.name}_masks")))
@@ -323,50 +323,50 @@ def entry_of_masks(project: Project, library: Library) -> dict[str, Any]:
 
 
 def write_mask(library: Library, folder: Path, name: str, sent: str, seen: str) -> int:
-    """Write the mask of a file, and white ones for all files without a mask; returns the number of white ones.
+    """Write the mask of a file, and white masks for all files without a mask; returns the number of white masks.
 
     Args:
-        folder: of the masks.
+        folder: the folder of the masks.
         sent: a PNG file as a data URI.
-        seen: the stamp of the mask that it replaces; empty if there was none.
+        seen: the stamp of the replaced mask; empty if there was none.
 
     Raises:
-        ChangedMeanwhileError: the mask is another one by now.
-        UserError: it is no mask for this file, or too many files have none.
+        ChangedMeanwhileError: the mask has changed since.
+        UserError: the mask does not match the file, or too many files have no mask.
     """
-    own = inspected(library.root, [name])[name]
-    if own.problem is not None:
-        raise UserError(f"{name} {own.problem}.")
-    content = _as_png(_received(sent, own.picture_size))
+    facts = inspected(library.root, [name])[name]
+    if facts.problem is not None:
+        raise UserError(f"{name} {facts.problem}.")
+    content = _as_png(_received(sent, facts.picture_size))
     with _painting:
         present = scan(folder, PICTURE_SUFFIXES | CLIP_SUFFIXES).files if folder.is_dir() else ()
-        masks = {pair_key(each): each for each in reversed(present)}
+        masks = {pair_key(mask): mask for mask in reversed(present)}
         before = masks.get(pair_key(name), "")
         path = folder / (before or PurePosixPath(name).with_suffix(".png"))
         if path.suffix.lower() != ".png":
-            raise UserError(f"{path} is a mask of another format, which is kept: move it away, or save it as PNG.")
+            raise UserError(f"{path} is a mask in another format: move it away, or convert it to PNG.")
         if (stamp_of(inspected(folder, [before])[before]) if before else "") != seen:
             raise ChangedMeanwhileError(f"{path.name} has changed since it was opened. It was not overwritten.")
-        used = {pair_key(each): each for each in library.listing.files if each not in library.excluded}
-        bare = {key: each for key, each in used.items() if key not in masks and key != pair_key(name)}
+        used = {pair_key(file): file for file in library.listing.files if file not in library.excluded}
+        bare = {key: file for key, file in used.items() if key not in masks and key != pair_key(name)}
         if len(bare) > MOST_FILLED:
-            message = f"{len(bare):,} files have no mask in {folder}, and each needs one. Put them there first"
-            raise UserError(f"{message}: for at most {MOST_FILLED:,} a white one is made here.")
+            message = f"{len(bare):,} files have no mask in {folder}, and every file needs one. Add masks first"
+            raise UserError(f"{message}: the page creates at most {MOST_FILLED:,} white masks.")
         write_atomically(path, content)
-        facts = inspected(library.root, list(bare.values()))
-        sizes = {each: fact.picture_size for each, fact in facts.items() if fact.problem is None}
-        for each, size in sizes.items():
+        unmasked = inspected(library.root, list(bare.values()))
+        sizes = {file: fact.picture_size for file, fact in unmasked.items() if fact.problem is None}
+        for file, size in sizes.items():
             factor = max(1, min(size) // WHITE_SIDE)
             white = Image.new("L", (size[0] // factor, size[1] // factor), 255)
-            write_atomically(folder / PurePosixPath(each).with_suffix(".png"), _as_png(white), durable=False)
+            write_atomically(folder / PurePosixPath(file).with_suffix(".png"), _as_png(white), durable=False)
         return len(sizes)
 
 
 def _received(sent: str, size: Size) -> Image.Image:
-    """The mask in a data URI, for a file of a size.
+    """Decode the mask in a data URI, for a file of a size.
 
     Raises:
-        UserError: it is no picture, of another ratio, or black.
+        UserError: the mask is not a picture, has another aspect ratio, or is black.
     """
     try:
         mask = decode(base64.b64decode(sent.removeprefix(DATA_URI), validate=True), "black").convert("L")
@@ -375,10 +375,10 @@ def _received(sent: str, size: Size) -> Image.Image:
     except MediaError as error:
         raise UserError(f"The mask {error}.") from None
     if is_stretched(size, mask.size):
-        given, own = ("x".join(map(str, each)) for each in (mask.size, size))
-        raise UserError(f"The mask is {given} and its file {own}, another ratio.")
+        painted, original = ("x".join(map(str, sides)) for sides in (mask.size, size))
+        raise UserError(f"The mask is {painted} and its file {original}: the aspect ratios differ.")
     if mask.getbbox() is None:
-        raise UserError("The mask is black: nothing would be learned from the file. Leave the file out instead.")
+        raise UserError("The mask is black: nothing would be learned from the file. Exclude the file instead.")
     return mask
 
 

@@ -1,4 +1,4 @@
-"""What the page shows of runs: state, events, curves, previews and results; its buttons; and events of runs elsewhere.
+"""Runs on the page: state, events, curves, previews, results and buttons; and events received from remote runs.
 
 Free of torch.
 """
@@ -42,12 +42,12 @@ from simpletuner.reporting.pace import clock, pace_text
 from simpletuner.training.manifest import PIPELINE_FOLDER, find_checkpoints, result_step
 
 POLL, HEARTBEAT = 0.5, 15.0  # seconds
-POINTS, MAX_POINTS = 2000, 20_000  # of a curve in an answer, usually and at most
+POINTS, MAX_POINTS = 2000, 20_000  # points of a curve in a response: default and maximum
 LOG_LINES = 300
 SHOWN = {*MIME, *VIDEO_MIME, ".gif"}
-FOLDERS = {"sweep": "sweep", "sample": "samples", "caption": ""}  # of jobs, in the output folder of their run
+FOLDERS = {"sweep": "sweep", "sample": "samples", "caption": ""}  # folders of jobs in the run's output folder
 CALLBACK_FILE = "callback_events.jsonl"
-LARGEST_FILE = 16 * 2**20  # of events of runs elsewhere; the one before it is kept, too
+LARGEST_FILE = 16 * 2**20  # bytes of CALLBACK_FILE before it is rotated; one older file is kept
 # Key figures by metric.
 FIGURES: Mapping[str, tuple[str, Callable[[float], str]]] = {
     "smoothed_loss": ("Loss, smoothed", "{:.4g}".format),
@@ -55,7 +55,7 @@ FIGURES: Mapping[str, tuple[str, Callable[[float], str]]] = {
     "learning_rate": ("Learning rate", "{:.3g}".format),
     "memory_bytes": ("Peak memory", lambda size: f"{size / 1e9:.2f} GB"),
 }
-drawing = threading.Lock()  # curves of a long run take 40 MB while they are drawn
+drawing = threading.Lock()  # drawing the curves of a long run takes 40 MB
 _writing = threading.Lock()
 
 
@@ -65,30 +65,30 @@ def runs_of(request: Request) -> Runs:
 
 
 def chosen(request: Request) -> Run:
-    """The run that a request names, else the first."""
+    """The run that a request names, or else the first."""
     return runs_of(request).find(request.path_params.get("run") or request.query_params.get("run"))
 
 
 def status(request: Request) -> Response:
-    """What a run does; of no particular one, the first."""
+    """The status of a run; by default of the first."""
     if not request.query_params.get("run") and not runs_of(request).all():
         return JSONResponse({"status": "idle", "run": None})
     return JSONResponse(chosen(request).status())
 
 
 def summaries(request: Request) -> Response:
-    """What all runs do."""
+    """The status of all runs."""
     return JSONResponse([run.status() for run in runs_of(request).all()])
 
 
 def start(request: Request, body: dict[str, Any]) -> Response:
-    """Start a config, or a run again: `{"config": NAME, "settings": {...}}` or `{"run": ID, "settings": {...}}`."""
+    """Start a config, or restart a run: `{"config": NAME, "settings": {...}}` or `{"run": ID, "settings": {...}}`."""
     run = runs_of(request).start(*asked_for(request, body))
     return JSONResponse({"run": run.id}, 202)
 
 
 def asked_for(request: Request, body: dict[str, Any]) -> tuple[str, dict[str, Any]]:
-    """The config and the settings besides it that a request wants to train with: of a run, as it was started before."""
+    """The config and additional settings in a request to train; for a run, those of its last start."""
     runs, settings = runs_of(request), wanted({"settings": {}, **body}, "settings", dict)
     if "run" not in body:
         return str(body.get("config", "config")), settings
@@ -103,7 +103,7 @@ def renew(request: Request, body: dict[str, Any]) -> Response:
 
 
 def press(act: Callable[[Run], None], request: Request, body: dict[str, Any]) -> Response:
-    """Press a button of a run: `{"run": ID}`."""
+    """Perform the action of a button: `{"run": ID}`."""
     run = runs_of(request).find(str(body.get("run") or ""))
     act(run)
     return JSONResponse({"run": run.id}, 202)
@@ -119,11 +119,11 @@ BUTTONS: Mapping[str, Callable[[Run], None]] = {
 
 
 async def events(request: Request) -> Response:
-    """The events of a run as they come."""
+    """Stream the events of a run."""
     run = await run_in_threadpool(chosen, request)
     last, path = request.headers.get("last-event-id", ""), run.folder / EVENTS_FILE
-    # A browser that reconnects names the last event it has seen; a new one begins with the next.
-    # 18 digits fit into 64 bits, whatever a client sends.
+    # A browser that reconnects sends the id of the last event it received; a new one starts with the next event.
+    # Limited to 18 digits, which fit into 64 bits.
     after = int(last[:18]) if last.isdecimal() else await run_in_threadpool(last_id, path)
     headers = {"Cache-Control": "no-store"}
     stream = event_stream(path, after, request.app.state.over, partial(last_parts, runs_of(request), run))
@@ -131,28 +131,28 @@ async def events(request: Request) -> Response:
 
 
 def last_parts(runs: Runs, run: Run) -> dict[str, str]:
-    """The parts that show how a run ended, as HTML. Previews load from the server, so the page keeps those it has."""
+    """The HTML parts that show how a run ended. Previews are not included: they could no longer be loaded."""
     return {"list": listed(runs), **{part: drawn(run, part) for part in ("head", "log")}}
 
 
 async def event_stream(
     path: Path, after: int, over: threading.Event, last: Callable[[], dict[str, str]]
 ) -> AsyncIterator[str]:
-    """Server-sent events: all after an id, then new ones, until the client leaves or the run is over. `last` makes the
-    final event, since the port is about to close."""
+    """Server-sent events: all after an id, then new ones, until the client disconnects or the run is over. `last`
+    returns the final event, since the port is about to close."""
     tail = Tail(path, "id", partial(offset_after, number=after))
     yield ": connected\n\n"
     sent_at = time.monotonic()
     lines, is_over = list[bytes](), False
-    # What is written before `over` is set is read after it.
+    # Reads once more after `over` is set, for events written before.
     while lines or not is_over:
         is_over = over.is_set()
-        # A part at a time: what a client does not read stays in the file.
+        # A part at a time, so that a slow client does not fill memory.
         lines = await run_in_threadpool(tail.lines)
         for event in filter(None, (parse_row(line, "id") for line in lines)):
             sent_at = time.monotonic()
             yield f"id: {event['id']}\nevent: {event.get('type')}\ndata: {json.dumps(event)}\n\n"
-        # Proxies close streams that stay silent.
+        # Proxies close idle streams.
         if time.monotonic() - sent_at > HEARTBEAT:
             sent_at = time.monotonic()
             yield ": alive\n\n"
@@ -166,7 +166,7 @@ def recent(request: Request) -> Response:
 
 
 def metrics(request: Request) -> Response:
-    """The curves of a run as numbers, with the extremes of each stretch: `?metric=NAME&max_points=N`."""
+    """The curves of a run as numbers, thinned to the extremes of intervals: `?metric=NAME&max_points=N`."""
     run, asked = chosen(request), request.query_params
     columns, limit = run.metrics, asked.get("max_points", "")
     count = max(2, min(int(limit[:18]) if limit.isdecimal() else POINTS, MAX_POINTS))
@@ -178,10 +178,10 @@ def metrics(request: Request) -> Response:
 
 
 def media(request: Request) -> Response:
-    """A picture, clip or the report of a run; ranges are answered, which players need.
+    """A picture, clip or the report of a run, with support for ranges, which players need.
 
     Raises:
-        Refusal: 404 if it is something else, or outside the folder; 400 if it cannot be a path.
+        Refusal: 404 for other files, or files outside the folder; 400 if the path is invalid.
     """
     folder, path = chosen(request).folder.resolve(), request.path_params["path"]
     try:
@@ -196,7 +196,7 @@ def media(request: Request) -> Response:
 
 
 def report(request: Request) -> Response:
-    """The HTML report, at an address where its links work."""
+    """Redirect to the HTML report, at a URL where its relative links work."""
     return RedirectResponse(f"/media/{chosen(request).id}/{REPORT_FILE}")
 
 
@@ -219,14 +219,14 @@ def view(request: Request) -> Response:
 
 
 def drawn(run: Run, part: str) -> str:
-    """A part of a run's view that needs nothing but the run, as HTML."""
+    """A part of a run's view that depends only on the run, as HTML."""
     return html.render("page/run_parts.html.jinja", part=part, run=run, **PARTS[part](run))
 
 
 def head(run: Run) -> dict[str, Any]:
-    """What the head of a run shows."""
+    """Template values for the head of a run."""
     status, facts, notices = run.status(), list[tuple[str, str]](), list[str]()
-    with suppress(OSError, UserError):  # the state says why
+    with suppress(OSError, UserError):  # reported by the status
         columns, damage = record_in(run.folder).read()
         facts, notices = list(key_figures(status["progress"], columns)), [*run.judge()[2].notices, damage]
     shown = [text for text in notices if text and text not in status["message"]]
@@ -247,15 +247,15 @@ def key_figures(progress: Mapping[str, Any], columns: Columns) -> Iterator[tuple
 
 
 def address(run: Run, path: str) -> str:
-    """Where the page finds a preview; empty if the file is gone. A file that is rendered again gets another address."""
+    """The URL of a preview; empty if the file is missing. The URL changes when the file is rendered again."""
     file = run.folder / path
     return f"/media/{run.id}/{quote(path)}?{file.stat().st_mtime_ns}" if file.is_file() else ""
 
 
 def log(run: Run) -> dict[str, Any]:
-    """The end of a run's console output, else the messages of its events."""
-    said = (f"{event.get('timestamp')!s:.19}  {event['message']}" for event in run.recent if event.get("message"))
-    lines = run.console.splitlines() or list(said)
+    """The end of a run's console output, or else the messages of its events."""
+    messages = (f"{event.get('timestamp')!s:.19}  {event['message']}" for event in run.recent if event.get("message"))
+    lines = run.console.splitlines() or list(messages)
     return {"lines": lines[-LOG_LINES:]}
 
 
@@ -265,10 +265,10 @@ PARTS: Mapping[str, Callable[[Run], dict[str, Any]]] = {"head": head, "log": log
 def receive_event(request: Request, event: dict[str, Any]) -> Response:
     """Append an event of a run on another machine as one line.
 
-    A full file is moved aside and replaces the one before it.
+    A full file is rotated and replaces the previous one.
     """
     if not isinstance(event.get("type"), str):
-        raise Refusal(422, "This is no event: it has no type.")
+        raise Refusal(422, "This is not an event: it has no type.")
     file = project_of(request).folder / CALLBACK_FILE
     with _writing:
         if file.is_file() and file.stat().st_size > LARGEST_FILE:
@@ -278,7 +278,7 @@ def receive_event(request: Request, event: dict[str, Any]) -> Response:
     return JSONResponse({"status": "ok"}, 202)
 
 
-AS_IT_IS = "application/octet-stream"  # compressed, it would take long, and its browser could not show how long
+AS_IT_IS = "application/octet-stream"  # not compressed: that would be slow, and hide the size from the browser
 PART = 1 << 20
 
 
@@ -288,20 +288,20 @@ def run_part(part: str, run: Run, **values: Any) -> Response:
 
 
 def show_curves(request: Request) -> Response:
-    """The curves of a run, overlaid with those of another: `?beside=ID`."""
+    """The curves of a run, overlaid with the curves of another run: `?beside=ID`."""
     run, name = chosen(request), request.query_params.get("beside")
     others = [runs_of(request).find(name)] if name else []
     with drawing:
-        return run_part("curves", run, **html.curves(run.metrics, beside={each.name: each.metrics for each in others}))
+        return run_part("curves", run, **html.curves(run.metrics, beside={one.name: one.metrics for one in others}))
 
 
 def grid_of(run: Run, records: Sequence[MediaRecord], below: str = ".") -> PreviewGrid:
-    """A grid of pictures that the page loads; their paths are relative to a folder of the run."""
+    """A grid of pictures loaded by URL; their paths are relative to the folder `below` in the run's folder."""
     return build_grid(records, run.folder, lambda record: address(run, f"{below}/{record.path}".removeprefix("./")))
 
 
 def show_previews(request: Request) -> Response:
-    """Previews of a run: a selection, or one page of all (`?page=3`), and unfinished ones with their progress."""
+    """Previews of a run: a selection, or a page of all previews (`?page=3`), and unfinished ones with progress."""
     run, page = chosen(request), request.query_params.get("page", "")
     state, _, story = run.judge()
     records = read_media(run.folder / MEDIA_FILE)
@@ -321,7 +321,7 @@ def show_pair(request: Request) -> Response:
 
 
 def show_results(request: Request) -> Response:
-    """What a run has left: its files and how to use them, its sweep and its samples."""
+    """The results of a run: files and how to use them, its sweep and its samples."""
     run = chosen(request)
     folder, step = run.folder, result_step(run.folder, "lora")
     checkpoints = [each for each in find_checkpoints(folder)[0] if (each.path / LORA_FILE).is_file()]
@@ -340,23 +340,24 @@ def show_results(request: Request) -> Response:
 
 
 def file_name(run: Run, step: str = "", form: str = "") -> str:
-    """The name under which a browser saves a LoRA; among many, `pytorch_lora_weights` would be no help."""
+    """The name under which a browser saves a LoRA, more specific than `pytorch_lora_weights`."""
     name = "-".join(filter(None, (re.sub(r"[^\w.-]+", "-", run.name), step and f"step{step}", form)))
     return f"{name}.safetensors"
 
 
 def send_lora(request: Request) -> Response:
-    """The LoRA of a run or a checkpoint, as it is or converted: `?step=100&form=comfyui`."""
+    """The LoRA of a run or checkpoint, original or converted: `?step=100&form=comfyui`."""
     run, step, form = chosen(request), *(request.query_params.get(key, "") for key in ("step", "form"))
-    found = [each.path for each in find_checkpoints(run.folder)[0] if str(each.step) == step] if step else [run.folder]
-    if not found or not (path := found[-1] / LORA_FILE).is_file():
+    saves = [save.path for save in find_checkpoints(run.folder)[0] if str(save.step) == step]
+    folders = saves if step else [run.folder]
+    if not folders or not (path := folders[-1] / LORA_FILE).is_file():
         raise Refusal(404, f"{run.name} has no LoRA{f' of step {step}' if step else ''}.")
     whole = FileResponse(path, filename=file_name(run, step, form), media_type=AS_IT_IS)
     if not form:
         return whole
     other, obstacle = other_form(path)
     if form != other or obstacle:
-        raise Refusal(404, obstacle or f"form: {form!r} is not {other}, the form that the file is not in.")
+        raise Refusal(404, obstacle or f"form: {form!r} is not {other}; the file can be converted only to that.")
     file = path.open("rb")
     head = join_header(lora_keys.rename(read_head(file)[1], other), b"")
     length = len(head) + os.fstat(file.fileno()).st_size - file.tell()
@@ -372,7 +373,7 @@ def _in_parts(head: bytes, rest: BinaryIO) -> Iterator[bytes]:
 
 
 def other_form(path: Path) -> tuple[LoraForm, str]:
-    """The form that a LoRA of this program is not in, and why it cannot be had in it; empty if it can."""
+    """The other form of a LoRA, and why it cannot be converted to it; empty if it can."""
     names, spec = read_header(path).keys(), FAMILIES.get(lora_keys.family_in_header(path))
     form: LoraForm = "diffusers" if any(name.startswith(PREFIXES["comfyui"]) for name in names) else "comfyui"
     if form == "comfyui" and (spec is None or not spec.in_comfyui):

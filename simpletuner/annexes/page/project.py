@@ -1,7 +1,7 @@
-"""What a server serves: one project folder, and how it refuses what it must not do. Free of torch.
+"""The project that a server serves, and refusals of requests. Free of torch.
 
-A page touches paths below the project and `--root`, and packaged examples. Settings and datasets are looked at before
-anything that they name is. Only weights may lie anywhere: nothing in their files is shown or changed.
+The page accesses only paths below the project and `--root`, and packaged examples. Paths in settings and datasets are
+checked before they are accessed. Only weights may be anywhere: the page neither shows nor changes them.
 """
 
 from __future__ import annotations
@@ -28,25 +28,24 @@ from simpletuner.config.values import json_kind, parse_json, parse_path
 from simpletuner.errors import ConfigError, Problem, result_of
 from simpletuner.redaction import redact
 
-EXAMPLE = "examples/"  # begins the names of packaged configs
-# Pages of other commands contain scripts. In an origin of their own, these cannot call this server.
+EXAMPLE = "examples/"  # prefix of the names of packaged configs
+# Pages of other commands contain scripts. In a separate origin, these cannot call this server.
 SANDBOX = {"Content-Security-Policy": f"{POLICY}; sandbox allow-scripts allow-popups"}
-# A report loads large clips from its folder, so it keeps its origin. Its policy lets it send nothing, open no window
-# and embed no page.
+# A report loads large clips from its folder, so it keeps its origin. Its policy forbids requests, windows and frames.
 SANDBOX_WITH_CLIPS = {"Content-Security-Policy": f"{POLICY}; sandbox allow-scripts allow-same-origin"}
 LARGEST_BODY = 2 * 2**20
-BODY_SECONDS = 20.0  # a request has to be complete by then
-UPLOADS = "/api/uploads/"  # begins the addresses of files, which are neither JSON nor small
+BODY_SECONDS = 20.0  # timeout of a request's body
+UPLOADS = "/api/uploads/"  # prefix of the URLs of uploads, which are neither JSON nor small
 CONFIG_NAME = re.compile(r"\w([\w.-]|[^\x00-\xa0\s])*")  # \w lacks the vowel signs of Devanagari
-WEIGHTS = ("_name_or_path", "init_lora")  # ends of keys
+WEIGHTS = ("_name_or_path", "init_lora")  # suffixes of keys that name weights
 
 
 class Refusal(ConfigError):
-    """A request that is answered with problems instead of what it asked for.
+    """A request is refused; the response lists problems.
 
     Args:
         status: the HTTP status.
-        problems: what the answer lists; a text stands for one problem without a key.
+        problems: the listed problems; a text is a single problem without a key.
     """
 
     def __init__(self, status: int, problems: str | Iterable[Problem]) -> None:
@@ -59,7 +58,7 @@ class Refusal(ConfigError):
 
 
 def problems_json(problems: Iterable[Problem]) -> list[dict[str, Any]]:
-    """Problems as the page reads them, without repetitions and secrets."""
+    """Problems as JSON for the page, without duplicates and secrets."""
     # An unnamed source of settings leaves an empty note.
     return [
         {**problem.to_json(), "message": redact(problem.message.removesuffix(" ()"))}
@@ -74,8 +73,8 @@ class Project:
     Attributes:
         folder: the working directory of the runs; absolute and resolved.
         roots: further folders that the page may show, `--root`; absolute and resolved.
-        run: the output folder of the run that the page is part of (`train --page`); such a page edits and starts
-            nothing.
+        run: the output folder of the run that serves the page (`train --page`); such a page cannot edit files or start
+            runs.
     """
 
     folder: Path
@@ -83,13 +82,13 @@ class Project:
     run: Path | None = None
 
     def inside(self, path: str | Path, *, packaged: bool = False) -> Path:
-        """The real path behind a path, relative ones from the project's folder; links are followed first.
+        """Resolve a path, relative to the project's folder and following links.
 
         Args:
-            packaged: packaged examples are allowed, too.
+            packaged: also allow packaged examples.
 
         Raises:
-            Refusal: 403 if it lies outside the allowed folders.
+            Refusal: 403 if the path is outside the allowed folders.
         """
         try:
             real = (self.folder / Path(path).expanduser()).resolve()
@@ -103,7 +102,7 @@ class Project:
         """The file of a config: `config`, `NAME` of config/NAME/config.json, or a packaged `examples/NAME`.
 
         Raises:
-            Refusal: 404 if no config can have this name, 403 if it is a link to somewhere else.
+            Refusal: 404 if the name is invalid, 403 if it is a link out of the project.
         """
         example = name.removeprefix(EXAMPLE)
         if name.startswith(EXAMPLE) and example in example_names():
@@ -112,14 +111,14 @@ class Project:
             raise Refusal(404, f"{name!r} is not the name of a config.")
         if name != "config":
             return self.inside(Path("config") / name / "config.json")
-        first = self.inside("config.json")  # training prefers it, too
+        first = self.inside("config.json")  # as in training, it takes precedence
         return first if first.is_file() else self.inside("config/config.json")
 
     def new_config(self, name: str) -> Path:
-        """The file of a config that is about to be written.
+        """The file of a config to create.
 
         Raises:
-            Refusal: 422 if a new config cannot have this name, 409 if there is a folder of this name.
+            Refusal: 422 if the name is invalid, 409 if a folder of this name exists.
         """
         if name == "config":
             raise Refusal(422, "'config' is the name of config/config.json; choose another.")
@@ -131,15 +130,15 @@ class Project:
         return file
 
     def config_names(self) -> list[str]:
-        """The names of all configs, including those that may not be opened."""
-        # Unlike Path.is_file, os.path.isfile raises nothing for a folder that may not be entered.
+        """The names of all configs, including unreadable ones."""
+        # Unlike Path.is_file, os.path.isfile does not raise for an inaccessible folder.
         files = filter(os.path.isfile, self.folder.glob("config/*/config.json"))
         has_main = any(os.path.isfile(self.folder / path) for path in ("config.json", "config/config.json"))  # noqa: PTH113
         named = sorted(path.parent.name for path in files)
         return [*(["config"] if has_main else []), *filter(CONFIG_NAME.fullmatch, named)]
 
     def check_path(self, where: str, value: object) -> Iterator[Problem]:
-        """A problem if a value is a path that the page may not touch; lists and objects are none."""
+        """Check that a value, if it is a path, may be accessed; lists and objects are not paths."""
         if not isinstance(value, str) or value.lstrip()[:1] in ("[", "{"):
             return
         try:
@@ -148,7 +147,7 @@ class Project:
             yield Problem(where, refusal.problems[0].message)
 
     def without_outside(self, values: Mapping[str, Any]) -> tuple[dict[str, Any], list[Problem]]:
-        """The settings whose paths the page may touch, and a problem for every path that it may not."""
+        """The settings without paths that the page may not access, and a problem for every such path."""
         kept, problems = dict[str, Any](), list[Problem]()
         for key, value in values.items():
             known = result_of(canonical(Layer("", [(key, value)]))).items()
@@ -158,9 +157,9 @@ class Project:
         return kept, problems
 
     def check_dataset_paths(self, entries: Iterable[DatasetConfig]) -> Iterator[Problem]:
-        """A problem for each path of a dataset that the page may not touch."""
+        """Yield a problem for every dataset path that the page may not access."""
         for entry in entries:
-            # Of the hub's datasets, `owner/name` is a path inside the project, too.
+            # A hub dataset's `owner/name` is checked as a path inside the project.
             for key in (*PATH_KEYS, "caption_filter_list", "dataset_name"):
                 yield from self.check_path(f"{entry.id}.{key}", vars(entry)[key])
             if entry.parquet is not None:
@@ -169,9 +168,9 @@ class Project:
 
 @cache
 def path_keys() -> frozenset[str]:
-    """The settings that name a file or folder, weights aside."""
-    paths = (each for each in all_options().values() if parse_path in each.parsers or each.form == JSON_OR_FILE)
-    return frozenset(each.name for each in paths if not each.name.endswith(WEIGHTS))
+    """The settings that name a file or folder, except weights."""
+    paths = (option for option in all_options().values() if parse_path in option.parsers or option.form == JSON_OR_FILE)
+    return frozenset(option.name for option in paths if not option.name.endswith(WEIGHTS))
 
 
 def chosen_by(name: str, file: Path) -> str:
@@ -180,15 +179,15 @@ def chosen_by(name: str, file: Path) -> str:
 
 
 def project_of(request: Request) -> Project:
-    """The project that a request is about."""
+    """The project of a request."""
     return request.app.state.runs.project
 
 
 def wanted(body: Mapping[str, Any], key: str, kind: type[dict] | type[list]) -> Any:
-    """What a request has under a key, an object or a list.
+    """The value of a key in a request, an object or a list.
 
     Raises:
-        Refusal: 400 if it is something else.
+        Refusal: 400 if the value has another type.
     """
     if not isinstance(value := body.get(key), kind):
         raise Refusal(400, [Problem(key, f"must be {json_kind(kind())}, not {json_kind(value)}.")])
@@ -196,7 +195,7 @@ def wanted(body: Mapping[str, Any], key: str, kind: type[dict] | type[list]) -> 
 
 
 def too_large(most: int = LARGEST_BODY) -> Refusal:
-    """What a larger body is answered with."""
+    """The refusal of a body larger than `most` bytes."""
     return Refusal(413, f"The request is larger than {most // 2**20:,} MB.")
 
 
@@ -204,7 +203,7 @@ async def read_object(request: Request) -> dict[str, Any]:
     """The JSON object in the body of a request.
 
     Raises:
-        Refusal: 400 if it is none, 413 if it is too large, announced or not, 408 if it is too slow.
+        Refusal: 400 if the body is not a JSON object, 413 if it is too large, 408 if it is too slow.
     """
     body = bytearray()
     try:
@@ -217,7 +216,7 @@ async def read_object(request: Request) -> dict[str, Any]:
     except TimeoutError:
         raise Refusal(408, f"The request took longer than {BODY_SECONDS:g} s to arrive.") from None
     except ValueError as error:
-        raise Refusal(400, f"The request is not usable JSON: {error}.") from None
+        raise Refusal(400, f"The request is not valid JSON: {error}.") from None
     if not isinstance(content, dict):
-        raise Refusal(400, f"The request must be one JSON object, not {json_kind(content)}.")
+        raise Refusal(400, f"The request must be a JSON object, not {json_kind(content)}.")
     return content

@@ -1,4 +1,4 @@
-"""The web page on port 8001: its routes, and the process or thread that serves them. Free of torch."""
+"""The web page on port 8001: routes, and the server, which runs in a process or a thread. Free of torch."""
 
 from __future__ import annotations
 
@@ -39,21 +39,21 @@ from simpletuner.annexes.report.html import FOLDER as REPORT
 from simpletuner.errors import ConfigError, DiskFullError, UserError
 from simpletuner.reporting.events import EventStream
 
-# What is served: the page, the events of runs elsewhere, or both.
+# Served routes: the page (trainer), events of remote runs (callback), or both (unified).
 Mode = Literal["unified", "trainer", "callback"]
-# A client that has not completed the head of a request after this is dropped within the same time again.
+# A client that does not complete the head of a request is dropped after once to twice this time.
 HEAD_SECONDS = 10.0
 END_SECONDS = 1
 UNCOMPRESSED = (*DEFAULT_EXCLUDED_CONTENT_TYPES, live.AS_IT_IS)
 
 
 def health(request: Request) -> Response:
-    """Says that the server is up."""
+    """Health check."""
     return JSONResponse({"status": "ok", "version": version("simpletuner")})
 
 
 def taking(path: str, act: Callable[[Request, dict[str, Any]], Response], method: str = "POST") -> Route:
-    """The route of a function that takes a request and the JSON object in its body; it runs in a thread."""
+    """A route to a function of a request and the JSON object in its body; the function runs in a thread."""
 
     async def endpoint(request: Request) -> Response:
         return await run_in_threadpool(act, request, await read_object(request))
@@ -62,7 +62,7 @@ def taking(path: str, act: Callable[[Request, dict[str, Any]], Response], method
 
 
 def shared(name: str) -> Route:
-    """The route of a file of the HTML report."""
+    """A route to a static file of the HTML report."""
     return Route(f"/static/{name}", lambda request: FileResponse(REPORT / name))
 
 
@@ -128,11 +128,11 @@ PAGE = [
 
 
 def create_app(project: Project, mode: Mode = "unified", over: threading.Event | None = None) -> Starlette:
-    """The application that serves a project, without its guard; once `over` is set, streams of events end."""
+    """The application that serves a project, without the guard; event streams end once `over` is set."""
     app = Starlette(
         routes=[*ALWAYS, *(ELSEWHERE if mode != "trainer" else []), *(PAGE if mode != "callback" else [])],
-        # Of pictures, clips, weights, parts of files and streams of events it compresses none. At level 6 of 9, the
-        # form takes 4 % more bytes, in a third of the time.
+        # Does not compress pictures, clips, weights, ranges and event streams. Level 6 of 9 compresses the form in a
+        # third of the time, to a size 4 % larger.
         middleware=[Middleware(GZipMiddleware, compresslevel=6, exclude_content_types=UNCOMPRESSED)],
         exception_handlers={UserError: refused, HTTPException: refused},
         lifespan=serving_queue if project.run is None and mode != "callback" else None,
@@ -144,7 +144,7 @@ def create_app(project: Project, mode: Mode = "unified", over: threading.Event |
 
 @asynccontextmanager
 async def serving_queue(app: Starlette) -> AsyncIterator[None]:
-    """Start the jobs of the queue, from a thread, as long as the server runs."""
+    """Start queued jobs from a thread while the server runs."""
     over = threading.Event()
     threading.Thread(target=app.state.queue.serve, args=(over,), name="queue", daemon=True).start()
     yield
@@ -152,7 +152,7 @@ async def serving_queue(app: Starlette) -> AsyncIterator[None]:
 
 
 def refused(request: Request, error: Exception) -> Response:
-    """Answers a `Refusal`, what the command line would end with, and wrong addresses and methods."""
+    """The response to a `Refusal`, to another user error, and to wrong URLs and methods."""
     if isinstance(error, HTTPException):
         return Refusal(error.status_code, error.detail).answer(error.headers)
     if not isinstance(error, Refusal):
@@ -162,16 +162,16 @@ def refused(request: Request, error: Exception) -> Response:
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """A socket that accepts connections.
+    """Open a listening socket.
 
     Raises:
-        UserError: the port is taken, or the machine does not have this address.
+        UserError: the port is in use, or the machine does not have this address.
     """
     try:
         family, _, _, _, address = socket.getaddrinfo(host or None, port, type=socket.SOCK_STREAM)[0]
         return socket.create_server(cast(tuple[str, int], address[:2]), family=family, backlog=128)
     except OSError as error:
-        # The text of the error names the address again.
+        # The error's text would repeat the address.
         reason = os.strerror(error.errno) if error.errno and error.errno in errno.errorcode else str(error)
         raise UserError(f"port {port} of {host} cannot be used ({reason}); choose another with --port.") from None
 
@@ -185,14 +185,14 @@ def make_server(
     project: Project, access: Access, mode: Mode = "unified", over: threading.Event | None = None, /, **more: Any
 ) -> Server:
     """A server, not yet running; `more` are options of uvicorn."""
-    # A factory, which a process that is started anew after a change (--reload) can make for itself.
+    # A factory, so that a process restarted by --reload can create the application.
     config = Config(
         partial(guarded, project, access, mode, over),
         factory=True,
         http=Connection,
         ws="none",
         lifespan="on",
-        # uvicorn would replace the handlers of the run.
+        # uvicorn's config would replace the run's log handlers.
         log_config=None,
         log_level="error",
         access_log=False,
@@ -207,21 +207,21 @@ def make_server(
 
 
 class PageServer(Server):
-    """Cuts streams of events and long requests off at shutdown, without logging every one."""
+    """Aborts event streams and long requests at shutdown, without logging them."""
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         logging.getLogger("uvicorn.error").disabled = True
         for connection in list(self.server_state.connections):
-            # `close` would first wait for a slow client to read what is buffered.
+            # `close` would first wait for slow clients to read buffered data.
             cast(H11Protocol, connection).transport.abort()
-        await asyncio.sleep(0)  # streams notice that their browsers are gone
+        await asyncio.sleep(0)  # lets streams detect the disconnect
         for task in self.server_state.tasks:
             task.cancel()
         await super().shutdown(sockets)
 
 
 class Connection(H11Protocol):
-    """Looks up the user of a connection; drops clients that send nothing, or a byte at a time."""
+    """Looks up the user of a connection, and drops clients that send nothing or trickle bytes."""
 
     last: object = None
 
@@ -233,7 +233,7 @@ class Connection(H11Protocol):
         self.loop.call_later(HEAD_SECONDS, self.drop_if_silent)
 
     def drop_if_silent(self) -> None:
-        """Close the connection if it was waiting for the head of the same request at the last call, too."""
+        """Close the connection if it is still waiting for the head of the same request as at the last call."""
         if self.transport.is_closing():
             return
         if self.conn.their_state is h11.IDLE and self.cycle is self.last:
@@ -244,11 +244,11 @@ class Connection(H11Protocol):
 
 @contextmanager
 def page_of_run(listener: socket.socket, access: Access, output_dir: Path, events: EventStream) -> Iterator[None]:
-    """Serve the page of a run from a thread of its process while the block lasts."""
+    """Serve the page of a run from a thread of its process, within a context."""
     project = Project(Path.cwd().resolve(), (output_dir.resolve(),), run=output_dir.resolve())
     over = threading.Event()
     server = make_server(project, access, "trainer", over)
-    # Outside the main thread, uvicorn leaves the signals to the run.
+    # Outside the main thread, uvicorn does not handle signals.
     thread = threading.Thread(target=server.run, args=([listener],), name="page", daemon=True)
     thread.start()
     hint = f"/?token=TOKEN with the token in {access.source}" if access.needs_token(listener) else ""
@@ -258,9 +258,9 @@ def page_of_run(listener: socket.socket, access: Access, output_dir: Path, event
     finally:
         over.set()
         # Open browsers receive the end of the run before the port closes.
-        told_by = time.monotonic() + END_SECONDS
-        while server.server_state.tasks and time.monotonic() < told_by:
+        deadline = time.monotonic() + END_SECONDS
+        while server.server_state.tasks and time.monotonic() < deadline:
             time.sleep(0.02)
         server.should_exit = True
-        # A daemon is not waited for beyond that: a hanging request must not keep the run from ending.
+        # With a timeout: a hanging request must not keep the run from ending.
         thread.join(2 * END_SECONDS)

@@ -1,7 +1,7 @@
-"""The start card: files that a browser drops, and what `simpletuner start` asks and writes.
+"""The start card: uploads of dropped files, and the questions and configs of `simpletuner start`.
 
-Files come one a request, and are streamed into a folder of the project's `datasets`. No config is written before all is
-answered.
+Files are uploaded one per request and streamed into a folder of the project's `datasets`. A config is written only when
+all questions are answered.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from simpletuner.atomic import free_path, writing_to
 from simpletuner.config.sources import example_names
 from simpletuner.errors import Problem, not_one_of
 
-MOST_SKIPPED = 20  # named
-# Texts of the card by language and English text.
+MOST_SKIPPED = 20  # skipped files that are listed
+# Translations of the card's texts, by language and English text.
 LANGUAGES = Path(__file__).parent / "static" / "languages.json"
 
 
 def card_content(accepted: str) -> dict[str, Any]:
-    """The card before any file was dropped, in the first language of the browser that has a translation."""
+    """Template values of the empty card, in the browser's first language that has a translation."""
     tables = json.loads(LANGUAGES.read_text(encoding="utf-8"))
     wanted = (each.partition(";")[0].partition("-")[0].strip().lower() for each in accepted.split(","))
     language = next((each for each in wanted if each in {*tables, "en"}), "en")
@@ -46,20 +46,20 @@ def card_content(accepted: str) -> dict[str, Any]:
 
     limits = {"suffixes": sorted({*USED, ZIP}), "files": MOST_FILES, "bytes": LARGEST_FILE}
     examples = sorted(example_names(), key=lambda name: not name.startswith("demo"))
-    told = {"language": language, "words": words, "say": say, "limits": limits, "trigger": TRIGGER}
-    return {**told, "examples": {name: about_example(name) for name in examples}}
+    shown = {"language": language, "words": words, "say": say, "limits": limits, "trigger": TRIGGER}
+    return {**shown, "examples": {name: about_example(name) for name in examples}}
 
 
 def look(request: Request, body: dict[str, Any]) -> Response:
-    """The content of a folder, what can be learned from it, and for every model a draft for `POST /api/plan`.
+    """The content of a folder, possible purposes, and for every model a draft for `POST /api/plan`.
 
-    The body names the `folder`, and what has been answered of `purpose`, `trigger` and `name`.
+    The body contains the `folder`, and the answers so far: `purpose`, `trigger` and `name`.
     """
     project, drafts = project_of(request), dict[str, Any]()
     material = material_in(project, body)
     for model in material.models:
         start = answered(project, material, {**body, "model": model})
-        # The plan of a draft has no files beside its config.
+        # Without keys of files beside the config, which a draft's plan does not have.
         values = {key: value for key, value in start.config().items() if key not in FILES}
         drafts[model] = {"config": start.name, "values": values, "datasets": start.datasets()}
     others = {file: reason for file, (_, reason) in material.files.ignored.items() if not BACKUP.fullmatch(file)}
@@ -84,29 +84,29 @@ def write(request: Request, body: dict[str, Any]) -> Response:
     """Write the config of a run as `simpletuner start` does: `{"folder", "purpose", "trigger", "model", "name"}`.
 
     Raises:
-        Refusal: 409 if a config has this name, 422 for unusable answers.
+        Refusal: 409 if the config exists, 422 for invalid answers.
     """
     project = project_of(request)
     start = answered(project, material_in(project, body), body)
     project.new_config(start.name)
-    start.save()  # of two at once, one fails
+    start.save()  # of two concurrent requests, one fails
     return JSONResponse({"config": start.name}, 201)
 
 
 def material_in(project: Project, body: dict[str, Any]) -> Material:
-    """What the folder of a request holds.
+    """The training files in the folder of a request.
 
     Raises:
-        UserError: nothing that can be trained on.
+        UserError: the folder contains no pictures or clips.
     """
     return Material.of(project.inside(str(body.get("folder") or ".")))
 
 
 def answered(project: Project, material: Material, body: dict[str, Any]) -> Start:
-    """The run that the answers in a request describe; what is left open is taken as the command takes it.
+    """The run described by the answers in a request; missing answers have the command's defaults.
 
     Raises:
-        Refusal: 422 for a purpose or model that the files cannot have.
+        Refusal: 422 for a purpose or model that does not suit the files.
     """
     purpose, model = one_of(material.purposes, body, "purpose"), one_of([*material.models], body, "model")
     free = free_path(project.folder / "config" / run_name(material.folder)).name
@@ -122,10 +122,10 @@ def answered(project: Project, material: Material, body: dict[str, Any]) -> Star
 
 
 def one_of(choices: Sequence[str], body: dict[str, Any], key: str) -> str:
-    """The choice that a request names, else the first.
+    """The choice in a request, or else the first.
 
     Raises:
-        Refusal: 422 if it is none of them.
+        Refusal: 422 if it is not one of the choices.
     """
     answer = str(body.get(key) or choices[0]).strip()
     if answer not in choices:
@@ -134,35 +134,35 @@ def one_of(choices: Sequence[str], body: dict[str, Any], key: str) -> str:
 
 
 FOLDER = Path("datasets")
-IDLE_SECONDS = 30.0  # without a byte; an upload as a whole may take hours
+IDLE_SECONDS = 30.0  # timeout without data; an upload may take hours
 
 
 def new_folder(request: Request, body: dict[str, Any]) -> Response:
-    """Create a folder for files: `{"name": NAME}`, made safe, and numbered if there is one already."""
+    """Create a folder for uploads: `{"name": NAME}`; the name is sanitised, and numbered if it exists."""
     wanted = project_of(request).inside(FOLDER) / run_name(Path(safe_name(str(body.get("name", ""))) or "my-files"))
     while True:
         folder = free_path(wanted)
-        with writing_to(folder), suppress(FileExistsError):  # another request was faster
+        with writing_to(folder), suppress(FileExistsError):  # created by a concurrent request
             folder.mkdir(parents=True)
             return JSONResponse({"name": folder.name, "folder": f"{FOLDER}/{folder.name}"}, 201)
 
 
 async def put_file(request: Request) -> Response:
-    """Save the body of a request as a file, or unpack a zip; answers the names of saved and skipped files."""
+    """Save the body of a request as a file, or unpack a zip; the response lists saved and skipped files."""
     folder, name = project_of(request).inside(FOLDER / request.path_params["name"]), request.path_params["file"]
     if folder.parent != project_of(request).inside(FOLDER) or not folder.is_dir():
         raise Refusal(404, f"There is no folder {FOLDER}/{request.path_params['name']}.")
     check_space(folder, int(request.headers.get("content-length", 0)))
     saved, skipped = await run_in_threadpool(receive, folder, safe_name(name), following(request))
-    told = [{"file": file, "reason": reason} for file, reason in skipped.items()]
-    return JSONResponse({"saved": saved, "skipped": told}, 201)
+    reasons = [{"file": file, "reason": reason} for file, reason in skipped.items()]
+    return JSONResponse({"saved": saved, "skipped": reasons}, 201)
 
 
 def following(request: Request) -> Iterator[bytes]:
-    """The parts of a body as they arrive, for a thread.
+    """Iterate over the chunks of a body from a thread.
 
     Raises:
-        Refusal: 408 if nothing arrives for a while, 499 if the connection breaks.
+        Refusal: 408 after `IDLE_SECONDS` without data, 499 if the connection breaks.
     """
     stream = aiter(request.stream())
 
@@ -171,7 +171,7 @@ def following(request: Request) -> Iterator[bytes]:
             async with asyncio.timeout(IDLE_SECONDS):
                 return await anext(stream, None)
         except TimeoutError:
-            raise Refusal(408, f"Nothing has arrived for {IDLE_SECONDS:g} s; nothing of the file was kept.") from None
+            raise Refusal(408, f"No data for {IDLE_SECONDS:g} s; the upload was discarded.") from None
         except ClientDisconnect:
             raise Refusal(GONE, "The connection broke.") from None
 

@@ -1,4 +1,4 @@
-"""Remote datasets become folders: their files are listed and downloaded, and the rest works as for local ones."""
+"""Turns remote datasets into folders: lists and downloads their files, which are then used like local ones."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ RETRY = "; --retry-failed tries again"
 def collect(
     entries: Sequence[DatasetConfig], context: DataContext, problems: Problems, *, fetches: bool = True
 ) -> dict[str, Scan]:
-    """The files of every remote entry, by id, after downloading the missing ones.
+    """List the files of every remote entry, by id, after downloading missing ones.
 
     Args:
-        entries: with their defaults filled in.
-        problems: receives errors. With a fatal one, nothing is downloaded.
-        fetches: download what is missing; otherwise no server is contacted, and the files that are here are used.
+        entries: dataset entries with defaults filled in.
+        problems: errors are added to it. After a fatal one, nothing is downloaded.
+        fetches: download missing files; otherwise no server is contacted, and only downloaded files are listed.
     """
     offers: dict[str, tuple[Store, Offer]] = {}
     for entry in entries:
@@ -46,26 +46,26 @@ def collect(
     return {name: _download(name, *offer, problems) for name, offer in offers.items()}
 
 
-# For plans that contact no server.
+# For plans that must not contact a server.
 collect_cached = partial(collect, fetches=False)
 
 
 def _download(dataset: str, store: Store, offer: Offer, problems: Problems) -> Scan:
-    """The files that are here, as if a folder had been listed, and why the others are not."""
+    """Download missing files; returns a listing as of a folder, with the reasons of failed downloads."""
     missing = store.missing(offer.items)
     if missing and not store.fetches:
         error = UnfetchedError(f"{len(missing)} of {len(offer.items)} files are")
-        # A part of the files is enough for a plan.
+        # Some of the files are enough for a plan.
         problems.append(Problem(dataset, str(error), fatal=len(missing) == len(offer.items)))
     elif missing:
-        try:  # progress goes to stderr, since the plan itself may go to a pipe
+        try:  # progress goes to stderr, since stdout may be piped
             title, count = f"Downloading {dataset}", len(missing)
             with shown_events(sys.stderr) as events, events.phase(title, count, "files") as phase:
                 store.fetch(missing, phase)
         except UserError as error:
             problems.append(Problem(dataset, str(error)))
-    keys = store.failed.keys() & {item.key for item in offer.items}
-    failed = {key: ("not downloaded", store.failed[key].reason + RETRY) for key in keys}
+    reasons = {item.key: store.failed[item.key].reason for item in offer.items if item.key in store.failed}
+    failed = {key: ("not downloaded", reason + RETRY) for key, reason in reasons.items()}
     names = {name: item.key for item in offer.items if (name := store.name_of(item)) is not None}
     listing = classify([(name, None) for name in names], store.wanted)
     table = {name: offer.captions[key] for name, key in names.items() if key in offer.captions}

@@ -1,9 +1,9 @@
 """Lists the files of remote datasets.
 
-type csv: a table of addresses, or of paths beside it, with a caption each.
-type huggingface: rows of a dataset of the hub, or of a folder of the same layout. The package `datasets` downloads and
-reads the tables; media stay as they are, undecoded.
-type aws: the objects of a bucket, by the same names below the folder of downloads.
+type csv: a table of URLs, or of paths relative to it, with captions.
+type huggingface: rows of a dataset on the hub, or in a folder of the same layout. The package `datasets` downloads and
+reads the tables; media are stored undecoded.
+type aws: the objects of a bucket, stored under the same names in the download folder.
 """
 
 from __future__ import annotations
@@ -39,16 +39,16 @@ from simpletuner.errors import Problem, Reading, UserError, shorten, warning
 from simpletuner.s3 import S3Login
 
 WEB_PICTURE, WEB_CLIP = 10 << 20, 200 << 20  # bytes of one download
-SCHEME = re.compile(r"([a-z][a-z0-9+.-]+):", re.IGNORECASE)  # of two letters or more: C:\ is a path
+SCHEME = re.compile(r"([a-z][a-z0-9+.-]+):", re.IGNORECASE)  # two letters or more: C:\ is a path
 
 
 def list_table(config: DatasetConfig, store: Store) -> Reading[Offer]:
-    """The rows of a table; of several with one address, the last."""
+    """The rows of a table; of rows with the same address, the last."""
     table = yield from read_table(config)
     rows = {address: caption for address, caption in table if address}
     where, repeated = f"{config.id}.csv_file", sum(bool(address) for address, _ in table) - len(rows)
     if repeated:
-        yield warning(where, f"{repeated} rows repeat the address of another; the last of them is used.")
+        yield warning(where, f"{repeated} rows repeat the address of another row; the last one is used.")
     if len(rows) + repeated < len(table):
         empty = [str(number) for number, (address, _) in enumerate(table, 1) if not address]
         yield warning(where, f"rows without an address: {shorten(empty)}.")
@@ -57,7 +57,7 @@ def list_table(config: DatasetConfig, store: Store) -> Reading[Offer]:
 
 
 def read_table(config: DatasetConfig) -> Reading[list[tuple[str, str]]]:
-    """Address and caption of each row."""
+    """(address, caption) of every row."""
     path, where = Path(config.csv_file or ""), f"{config.id}.csv_file"
     named = {"csv_url_column": config.csv_url_column, "csv_caption_column": config.csv_caption_column or ""}
     try:
@@ -77,7 +77,7 @@ def read_table(config: DatasetConfig) -> Reading[list[tuple[str, str]]]:
 
 
 def name_of(address: str) -> str:
-    """Path in the store without a suffix: the hash of the whole address, in 256 sub-folders."""
+    """The path in the store, without a suffix: a hash of the address, in 256 subfolders."""
     digest = hashlib.sha256(address.encode("utf-8", "surrogatepass")).hexdigest()
     return f"{digest[:2]}/{digest[:32]}"
 
@@ -89,7 +89,7 @@ def web_item(address: str, name: str, config: DatasetConfig, base: Path) -> Item
         path, folders = base / address, () if config.allow_private_urls else (base,)
         return Item(address, name, partial(copy_file, path, folders), _version(path))
     if scheme[1].lower() not in ("http", "https"):
-        # An item all the same, so that the plan lists its row with the reason.
+        # Still an item, so that the plan lists the row with the reason.
         return Item(address, name, partial(_refuse, scheme[1]))
     most = WEB_CLIP if config.holds_clips else WEB_PICTURE
     return Item(address, name, partial(read_url, address, most, allow_private=config.allow_private_urls))
@@ -104,18 +104,18 @@ def _version(path: Path) -> str:
 
 
 def copy_file(path: Path, folders: Sequence[Path]) -> Iterator[bytes]:
-    """The content of a file of this machine in chunks.
+    """Read a local file in chunks.
 
     Args:
-        folders: it must be below one of them, since anybody may have written the table; links below them may lead
-            anywhere, since only somebody here made them. Without folders it may be anywhere.
+        folders: the file must be below one of them, since the table may come from anybody. Links below them may lead
+            anywhere, since only local users can create them. Empty allows all paths.
 
     Raises:
-        DownloadError: it is elsewhere, or cannot be read.
+        DownloadError: the file is not below the folders, or cannot be read.
     """
-    named, *roots = (os.path.abspath(each) for each in (path, *folders))  # noqa: PTH100 - links are not resolved
+    named, *roots = (os.path.abspath(place) for place in (path, *folders))  # noqa: PTH100 - links are not resolved
     if roots and not any(Path(named).is_relative_to(root) for root in roots):
-        raise DownloadError("lies outside of the folder of its table; allow_private_urls accepts such files")
+        raise DownloadError("is outside of the folder of its table; set allow_private_urls to accept such files")
     try:
         check_regular(path, LARGEST_CLIP)
         with path.open("rb") as file:
@@ -126,7 +126,7 @@ def copy_file(path: Path, folders: Sequence[Path]) -> Iterator[bytes]:
 
 
 def _refuse(scheme: str) -> Iterator[bytes]:
-    raise DownloadError(f"is an address of {scheme}; http and https are downloaded")
+    raise DownloadError(f"uses {scheme}; only http and https are supported")
 
 
 DATASETS = Package("datasets", "datasets>=4,<6")
@@ -135,12 +135,12 @@ SAVED = "rows.json"
 
 @dataclass(frozen=True)
 class Rows:
-    """The result of reading all columns besides the media.
+    """The result of reading all columns except the media.
 
     Attributes:
-        identity: of the dataset and the keys that chose its rows.
-        captions: of the rows in use, by number.
-        left_out: why each other row is not used, by number.
+        identity: a hash of the dataset's commit and the keys that select rows.
+        captions: captions of the used rows, by number.
+        left_out: reasons why the other rows are not used, by number.
     """
 
     identity: str
@@ -152,8 +152,8 @@ def list_rows(config: DatasetConfig, store: Store) -> Reading[Offer]:
     """The rows that pass `filter_func`; the dataset is loaded only if files are missing.
 
     Raises:
-        UserError: there is no such dataset, or it may not be read.
-        UnfetchedError: it is not here, and the hub may not be asked.
+        UserError: the dataset does not exist, or access is denied.
+        UnfetchedError: the dataset is not downloaded, and the hub must not be contacted.
     """
     if missing := list(check_installed(DATASETS, f"{config.id}.type", "huggingface")):
         yield from missing
@@ -162,7 +162,7 @@ def list_rows(config: DatasetConfig, store: Store) -> Reading[Offer]:
     identity = _digest(commit, config.model_dump(include=set(HubKeys.model_fields), mode="json"))
     with suppress(OSError, ValidationError):
         rows = TypeAdapter(Rows).validate_json((store.root / SAVED).read_bytes())
-        # Without the table no media can be read, and none need to be if all are here.
+        # The table is needed only to read media, and not if all files are downloaded.
         offer = _offer(rows, config, commit, None)
         if rows.identity == identity and not (store.fetches and store.missing(offer.items)):
             return offer
@@ -173,7 +173,7 @@ def list_rows(config: DatasetConfig, store: Store) -> Reading[Offer]:
     if absent := list(_check_table(table, facts, config)):
         yield from absent
         return Offer([])
-    # A table without columns has no rows either.
+    # A `datasets` table without columns has no rows, so empty rows stand for them.
     rows = _choose(facts if _columns(config) else ({} for _ in range(len(table))), config, identity)
     write_json(store.root / SAVED, asdict(rows))
     return _offer(rows, config, commit, table)
@@ -184,10 +184,13 @@ def _digest(*values: object) -> str:
 
 
 def _commit(config: DatasetConfig, *, asks: bool) -> str:
-    """The commit of the revision: now, or without asking the hub as it was last; for a folder, a digest of its files.
+    """The revision's commit, from the hub or else from the cache; for a folder, a digest of its files.
+
+    Args:
+        asks: contact the hub.
 
     Raises:
-        UserError: it is gated, private or missing, or the hub cannot be reached.
+        UserError: the dataset is gated, private or missing, or the hub cannot be reached.
     """
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
@@ -198,7 +201,7 @@ def _commit(config: DatasetConfig, *, asks: bool) -> str:
         files = [(str(path), path.stat()) for path in sorted(folder.rglob("*")) if path.is_file()]
         return _digest([(path, status.st_size, status.st_mtime_ns) for path, status in files])
     try:
-        # One small file resolves a revision to its commit, from the cache as well.
+        # Downloading one small file resolves a revision to its commit, also from the cache.
         snapshot = snapshot_download(
             name, repo_type="dataset", revision=config.revision, allow_patterns="README.md", local_files_only=not asks
         )
@@ -208,30 +211,30 @@ def _commit(config: DatasetConfig, *, asks: bool) -> str:
 
 
 def _refusal(name: str, error: Exception) -> str:
-    """Why a dataset cannot be loaded; the hub does not reveal whether a private one exists."""
+    """Why a dataset cannot be loaded; the hub does not reveal whether a private dataset exists."""
     from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
 
-    # `datasets` wraps the hub's errors, so the text is looked at too.
+    # `datasets` wraps the hub's errors, so the text is checked too.
     if isinstance(error, GatedRepoError | RepositoryNotFoundError) or "gated" in str(error).lower():
         advice = f"log in with `hf auth login`, and accept its terms on https://huggingface.co/datasets/{name}"
         return f"the hub has no dataset {name!r}, or it is private or gated: {advice}."
     if "scripts are no longer supported" in str(error):
-        return f"{name!r} is loaded by a script, which is not run; a copy with parquet files can be used."
+        return f"{name!r} needs a loading script, which is not supported; use a copy with parquet files."
     return f"{name!r} cannot be loaded: {' '.join(str(error).split())}"
 
 
 def _load(config: DatasetConfig, commit: str, cache: Path) -> Any:
-    """The table, media undecoded.
+    """Load the table, with media undecoded.
 
     Raises:
-        UserError: it cannot be loaded.
+        UserError: the dataset cannot be loaded.
     """
     import datasets
     from datasets.exceptions import DatasetsError
 
     name, processes = str(config.dataset_name), min(config.num_proc, os.cpu_count() or 1)
     folder = home_path(name)
-    # The commit, as the branch may have moved since it was looked up.
+    # The commit instead of the branch, which may have moved since.
     place = {"path": str(folder)} if folder.is_dir() else {"path": name, "revision": commit}
     part = {"split": config.split, "num_proc": processes if processes > 1 else None}
     try:
@@ -240,47 +243,47 @@ def _load(config: DatasetConfig, commit: str, cache: Path) -> Any:
         raise UserError(_refusal(name, error)) from error
     for column, feature in table.features.items():
         if isinstance(feature, datasets.Image | datasets.Video):
-            # Files stay as they were published; decoding would lose EXIF data, and of clips needs torchcodec.
+            # Files are kept as published: decoding would lose EXIF data, and needs torchcodec for clips.
             table = table.cast_column(column, type(feature)(decode=False))
     return table
 
 
 def _media(config: DatasetConfig) -> tuple[str, str]:
-    """The key that names the column of media, and the column."""
+    """The key that names the media column, and the column."""
     return ("video_column", config.video_column) if config.holds_clips else ("image_column", config.image_column)
 
 
 def _facts(table: Any, config: DatasetConfig) -> Any:
-    """The columns besides the media: going through rows would read every picture."""
+    """The columns except the media: iterating over full rows would read every picture."""
     named = {column.partition(".")[0] for _, column in _columns(config)}
     # A struct becomes columns such as `quality.aesthetic`.
     return table.select_columns(sorted(named & {*table.column_names})).flatten()
 
 
 def _check_table(table: Any, facts: Any, config: DatasetConfig) -> Iterator[Problem]:
-    """The columns that keys name but the table lacks."""
+    """Problems with columns that keys name but the table does not have."""
     columns = [*table.column_names, *(name for name in facts.column_names if "." in name)]
     for key, column in [*_columns(config), _media(config)]:
         yield from check_columns({key: column}, columns, config.id, "dataset")
 
 
 def _choose(rows: Iterable[dict[str, Any]], config: DatasetConfig, identity: str) -> Rows:
-    """Captions and filters, without touching the media."""
+    """Filter rows and collect captions, without reading media."""
     captions, left_out = {}, {}
-    others = [*filter(None, (config.fallback_caption_column, config.description_column))]
+    fallbacks = [*filter(None, (config.fallback_caption_column, config.description_column))]
     for number, row in enumerate(rows):
         why = _why_not(row, config, config.filter_func) if config.filter_func else None
         if why is None:
-            # Of all caption columns, else of the first other column that has any.
+            # From all caption columns, or else from the first fallback column that has any.
             texts = tuple(text for column in config.caption_column for text in texts_in(row.get(column)))
-            captions[number] = texts or first_texts(row, *others)
+            captions[number] = texts or first_texts(row, *fallbacks)
         else:
             left_out[number] = why
     return Rows(identity, captions, left_out)
 
 
 def _columns(config: DatasetConfig) -> list[tuple[str, str]]:
-    """The columns to read besides the media, with the keys that name them."""
+    """The columns to read except the media, with the keys that name them."""
     fixed = ("fallback_caption_column", "description_column", "num_frames_column", "fps_column")
     columns = [(key, column) for key in fixed if (column := getattr(config, key))]
     if config.caption_strategy == "huggingface" and not config.only_instance_prompt:
@@ -293,13 +296,13 @@ def _columns(config: DatasetConfig) -> list[tuple[str, str]]:
 
 
 def _why_not(row: Mapping[str, Any], config: DatasetConfig, rule: RowFilter) -> str | None:
-    """Which rule of `filter_func` leaves a row out, or None."""
+    """Why `filter_func` excludes a row; None if it does not."""
     if rule.collection and row["collection"] not in rule.collection:
         return f"collection is {row['collection']!r}"
     least: dict[str, float | None] = {config.width_column: rule.min_width, config.height_column: rule.min_height}
     least |= {f"{rule.quality_column}.{metric}": bound for metric, bound in (rule.quality_thresholds or {}).items()}
     for column, bound in least.items():
-        # An unknown value passes no limit.
+        # An unknown value fails the check.
         if bound and (row[column] is None or row[column] < bound):
             return f"{column} is {row[column]}, below {bound:g}"
     return None
@@ -308,7 +311,7 @@ def _why_not(row: Mapping[str, Any], config: DatasetConfig, rule: RowFilter) -> 
 def _offer(rows: Rows, config: DatasetConfig, commit: str, table: Any) -> Offer:
     _, column = _media(config)
     cut = config.composite_image_config
-    # All that determines the file of a row; other captions or filters do not fetch it again.
+    # Hashes what determines a row's file, so that changed captions or filters do not download it again.
     version = _digest(commit, column, cut.model_dump() if cut else None)
     source = f"{config.dataset_name}@{commit}, split {config.split}, row"
     read = partial(_read, table, column, config)
@@ -320,7 +323,7 @@ def _offer(rows: Rows, config: DatasetConfig, commit: str, table: Any) -> Offer:
 
 
 def _read(table: Any, column: str, config: DatasetConfig, number: int) -> Iterable[bytes]:
-    """The media of one row: bytes, a file of the dataset, or an address."""
+    """Read the media of a row: bytes, a file of the dataset, or an address."""
     chunks = _chunks(table[number][column], config)
     cut = config.composite_image_config
     return [_cut(b"".join(chunks), cut)] if cut is not None and cut.enabled else chunks
@@ -332,13 +335,13 @@ def _chunks(cell: Any, config: DatasetConfig) -> Iterable[bytes]:
     if isinstance(cell, bytes):
         return [cell]
     if not isinstance(cell, dict) or not (cell.get("bytes") or cell.get("path")):
-        raise DownloadError("holds neither a file nor an http(s) address")
-    # A table holds its files, or names files beside it.
+        raise DownloadError("contains neither a file nor an http(s) address")
+    # A table contains files, or paths to files beside it.
     return [cell["bytes"]] if cell.get("bytes") else copy_file(Path(cell["path"]), _folders(config))
 
 
 def _folders(config: DatasetConfig) -> Sequence[Path]:
-    """Where the files of a dataset are: in its folder or, from the hub, where the libraries download and unpack."""
+    """The folders that may contain a dataset's files: its own, or for the hub, the libraries' download caches."""
     import datasets
     from huggingface_hub.constants import HF_HUB_CACHE
 
@@ -350,26 +353,26 @@ def _folders(config: DatasetConfig) -> Sequence[Path]:
 
 
 def _cut(data: bytes, cut: CompositeImage) -> bytes:
-    """One of the pictures that stand side by side, as PNG."""
+    """Cut one picture out of a row of pictures of equal width; returns a PNG."""
     try:
         picture = decode(data)
     except MediaError as error:
         raise DownloadError(str(error)) from error
-    # The right edge of a part is the left edge of the next, whatever the remainder.
+    # Rounded so that the right edge of a part is the left edge of the next.
     left, right = (picture.width * number // cut.image_count for number in (cut.select_index, cut.select_index + 1))
     file = io.BytesIO()
     picture.crop((left, 0, right, picture.height)).save(file, "PNG")
     return file.getvalue()
 
 
-LONGEST_NAME = 255  # bytes of a file's name
+LONGEST_NAME = 255  # bytes of a file name
 
 
 def list_bucket(config: DatasetConfig, store: Store) -> Reading[Offer]:
     """The pictures or clips below a prefix, and their caption files.
 
     Raises:
-        UnfetchedError: nothing of it is here, and the server may not be asked.
+        UnfetchedError: no file is downloaded, and the server must not be contacted.
     """
     if missing := list(check_installed(BOTO3, f"{config.id}.type", "aws")):
         yield from missing
@@ -379,7 +382,7 @@ def list_bucket(config: DatasetConfig, store: Store) -> Reading[Offer]:
         if not items:
             raise UnfetchedError("its files are")
         return Offer(items)
-    # An extra, known to be installed only now.
+    # Part of an extra, so imported only after the check that it is installed.
     from botocore.exceptions import BotoCoreError, ClientError
 
     try:
@@ -391,7 +394,7 @@ def list_bucket(config: DatasetConfig, store: Store) -> Reading[Offer]:
         yield Problem(f"{config.id}.aws_bucket_name", f"{_place(config)} cannot be listed: {why}")
         return Offer([])
     if not objects:
-        yield Problem(f"{config.id}.aws_data_prefix", f"{_place(config)} holds no objects.")
+        yield Problem(f"{config.id}.aws_data_prefix", f"{_place(config)} contains no objects.")
     listing = classify([(name, _problem(name)) for name in objects], store.wanted)
     names, ignored = {*listing.files, *listing.captions.values()}, dict(listing.ignored)
     for name in {name for name in names if any(str(parent) in names for parent in PurePosixPath(name).parents)}:
@@ -424,7 +427,7 @@ def _prefix(config: DatasetConfig) -> str:
 
 
 def _objects(client: Any, config: DatasetConfig) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Facts of each object by its name below the prefix; a key that ends in a slash stands for a folder."""
+    """(name below the prefix, facts) of every object; keys that end in a slash are folders and skipped."""
     prefix = _prefix(config)
     pages = client.get_paginator("list_objects_v2").paginate(Bucket=config.aws_bucket_name, Prefix=prefix)
     for page in pages:
@@ -434,7 +437,7 @@ def _objects(client: Any, config: DatasetConfig) -> Iterator[tuple[str, dict[str
 
 
 def _problem(name: str) -> tuple[str, str] | None:
-    """Why a key cannot be a path below a folder, or None; `..` counts as hidden."""
+    """Why a key cannot be a path below a folder; None if it can. `..` counts as a hidden file."""
     parts = name.split("/")
     if any(not part or "\0" in part or "\\" in part or len(part.encode()) > LONGEST_NAME for part in parts):
         return "unusable name", "has a name that cannot be a path"

@@ -1,7 +1,7 @@
-"""The folder that remote files are downloaded to.
+"""The download folder of a remote dataset.
 
-`downloads.jsonl` records the name and version of every downloaded file, so that nothing is fetched twice and a killed
-download continues; `failed.jsonl` lists what could not be downloaded, which is retried only on request.
+`downloads.jsonl` records the name and version of every downloaded file, so that no file is downloaded twice and a
+killed download resumes. `failed.jsonl` lists failed downloads, which are retried only on request.
 """
 
 from __future__ import annotations
@@ -25,25 +25,25 @@ from simpletuner.errors import UserError
 
 WORKERS = 8
 CHUNK = 1 << 18
-PAUSES = (1.0, 4.0)  # seconds before the second and the third try
+PAUSES = (1.0, 4.0)  # seconds before the second and the third attempt
 DOWNLOADS, FAILED = "downloads.jsonl", "failed.jsonl"
-HEAD = 64  # bytes that show the format of a file
-SUFFIXES = {"JPEG": ".jpg", "TIFF": ".tif", "HEIF": ".heic"}  # of pictures whose suffix is not the format's name
+HEAD = 64  # bytes needed to detect the format of a file
+SUFFIXES = {"JPEG": ".jpg", "TIFF": ".tif", "HEIF": ".heic"}  # of formats whose suffix is not their name
 
 
 class DownloadError(Exception):
-    """A file that cannot be downloaded; the text says why and fits after its address."""
+    """A file cannot be downloaded; the message is a predicate that follows the address."""
 
 
 class UnfetchedError(UserError):
-    """Files of a remote dataset are not here, and this plan fetches none."""
+    """Files of a remote dataset are not downloaded, and this plan must not download them."""
 
     def __init__(self, files: str) -> None:
         super().__init__(f"{files} not fetched yet; `simpletuner plan` fetches them.")
 
 
 class UnreachableError(DownloadError):
-    """No answer, or not a complete one; another try may help."""
+    """No response, or an incomplete one; a retry may help."""
 
 
 @dataclass(frozen=True)
@@ -51,11 +51,11 @@ class Item:
     """A remote file.
 
     Attributes:
-        key: its address, unique in its source.
-        name: path below the store; without a suffix if the content decides it.
-        read: its content in chunks; may raise DownloadError.
-        version: changes with the content, as far as the source tells.
-        size: bytes, if the source tells; else 0.
+        key: address, unique within the source.
+        name: path below the store; without a suffix if the content determines it.
+        read: returns the content in chunks; may raise DownloadError.
+        version: changes with the content, if the source reports versions.
+        size: bytes, if the source reports them; else 0.
     """
 
     key: str
@@ -70,9 +70,9 @@ class Offer:
     """The files of a remote dataset.
 
     Attributes:
-        items: its files.
-        captions: by the key of an item, where a table has them.
-        ignored: what is not downloaded, with the reason as a category and as text.
+        items: the files.
+        captions: captions from a table, by key of the item.
+        ignored: keys of files that are not downloaded, with a category and a reason.
     """
 
     items: Sequence[Item]
@@ -99,10 +99,10 @@ class Store:
     """A folder of downloads.
 
     Attributes:
-        wanted: suffixes of files that the dataset takes.
-        retry_failed: try again what failed in an earlier run.
-        forgiven: try again what failed for a reason with these words, since a setting has changed.
-        fetches: whether missing files are downloaded.
+        wanted: suffixes that the dataset accepts.
+        retry_failed: retry downloads that failed in earlier runs.
+        forgiven: retry downloads that failed for a reason containing this text, since a setting has changed.
+        fetches: whether to download missing files.
     """
 
     root: Path
@@ -115,54 +115,54 @@ class Store:
         self._lock, self._stop = threading.Lock(), threading.Event()
         self._done = {record.key: record for record in _read_records(self.root / DOWNLOADS)}
         failed = [] if self.retry_failed else _read_records(self.root / FAILED)
-        self.failed = {one.key: one for one in failed if not (self.forgiven and self.forgiven in one.reason)}
+        self.failed = {line.key: line for line in failed if not (self.forgiven and self.forgiven in line.reason)}
 
     def name_of(self, item: Item) -> str | None:
-        """The local file of an item, or None if that version is missing or incomplete."""
+        """The local file of an item; None if this version is missing or incomplete."""
         record = self._done.get(item.key)
-        # A record's name may end in a suffix that the content decided.
+        # A record's name may have a suffix determined by the content.
         if record is None or record.version != item.version or not record.name.startswith(item.name):
             return None
         path = self.root / record.name
         return record.name if path.is_file() and path.stat().st_size == record.size else None
 
     def here(self, prefix: str) -> list[Item]:
-        """The downloads from addresses with a common prefix, for plans that contact no server."""
-        # `tuple` reads nothing: they are here.
-        items = [Item(each.key, each.name, tuple, each.version, each.size) for each in self._done.values()]
+        """The downloaded files whose addresses have a prefix, for plans that must not contact a server."""
+        # `tuple` reads nothing, since the files are already downloaded.
+        items = [Item(line.key, line.name, tuple, line.version, line.size) for line in self._done.values()]
         return [item for item in items if item.key.startswith(prefix) and self.name_of(item)]
 
     def missing(self, items: Iterable[Item]) -> list[Item]:
-        """The items to download: neither here nor known to fail."""
+        """The items to download: neither downloaded nor failed before."""
         failed = {(record.key, record.version) for record in self.failed.values()}
         return [item for item in items if (item.key, item.version) not in failed and self.name_of(item) is None]
 
     def fetch(self, items: Sequence[Item], bar: ProgressBar) -> None:
-        """Download items, several at a time.
+        """Download items in parallel.
 
         Raises:
-            UserError: no server answers at all, or the disk is too small.
+            UserError: no server responds, or the disk is too small.
         """
         self.root.mkdir(parents=True, exist_ok=True)
-        # Younger temporary files may belong to a process that downloads into this folder now.
+        # Younger temporary files may belong to another process that downloads into this folder.
         sweep_files(self.root, deep=True, older_than=3600)
         needed, free = sum(item.size for item in items), shutil.disk_usage(self.root).free
         if needed > free:
-            raise UserError(f"{self.root}: {needed / 1e9:.1f} GB are to be downloaded; {free / 1e9:.1f} GB are free.")
+            raise UserError(f"{self.root}: the download needs {needed / 1e9:.1f} GB; {free / 1e9:.1f} GB are free.")
         errors: dict[Item, DownloadError] = {}
         pool = ThreadPoolExecutor(WORKERS)
         try:
             for future in as_completed([pool.submit(self._fetch, item, errors) for item in items]):
                 bar.advance(1, future.result())
         finally:
-            # After an error or Ctrl-C: ends the pauses between tries.
+            # After an error or Ctrl-C, this ends the pauses between attempts.
             self._stop.set()
             pool.shutdown(cancel_futures=True)
-        # If nothing ever arrived, the network is to blame rather than the files.
+        # If no download ever succeeded, the cause is the network, not the files.
         if not self._done and all(isinstance(error, UnreachableError) for error in errors.values()):
             item, error = next(iter(errors.items()))
             raise UserError(f"none of {len(items)} files can be downloaded; for instance {item.key} {error}.")
-        # In the order of the source, whichever answer came first.
+        # In the order of the source, not of the responses.
         failed = [item for item in items if item in errors]
         failures = {item.key: Attempt(item.key, item.version, reason=str(errors[item])) for item in failed}
         self._note({item.key for item in items}, failures)
@@ -181,17 +181,17 @@ class Store:
     def _save(self, item: Item) -> None:
         chunks = iter(item.read())
         head = b""
-        # A server may send any number of bytes at a time.
+        # Chunks may have any size.
         while len(head) < HEAD and (chunk := next(chunks, b"")):
             head += chunk
         name = item.name if PurePosixPath(item.name).suffix else item.name + self._suffix(head)
-        # No fsync: a file that a power cut tears is shorter than its record says, and is fetched again.
+        # No fsync: a file truncated by a power cut is shorter than recorded, and is downloaded again.
         with open_atomically(self.root / name, durable=False) as file:
             file.write(head)
             for chunk in chunks:
                 file.write(chunk)
             size = file.tell()
-        # After the file: a kill in between only means that it is fetched again.
+        # Recorded after the file: a kill in between only causes another download.
         record = Attempt(item.key, item.version, name, size)
         with self._lock, (self.root / DOWNLOADS).open("a", encoding="utf-8") as journal:
             journal.write(_line(record))
@@ -203,15 +203,15 @@ class Store:
         except MediaError as error:
             raise DownloadError("is neither a picture nor a clip") from error
         if suffix not in self.wanted:
-            raise DownloadError(f"is a {suffix} file, which this dataset does not take")
+            raise DownloadError(f"is a {suffix} file, which this dataset does not accept")
         return suffix
 
     def _note(self, tried: set[str], failures: Mapping[str, Attempt]) -> None:
-        """Add failures to the list; another dataset with the same folder may have added its own."""
-        others = {record.key: record for record in _read_records(self.root / FAILED) if record.key not in tried}
+        """Update the list of failures, keeping those of other datasets that share the folder."""
+        kept = {record.key: record for record in _read_records(self.root / FAILED) if record.key not in tried}
         self.failed |= failures
         if failures or (self.root / FAILED).exists():
-            write_atomically(self.root / FAILED, "".join(map(_line, [*others.values(), *failures.values()])))
+            write_atomically(self.root / FAILED, "".join(map(_line, [*kept.values(), *failures.values()])))
 
 
 def _line(record: Attempt) -> str:
@@ -219,7 +219,7 @@ def _line(record: Attempt) -> str:
 
 
 def _read_records(path: Path) -> Iterator[Attempt]:
-    """The lines of a journal; a kill may have cut the last one."""
+    """The lines of a journal; invalid ones are skipped, since a kill may have truncated the last line."""
     if not path.is_file():
         return
     for line in path.read_text(encoding="utf-8", errors="replace").split("\n"):

@@ -1,7 +1,7 @@
-"""Finds why a step fails: when it does (`Autopsy`), and when `simpletuner train --replay FOLDER` repeats it.
+"""Finds the cause of a failed step: when it fails (`Autopsy`), and when `simpletuner train --replay FOLDER` repeats it.
 
-A run resumes bit for bit, so the steps between the last checkpoint and the failure are the same once more. Nothing is
-saved, rendered or sent meanwhile; only missing cache entries are written.
+A run resumes bit for bit, so the steps from the last checkpoint to the failure can be repeated exactly. A replay saves,
+renders and sends nothing; it only writes missing cache entries.
 """
 
 from __future__ import annotations
@@ -52,18 +52,18 @@ from simpletuner.training.recorder import peak_memory
 from simpletuner.training.state import Assembly
 from simpletuner.training.step import optimizer_step
 
-LAST_STEPS = 20  # rows of the record in a failure's folder
-# What a replay sets itself, or what may be written in several ways.
+LAST_STEPS = 20  # metrics rows in a failure's folder
+# Settings that a replay sets itself, or that have several spellings.
 OWN_SETTINGS = {"resume_from_checkpoint", "output_dir", "cache_dir", "data_backend_config"}
 Answer = TypeVar("Answer")
 
 
 @dataclass
 class Autopsy(Companion):
-    """Leaves a folder about a failure, and adds to the error where it is.
+    """Companion that writes a failure report to a folder, and adds its path to the error.
 
-    As a subscriber it knows what a run does, and how much memory it had needed at the end of each phase. A full disk or
-    the failure of another process leaves no folder. A failure of its own is only logged.
+    As a subscriber it records the current phase and the peak memory of every phase. A full disk or the failure of
+    another process leaves no folder. Its own failures are only logged.
     """
 
     phase: str = ""
@@ -74,7 +74,7 @@ class Autopsy(Companion):
             case PhaseStarted():
                 self.phase = event.title
             case PhaseEnded():
-                with suppress(RuntimeError):  # it would take the place of the error that ended the phase
+                with suppress(RuntimeError):  # it would mask the error that ended the phase
                     self.peaks[event.phase.title] = peak_memory()
             case StepReport():
                 self.phase, self.peaks["training"] = f"what follows step {event.step}", peak_memory()
@@ -83,7 +83,7 @@ class Autopsy(Companion):
     def around(self, session: Session, budget: Budget) -> Iterator[None]:
         try:
             yield
-        except Exception as error:  # raised again, whatever it is
+        except Exception as error:  # re-raised below
             world = session.assembly.world
             # Every process sees NaN in the same step, so each raises it itself.
             guilty = world.is_main if isinstance(error, NonFiniteError) else world.first_failure(error) is None
@@ -91,23 +91,23 @@ class Autopsy(Companion):
                 try:
                     with world.undisturbed():
                         error.add_note(self._leave(session, budget, error))
-                except Exception as failed:  # noqa: BLE001 - it must not hide why the run failed
+                except Exception as failed:  # noqa: BLE001 - it must not mask the run's error
                     session.events.say(f"The folder for this failure could not be written: {failed}", warning=True)
             raise
 
     def _leave(self, session: Session, budget: Budget, error: Exception) -> str:
-        """Write the folder; returns what to add to the message."""
+        """Write the failure's folder; returns a note for the error."""
         plan, done, before = session.plan, session.state.global_step, session.state.data_before
         step, batches = done + (before is not None), list[PlannedBatch]()
         if before is not None:
-            # Planned anew from the position before the step: reading ahead has moved the loader on.
+            # Planned again from the position before the step: prefetching has advanced the loader.
             batches = session.loader.planned(before, session.assembly.settings.accumulation)
         cause, advice = cause_of(error, f"step {step}" if batches else self.phase, session, batches, done)
         start, rows = checkpoint_before(plan, done), [*deque(read_rows(plan.output_dir / METRICS_FILE), LAST_STEPS)]
         unread: dict[str, str] = {}
 
         def ask(what: str, call: Callable[[], Answer]) -> Answer | None:
-            """The answer of a device that may fail every call."""
+            """Query the device; after some errors, every call to it fails."""
             try:
                 return call()
             except RuntimeError as error:
@@ -135,20 +135,20 @@ class Autopsy(Companion):
 def cause_of(
     error: Exception, during: str, session: Session, batches: Sequence[PlannedBatch], done: int
 ) -> tuple[str, str]:
-    """Why a run failed, in one line, and the change that helps.
+    """The cause of a failure in one line, and advice.
 
     Args:
-        batches: micro-batches of the step that failed, as planned.
-        done: steps done before it.
+        batches: planned micro-batches of the failed step.
+        done: number of steps done before it.
     """
     if is_out_of_memory(error):
         return f"Out of memory in {during}.", "Lower resolution, frames or train_batch_size, or set offload auto."
     if not isinstance(error, UserError | NonFiniteError):
         return f"{type(error).__name__}: {error}".splitlines()[0], "Start again to continue from the last checkpoint."
-    if isinstance(error, UserError) or not batches:  # which say what helps
+    if isinstance(error, UserError) or not batches:  # their messages include advice
         return str(error), ""
     assembly = session.assembly
-    # Several processes would have to repeat the step together, and half-updated weights would take another one.
+    # Several processes would have to repeat the step together, and half-updated weights would give another step.
     may_repeat = assembly.world.size == 1 and not (assembly.release and assembly.release.is_halfway)
     module = first_not_finite(session, batches, done) if may_repeat else None
     bf16 = " or mixed_precision bf16" if assembly.scaler.is_enabled() else ""
@@ -159,7 +159,7 @@ def cause_of(
 def first_not_finite(session: Session, batches: Sequence[PlannedBatch], done: int) -> str | None:
     """Repeat the micro-steps of a step; returns the first module whose output is NaN or infinite.
 
-    None as well if the device fails or lacks the memory for blocks that are not compiled.
+    Also None if the device fails, or has too little memory for uncompiled blocks.
     """
     with watched_outputs(session.assembly.transformer) as modules, suppress(RuntimeError):
         for micro_step, planned in enumerate(batches):
@@ -169,7 +169,7 @@ def first_not_finite(session: Session, batches: Sequence[PlannedBatch], done: in
 
 
 def attempt(assembly: Assembly, reader: BatchReader, planned: PlannedBatch, done: int, micro_step: int) -> None:
-    """Forward and backward of a micro-batch after `done` steps of the run, without compilation; nothing is changed.
+    """Run forward and backward of a micro-batch after `done` steps, uncompiled and without changing any state.
 
     Raises:
         NonFiniteError: the loss or the gradient is NaN or infinite.
@@ -185,9 +185,9 @@ def attempt(assembly: Assembly, reader: BatchReader, planned: PlannedBatch, done
 
 @contextmanager
 def watched_outputs(model: nn.Module) -> Iterator[list[str]]:
-    """A context in which modules whose output is NaN or infinite are added to the list, the first one first.
+    """Within a context, list the modules whose output is NaN or infinite, in order of execution.
 
-    Every output is read from the device, which is slow.
+    Slow, since every output is checked on the host.
     """
     modules: list[str] = []
 
@@ -196,7 +196,7 @@ def watched_outputs(model: nn.Module) -> Iterator[list[str]]:
         if not all(part.isfinite().all() for part in outputs if isinstance(part, Tensor)):
             modules.append(name or type(module).__name__)
 
-    # Inner modules finish before those that contain them, so the first entry is the innermost.
+    # Inner modules finish before outer ones, so the first entry is the innermost.
     with ExitStack() as hooks:
         for name, module in model.named_modules():
             hooks.callback(module.register_forward_hook(partial(check, name)).remove)
@@ -204,10 +204,10 @@ def watched_outputs(model: nn.Module) -> Iterator[list[str]]:
 
 
 def facts_of(plan: Plan, device: str | None = None) -> dict[str, Any]:
-    """The facts that a repetition depends on, by name: settings without secrets, versions, models and data.
+    """The facts that a replay depends on, by name: settings without secrets, versions, models and data.
 
     Args:
-        device: what training runs on; None asks torch.
+        device: name of the training device; None queries torch.
     """
     identity = identify(plan)
     data = identity.weights | identity.order | {"content of the data": identity.datasets, "seed": plan.seed}
@@ -215,19 +215,19 @@ def facts_of(plan: Plan, device: str | None = None) -> dict[str, Any]:
 
 
 def describe_batch(planned: PlannedBatch) -> dict[str, Any]:
-    """A micro-batch as a failure names it."""
+    """A micro-batch as recorded in a failure."""
     parts = zip(planned.samples, planned.captions, planned.slots, strict=True)
     samples = [{"name": sample.full_name, "caption": caption, "slot": slot} for sample, caption, slot in parts]
     return {"size": planned.size, "frames": planned.samples[0].frames, "samples": samples}
 
 
 def replay_step(failure: Failure, plan: Plan, events: EventStream, *, bisect: bool) -> bool:
-    """Repeat what led to a failure and say how it ends; returns whether it fails again."""
+    """Repeat the steps up to a failure and report the outcome; returns whether a step fails again."""
     for change in changes(failure, plan):
         events.say(change, warning=True)
     prepare_machine(plan)
-    # `output_dir` is <run>/failures/step-N/replay by now.
-    KERNELS.open(None, *plan.output_dir.absolute().parents[2:3])  # those of the run that failed
+    # Read the kernels of the failed run: `output_dir` is <run>/failures/step-N/replay.
+    KERNELS.open(None, *plan.output_dir.absolute().parents[2:3])
     accelerator, epoch = make_accelerator(), plan.resume.manifest.epoch if plan.resume else 1
     listing = list_entries(plan, complete_catalogue(plan), epoch)
     caches = CacheFiller(Encoding(plan, build_adapter(plan), accelerator.device, events), listing)
@@ -248,19 +248,19 @@ def replay_step(failure: Failure, plan: Plan, events: EventStream, *, bisect: bo
         else:
             events.say(f"Step {failure.step} does not fail this time.")
             return False
-    cause = redact(cause)  # as in the folder
+    cause = redact(cause)  # as in the recorded failure
     again = "already" if done + 1 < failure.step else "again"
-    same = "the same cause" if cause == failure.cause else f"another cause than before ({failure.cause})"
+    same = "the same cause" if cause == failure.cause else f"a different cause (before: {failure.cause})"
     events.say(f"Step {done + 1} fails {again}, with {same}: {cause} {advice}".rstrip())
     if bisect:
-        gc.collect()  # after out of memory
+        gc.collect()  # frees memory after an out-of-memory error
         events.say(find_guilty(assembly, session.reader, batches, done))
     return True
 
 
 def changes(failure: Failure, plan: Plan) -> Iterator[str]:
-    """The facts that have changed since the run failed."""
-    # Through JSON, as the recorded facts went: tuples are lists there.
+    """Describe the facts that have changed since the run failed."""
+    # Converted to JSON and back like the recorded facts, so that tuples become lists.
     now = json.loads(json.dumps(facts_of(plan)))
     for name in sorted(failure.facts.keys() & now.keys() - OWN_SETTINGS):
         if failure.facts[name] != now[name]:
@@ -268,12 +268,12 @@ def changes(failure: Failure, plan: Plan) -> Iterator[str]:
 
 
 def find_guilty(assembly: Assembly, reader: BatchReader, batches: Sequence[PlannedBatch], done: int) -> str:
-    """The samples that fail alone; if none does, the smallest slices of a micro-batch that fail."""
+    """The samples that fail alone; if none does, the smallest failing slices of a micro-batch."""
     if assembly.release is not None and assembly.release.is_halfway:
         return "The weights are half-updated: to find the sample, add optimizer_release_gradients=false."
     for micro_step, planned in enumerate(batches):
         whole = len(planned.samples)
-        # Of 12: 12, 6 and 3, the slices that divide it evenly.
+        # Slice sizes that divide the batch evenly; of 12: 12, 6 and 3.
         halves = {whole >> times for times in range(whole.bit_length()) if whole % (1 << times) == 0}
         for size in sorted({1, *halves}):
             if names := guilty_names(assembly, reader, planned, size, done, micro_step):
@@ -285,15 +285,15 @@ def find_guilty(assembly: Assembly, reader: BatchReader, batches: Sequence[Plann
 def guilty_names(
     assembly: Assembly, reader: BatchReader, planned: PlannedBatch, size: int, done: int, micro_step: int
 ) -> list[str]:
-    """The samples in those slices of a micro-batch, of a size, that fail with the random numbers of the whole."""
+    """The samples in failing slices of a size, run with the random numbers of the whole micro-batch."""
     names, count, settings = list[str](), len(planned.samples) // size, replace(assembly.settings, shared_noise=False)
     for rank in range(count):
         part = slice(rank * size, (rank + 1) * size)
         samples, captions, slots = planned.samples[part], planned.captions[part], planned.slots[part]
         try:
-            # In the place of a process that has this part of a global batch.
+            # As a process that has this part of a global batch.
             alone = replace(assembly, world=World(rank, count), settings=settings)
             attempt(alone, reader, replace(planned, samples=samples, captions=captions, slots=slots), done, micro_step)
-        except Exception:  # noqa: BLE001 - of whatever kind
+        except Exception:  # noqa: BLE001 - any failure counts
             names += [sample.full_name for sample in samples]
     return names

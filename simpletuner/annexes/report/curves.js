@@ -1,6 +1,6 @@
 "use strict";
 
-// Charts. Texts are set through textContent only, never as HTML.
+// Charts. Text is set only through textContent, never as HTML.
 function element(tag, attributes = {}, ...children) {
   const node = document.createElement(tag);
   for (const [name, value] of Object.entries(attributes)) node.setAttribute(name, value);
@@ -44,7 +44,7 @@ function logTicks(low, high) {
   return inside.length > 7 ? inside.filter((tick) => Number.isInteger(Number(Math.log10(tick).toFixed(6)))) : inside;
 }
 
-// Outliers of the raw curve may leave the frame, so that they do not flatten the rest.
+// Outliers of the raw curve may be clipped, so that they do not flatten the rest.
 function valueRange(series, logarithmic) {
   let values = series.flatMap((one) => [...one.raw, ...one.smooth]).map((point) => point[1]);
   if (logarithmic) values = values.filter((value) => value > 0);
@@ -112,7 +112,7 @@ class Plot {
     this.draw();
   }
 
-  // Shows newer values of the same series, but not under the pointer.
+  // Shows newer values of the same series, unless the pointer is over the chart.
   update(chart, hoursAt) {
     if (!this.tip.hidden) return;
     [this.series, this.hoursAt] = [chart.series, hoursAt];
@@ -154,7 +154,7 @@ class Plot {
     this.holder.replaceChildren(this.svg, this.tip);
   }
 
-  // What the curves show, for those who do not see them.
+  // A description of the curves for screen readers.
   summary() {
     const ends = this.series.map(({ name, raw, smooth }) => {
       const points = smooth.length ? smooth : raw;
@@ -243,7 +243,7 @@ function setAxis(axis) {
   for (const plot of plots) plot.setOverTime(axis === "hours");
 }
 
-// Draws what #charts holds; called again when a page has other charts.
+// Draws the charts in #charts; called again when the page's charts change.
 function drawCharts() {
   const { charts, hours } = JSON.parse(document.getElementById("charts").textContent);
   plots = [...document.querySelectorAll("figure.chart")].map((figure) =>

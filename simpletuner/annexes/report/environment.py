@@ -10,10 +10,10 @@ from simpletuner.plan.resume import package_versions
 
 
 def describe_environment(device: str | None = None) -> dict[str, str]:
-    """Names and values, the most interesting first.
+    """Names and values, most relevant first.
 
     Args:
-        device: what training runs on; None asks torch, but only if it is imported already.
+        device: the training device; None queries torch if it is already imported.
     """
     environment = {
         "device": device or describe_device(),

@@ -1,4 +1,4 @@
-"""HTML pages from the Jinja templates in this folder, or as `annex/name` in that of another; all texts are escaped.
+"""HTML pages from Jinja templates in this folder, or of another annex as `annex/name`; all texts are escaped.
 
 Free of torch.
 """
@@ -31,7 +31,7 @@ from simpletuner.reporting.metrics import EVALUATED, MIME, VIDEO_MIME, MediaReco
 FOLDER = Path(__file__).parent
 PROGRAM = re.compile(r'class="snippet">.*?<pre>(.*?)</pre>', re.DOTALL)  # in report.html.jinja
 HEAD = 1 << 18
-# A page may show what it contains and video files next to it, and load nothing else.
+# A page may load only embedded data, and video files beside it.
 POLICY = (
     "default-src 'none'; img-src data:; media-src data: 'self' file:; style-src 'unsafe-inline'; "
     "script-src 'unsafe-inline'; base-uri 'none'; form-action 'none'"
@@ -39,16 +39,16 @@ POLICY = (
 
 
 def render(template: str, **values: object) -> str:
-    """A page from a template that extends `page.html.jinja`.
+    """Render a template that extends `page.html.jinja`.
 
     Args:
-        values: what the template shows, and `scripts` and `refresh` of the page.
+        values: values for the template, including `scripts` and `refresh` of the page.
     """
     return _environment().get_template(template).render(values, policy=POLICY, now=datetime.now().astimezone())
 
 
 def gallery(metrics: Columns, previews: Sequence[MediaRecord], folder: Path, *, with_mfu: bool) -> dict[str, Any]:
-    """What templates need for the curves of some metrics and a grid of previews, whose paths are below `folder`."""
+    """Template values for the curves of metrics and a grid of previews; preview paths are relative to `folder`."""
     grid, scripts = build_grid(previews, folder), ("curves.js", "viewer.js", "page.js")
     counts = {"steps": grid.hidden_steps, "prompts": grid.hidden_rows}
     left_out = [f"{count:,} more {what}" for what, count in counts.items() if count]
@@ -56,33 +56,33 @@ def gallery(metrics: Columns, previews: Sequence[MediaRecord], folder: Path, *, 
 
 
 def curves(metrics: Columns, *, with_mfu: bool = True, beside: Mapping[str, Columns] | None = None) -> dict[str, Any]:
-    """What templates need for the curves of some metrics; `beside` are those of other runs, drawn over them."""
+    """Template values for the curves of metrics; curves of other runs (`beside`) are drawn over them."""
     charts = charts_of(metrics, with_mfu=with_mfu)
-    for name, other in (beside or {}).items():
-        charts = [with_lines_of(each, name, charts_of(other)) for each in charts]
-    # Another run took other times, so the two are compared over steps.
+    for name, columns in (beside or {}).items():
+        charts = [with_lines_of(chart, name, charts_of(columns)) for chart in charts]
+    # Runs differ in pace, so they are compared over steps only.
     hours = [] if beside else hours_of(metrics)
-    return {"charts": charts, "chart_data": {"charts": [each.to_json() for each in charts], "hours": hours}}
+    return {"charts": charts, "chart_data": {"charts": [chart.to_json() for chart in charts], "hours": hours}}
 
 
 def with_lines_of(chart: Chart, name: str, others: Sequence[Chart]) -> Chart:
-    """A chart with the lines that the charts of another run have under its title; histograms stay as they are."""
-    theirs = [line for each in others if each.title == chart.title and not chart.bars for line in each.series]
-    return replace(chart, series=[*chart.series, *(replace(line, name=f"{name}: {line.name}") for line in theirs)])
+    """Add the lines of another run's chart with the same title; histograms are returned unchanged."""
+    added = [line for other in others if other.title == chart.title and not chart.bars for line in other.series]
+    return replace(chart, series=[*chart.series, *(replace(line, name=f"{name}: {line.name}") for line in added)])
 
 
 def program_in(report: Path) -> str:
-    """The program of a report that samples with the result; empty if there is none."""
+    """The sampling program in a report; empty if there is none."""
     if not report.is_file():
         return ""
     with report.open("rb") as file:
-        # It is near the top; the pictures below it take megabytes.
-        found = PROGRAM.search(file.read(HEAD).decode(errors="replace"))
-    return unescape(found[1]) if found else ""
+        # The program is near the top; the pictures below it take megabytes.
+        match = PROGRAM.search(file.read(HEAD).decode(errors="replace"))
+    return unescape(match[1]) if match else ""
 
 
 def breakable(text: str) -> Markup:
-    """A path or name that may wrap after its separators only."""
+    """A path or name with line breaks allowed only after separators."""
     return Markup("<wbr>").join(re.findall(r"[^/\\_.:-]*[/\\_.:-]+|[^/\\_.:-]+", text))
 
 
@@ -92,7 +92,7 @@ def _environment() -> Environment:
     environment = Environment(
         loader=loader,
         autoescape=True,
-        # A misspelt name in a template raises, where the default would leave a hole in the page.
+        # A misspelt name in a template raises an error; by default it would render as empty.
         undefined=StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
@@ -109,7 +109,7 @@ Item = TypeVar("Item")
 POINTS = 1000  # more than a chart has pixels
 # A curve is smoothed over this share of its length, within these bounds in steps.
 SMOOTHING_SHARE, SHORTEST_SPAN, LONGEST_SPAN = 0.05, 5, 200
-# A curve that travels this many times its range is noisy; a schedule goes up and down once or twice.
+# A curve whose total variation is this many times its range is noisy; a schedule goes up and down once or twice.
 NOISY_TRAVEL = 4
 WAITS = {"data_seconds": "for data", "weights_seconds": "for weights"}
 MEASURED = {
@@ -119,7 +119,7 @@ MEASURED = {
     "attention_density": ("Attention density", "share of the tiles that block-sparse attention visits"),
     "peak_memory_gb": ("Peak memory", "GB, the highest so far"),
 }
-# Columns that have a chart of their own, are no measurements, or would repeat the waits as shares of a step.
+# Columns without a generic chart: they have a special one, are not measurements, or repeat the waits as shares.
 KNOWN = {"train_loss", "learning_rate", "mfu", *WAITS, *MEASURED, "step", "time", "epoch"}
 KNOWN |= {"compute_share", "data_share", "weights_share"}
 
@@ -143,9 +143,9 @@ class Chart:
     """A figure of the report.
 
     Attributes:
-        note: how to read it, briefly.
+        note: a short explanation.
         log: offer a logarithmic axis.
-        minor: shown only on request.
+        minor: show only on request.
         bars: a histogram instead of curves; x is not a step.
     """
 
@@ -157,15 +157,15 @@ class Chart:
     bars: bool = False
 
     def to_json(self) -> dict[str, Any]:
-        """What `curves.js` draws."""
+        """The chart as data for `curves.js`."""
         lines = [
-            {"name": each.name, "raw": _compact(each.raw), "smooth": _compact(each.smooth)} for each in self.series
+            {"name": line.name, "raw": _compact(line.raw), "smooth": _compact(line.smooth)} for line in self.series
         ]
         return {"title": self.title, "bars": self.bars, "series": lines}
 
 
 def charts_of(metrics: Columns, *, with_mfu: bool = True) -> list[Chart]:
-    """A chart of every recorded metric, the most important first.
+    """Charts of all recorded metrics, most important first.
 
     Args:
         with_mfu: include model FLOP utilisation, which means little on a CPU.
@@ -188,14 +188,14 @@ def charts_of(metrics: Columns, *, with_mfu: bool = True) -> list[Chart]:
 
 
 def hours_of(metrics: Columns) -> list[Point]:
-    """(step, hours spent in steps so far), for charts over time; time between sessions does not count."""
+    """(step, hours spent in steps so far), for charts over time; excludes time between sessions."""
     points = metrics.points("seconds")
     spent = accumulate(seconds / 3600 for _, seconds in points)
     return thin([(step, hours) for (step, _), hours in zip(points, spent, strict=True)])
 
 
 def smoothed(name: str, points: Sequence[Point]) -> Series:
-    """The thinned points, and for a noisy curve a running average over a twentieth of it."""
+    """A thinned line; a noisy one with a running average over a twentieth of its length."""
     if not is_noisy(points):
         return Series(name, thin(points))
     # An exponential average over n values has a memory of 1 - 1/n.
@@ -205,7 +205,7 @@ def smoothed(name: str, points: Sequence[Point]) -> Series:
 
 
 def is_noisy(points: Sequence[Point]) -> bool:
-    """Whether a running average helps; a clean schedule it would only delay."""
+    """Whether a curve needs a running average, which would only delay a smooth one."""
     values = [value for _, value in points]
     travelled = sum(abs(after - before) for before, after in pairwise(values))
     return len(values) > SHORTEST_SPAN and travelled > NOISY_TRAVEL * (max(values) - min(values))
@@ -225,7 +225,7 @@ def thin(items: Sequence[Item], limit: int = POINTS) -> list[Item]:
 
 
 def thin_extremes(points: Sequence[Point], limit: int = POINTS) -> list[Point]:
-    """At most `limit` points: the lowest and highest of each stretch, so that no spike is lost."""
+    """At most `limit` points: the minimum and maximum of every interval, so that no spike is lost."""
     if len(points) <= limit:
         return list(points)
     stretches = limit // 2
@@ -233,7 +233,7 @@ def thin_extremes(points: Sequence[Point], limit: int = POINTS) -> list[Point]:
     kept: list[Point] = []
     for low, high in pairwise(edges):
         stretch = points[low:high]
-        # By step; the set makes one point of a stretch in which both are the same.
+        # Sorted by step; the set merges equal points.
         kept.extend(sorted({min(stretch, key=itemgetter(1)), max(stretch, key=itemgetter(1))}))
     return kept
 
@@ -255,7 +255,7 @@ def _waiting_chart(metrics: Columns) -> Iterator[Chart]:
 
 
 def _timestep_chart(metrics: Columns) -> Iterator[Chart]:
-    """How often each noise level was trained."""
+    """A histogram of the trained noise levels."""
     if metrics.timesteps:
         width = NOISE_LEVELS // BARS
         # The middle of a range: 25, 75, … 975.
@@ -270,7 +270,7 @@ def _compact(points: Sequence[Point]) -> list[list[float]]:
 
 # Short name of `validation_prompt`.
 MAIN_PROMPT = "validation"
-# Prompts, and previews in all; the page counts what it leaves out.
+# Maximum numbers of prompts and of previews; the page reports how many it leaves out.
 ROWS = 24
 CELLS = 96
 FEWEST_COLUMNS = 4
@@ -279,16 +279,16 @@ BUDGET = 6_000_000
 SIDES = (1024, 768, 512, 384, 256, 128)
 QUALITY = 82
 THUMBNAIL_SIDE = 320
-# What a smooth photograph takes at that quality; larger sides need not be tried for a smaller allowance.
+# Size of a smooth photograph at this quality, to skip sides that cannot fit the allowance.
 FEWEST_BYTES_PER_PIXEL = 0.08
 
 
 @dataclass(frozen=True)
 class Cell:
-    """One preview in the page.
+    """A preview in the page.
 
     Attributes:
-        source: a data URI; for a video too large to embed, its path relative to the page; empty if the file is gone.
+        source: a data URI; for a video too large to embed, a path relative to the page; empty if the file is missing.
     """
 
     record: MediaRecord
@@ -297,11 +297,11 @@ class Cell:
 
 @dataclass(frozen=True)
 class Row:
-    """One prompt over the steps; None at steps where it was not rendered.
+    """Previews of a prompt by step; None at steps where it was not rendered.
 
     Attributes:
-        plain: rendered with the trained weights.
-        averaged: rendered with the EMA weights at the same steps; empty if there are none.
+        plain: previews of the trained weights.
+        averaged: previews of the EMA weights at the same steps; empty without EMA.
     """
 
     name: str
@@ -312,7 +312,7 @@ class Row:
 
 @dataclass(frozen=True)
 class PreviewGrid:
-    """What the page shows, and how much was left out of it."""
+    """The previews that the page shows, and how many steps and rows it leaves out."""
 
     steps: Sequence[int]
     rows: Sequence[Row]
@@ -329,19 +329,19 @@ class PreviewGrid:
 def build_grid(
     records: Sequence[MediaRecord], output_dir: Path, link: Callable[[MediaRecord], str] | None = None
 ) -> PreviewGrid:
-    """Choose rows and columns and embed their pictures: `validation_prompt` first, the empty prompt last.
+    """Select rows and columns and embed their pictures: `validation_prompt` first, the empty prompt last.
 
     Args:
         records: all previews of the run.
-        output_dir: their paths are relative to it.
-        link: the address of a preview, for pages that are served and embed none.
+        output_dir: the folder to which preview paths are relative.
+        link: returns the URL of a preview, for served pages, which embed no pictures.
     """
     ordered = grid_rows(records)
     shown = ordered[:ROWS]
     all_steps = steps_of(shown)
     steps = choose_steps(all_steps, columns_beside(shown))
     count = sum(record.step in steps for row in shown for record in row)
-    # Bytes of one, which change only when their number doubles: a change re-encodes all of them.
+    # Bytes per preview. Changes only when the number of previews doubles, since a change re-encodes all of them.
     allowance = BUDGET // (1 << max(0, count - 1).bit_length())
     source = link or partial(_source, output_dir=output_dir, allowance=allowance)
     rows = [_build_row(row, steps, source) for row in shown]
@@ -357,7 +357,7 @@ def grid_rows(records: Iterable[MediaRecord]) -> list[list[MediaRecord]]:
 
 
 def steps_of(rows: Iterable[Iterable[MediaRecord]]) -> list[int]:
-    """The steps at which any of some rows was rendered."""
+    """The steps at which any of the rows was rendered."""
     return sorted({record.step for row in rows for record in row})
 
 
@@ -369,7 +369,7 @@ def columns_beside(rows: Sequence[Sequence[MediaRecord]]) -> int:
 
 
 def pages_of(records: Sequence[MediaRecord]) -> list[tuple[str, list[MediaRecord]]]:
-    """All previews in portions that a grid shows whole, each with its name."""
+    """Split previews into named pages, each small enough for a grid to show completely."""
     rows, pages = grid_rows(records), list[tuple[str, list[MediaRecord]]]()
     for top in range(0, len(rows), ROWS):
         chunk = rows[top : top + ROWS]
@@ -383,7 +383,7 @@ def pages_of(records: Sequence[MediaRecord]) -> list[tuple[str, list[MediaRecord
 
 
 def grid_order(record: MediaRecord) -> tuple[bool, bool]:
-    """Sorts `validation_prompt` to the front, at whatever strength, and the empty prompt to the end."""
+    """A sort key: `validation_prompt` first, at any strength, and the empty prompt last."""
     return not record.prompt, record.short_name.partition(" ")[0] != MAIN_PROMPT
 
 
@@ -421,7 +421,7 @@ def _source(record: MediaRecord, output_dir: Path, allowance: int) -> str:
 
 @lru_cache(maxsize=4 * CELLS)
 def _pack(path: Path, relative: str, modified: int, allowance: int) -> str:
-    """The file itself if it is small enough, else the largest reduced copy that is, or the address of a video.
+    """A data URI of the file, or of its largest copy within the allowance; for a large video, its URL.
 
     `modified` is a cache key.
     """
@@ -436,7 +436,7 @@ def _pack(path: Path, relative: str, modified: int, allowance: int) -> str:
             picture = file.convert("RGB")
     except (OSError, ValueError):
         return ""
-    # Sides that certainly do not fit are skipped.
+    # Skips sides that cannot fit.
     sides = [side for side in SIDES if side**2 * FEWEST_BYTES_PER_PIXEL <= allowance] or SIDES[-1:]
     for side in sides:
         content = webp(picture, side)
@@ -446,11 +446,11 @@ def _pack(path: Path, relative: str, modified: int, allowance: int) -> str:
 
 
 def webp(picture: Image.Image, side: int) -> bytes:
-    """A WebP file of the picture, reduced in place to a side length at most."""
-    # With a gap, Pillow first shrinks by whole factors, which is fast, and filters from at least twice the size.
+    """Encode a picture as WebP, after reducing it in place to at most `side` pixels a side."""
+    # With a gap, Pillow first shrinks by integer factors, which is fast, and filters from at least twice the size.
     picture.thumbnail((side, side), reducing_gap=2.0)
     buffer = io.BytesIO()
-    # Method 2 of 0 to 6: the report is rewritten in the middle of training, so speed counts more than size.
+    # Method 2 of 0 to 6: the report is rewritten during training, so speed matters more than size.
     picture.save(buffer, "WEBP", quality=QUALITY, method=2)
     return buffer.getvalue()
 

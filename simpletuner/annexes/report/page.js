@@ -14,7 +14,7 @@ for (const copy of document.querySelectorAll(".snippet .copy")) {
   });
 }
 
-// ---- While the run goes on: reload the page and restore its state ----
+// ---- During the run: reload the page and restore its state ----
 
 const folds = [...document.querySelectorAll("details")];
 

@@ -1,7 +1,7 @@
-"""`training_report.html`: one file that shows a run on any machine, offline.
+"""`training_report.html`: a self-contained page about a run, readable offline.
 
-It mirrors `training_metrics.jsonl`, `validation_media.jsonl` and the plan, and is rewritten as a whole whenever there
-is something new to show. Its ledger lists every input file as used, or with the reason why not.
+It shows `training_metrics.jsonl`, `validation_media.jsonl` and the plan, and is rewritten whenever there is news. Its
+ledger lists every input file as used, or with the reason why it is not.
 """
 
 from __future__ import annotations
@@ -38,18 +38,21 @@ logger = logging.getLogger(__name__)
 SAMPLES = 24  # training pictures in the report
 # Seconds after which the page of a running session reloads; a finished report does not.
 REFRESH = 30
-# More rows would make the page slow; the plan (`--dry-run`) lists them all.
+# More rows would make the page slow; the plan (`--dry-run`) lists all files.
 LEDGER_ROWS = 500
-OPEN_UP_TO = 24  # files; a longer list starts folded
+OPEN_UP_TO = 24  # files; a longer list starts collapsed
 
 State = Literal["running", "finished", "stopped"]
 
 
 def write_report(path: Path, data: Mapping[str, Any]) -> None:
-    """Replace the report, to show what `RunReport.data` says.
+    """Replace the report.
+
+    Args:
+        data: the result of `RunReport.data`.
 
     Raises:
-        DiskFullError: there was no space; the old report is kept.
+        DiskFullError: no space; the old report is kept.
     """
     shown = gallery(data["metrics"], data["previews"], data["output_dir"], with_mfu=has_accelerator(data))
     page = render(
@@ -63,7 +66,7 @@ def write_report(path: Path, data: Mapping[str, Any]) -> None:
         refresh=REFRESH if data["state"] == "running" else None,
         **shown,
     )
-    write_atomically(path, page, durable=False)  # it can be made again from the record
+    write_atomically(path, page, durable=False)  # can be rebuilt from the record
 
 
 def facts(data: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
@@ -72,7 +75,7 @@ def facts(data: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     yield "Step", f"{data['step']:,} of {data['total_steps']:,}"
     losses = [value for _, value in metrics.points("train_loss")]
     if losses:
-        # Means of tenths: single losses depend on the noise level that was drawn.
+        # Means of tenths: single losses depend on the sampled noise level.
         tenth = max(1, len(losses) // 10)
         first, last = sum(losses[:tenth]) / tenth, sum(losses[-tenth:]) / tenth
         yield "Loss, first to last tenth", f"{first:.3g} → {last:.3g}"
@@ -101,7 +104,7 @@ def time_facts(metrics: Columns) -> Iterator[tuple[str, str]]:
 
 
 def has_accelerator(data: Mapping[str, Any]) -> bool:
-    """Whether the run is on a GPU; on a CPU the share of the matmul rate says little."""
+    """Whether the run is on a GPU; on a CPU, MFU is not meaningful."""
     return data["environment"].get("device", "unknown") not in ("cpu", "unknown")
 
 
@@ -130,9 +133,9 @@ def _worded(value: Any) -> str:
 
 @dataclass
 class RunReport(Companion):
-    """Rewrites `training_report.html` at intervals, after new previews, and at the end.
+    """Companion that rewrites `training_report.html` at intervals, after new previews, and at the end.
 
-    A report that cannot be written causes one warning and does not end the run, since it can be made from the record.
+    If the report cannot be written, a single warning is logged and the run continues.
     """
 
     events: EventStream
@@ -149,9 +152,9 @@ class RunReport(Companion):
 
     @cached_property
     def samples(self) -> list[dict[str, Any]]:
-        """Some training pictures, or first frames of clips, as they are trained; evenly spaced, decoded once a session.
+        """Evenly spaced training pictures, or first frames of clips, as they are trained; decoded once per session.
 
-        Pictures are data URIs; `edited_from` is the source picture of a pair, empty if there is none.
+        Pictures are data URIs; `edited_from` is the source picture of a pair, or empty.
         """
         samples = [sample for data in self.plan.trained for sample in data.samples]
         return [
@@ -168,7 +171,7 @@ class RunReport(Companion):
     def __call__(self, event: Event) -> None:
         total = self.plan.length.total_steps
         match event:
-            # Every rewrite renders the whole page, so there are about 20 of them in a long run.
+            # Every rewrite renders the whole page, so a long run has only about 20 of them.
             case happened.StepReport() if event.step % max(50, total // 20) == 0:
                 self.write()
             case happened.PhaseEnded(happened.PhaseStarted(kind=happened.PREVIEWS)):
@@ -188,13 +191,13 @@ class RunReport(Companion):
         try:
             write_report(self.plan.output_dir / REPORT_FILE, self.data(state, message))
         except (OSError, UserError) as error:
-            # Warned of once: a full disk would repeat it at every rewrite.
+            # Logged once: on a full disk every rewrite fails.
             if not self._failed:
-                logger.warning("The report cannot be written, and the run continues without it. %s", error)
+                logger.warning("The report cannot be written; the run continues without it. %s", error)
             self._failed = True
 
     def data(self, state: State, message: str) -> dict[str, Any]:
-        """What the page shows.
+        """The values that the page shows.
 
         Args:
             message: why the run stopped.
@@ -208,7 +211,7 @@ class RunReport(Companion):
             "metrics": Columns.of(read_rows(folder / METRICS_FILE)),
             "previews": read_media(folder / MEDIA_FILE),
             "settings": settings_of(plan.config),
-            # Id, number of files, number of those in use, and the sizes that they are trained at.
+            # Id, number of files, number of used files, and trained sizes.
             "datasets": [
                 (data.id, len(data.samples) + len(data.rejected), len(data.samples), sorted(data.sizes()))
                 for data in plan.datasets

@@ -1,4 +1,4 @@
-"""The contact sheet of a sweep, and what else was rendered from a run. Free of torch."""
+"""The contact sheet of a sweep, and other samples of a run. Free of torch."""
 
 from __future__ import annotations
 
@@ -21,22 +21,22 @@ from simpletuner.config.values import read_json
 from simpletuner.errors import result_of
 from simpletuner.reporting.metrics import MEDIA, MIME, VIDEO_MIME, MediaRecord
 
-SAMPLES = 48  # that a page shows, the newest
-SAME = ("prompt", "seed", "index", "width", "height")  # of samples in a row
+SAMPLES = 48  # newest samples that a page shows
+SAME = ("prompt", "seed", "index", "width", "height")  # equal for all samples in a row
 PAGE, PICTURE, CONTENT, LOSSES = "sheet.html", "sheet.png", "sheet.json", "losses.json"
 CELL, MARGIN, FONT_SIZE = 256, 8, 14  # of the picture, in pixels
 
 
 @dataclass(frozen=True)
 class Sheet:
-    """What a sweep shows.
+    """The contact sheet of a sweep.
 
     Attributes:
-        title: the run.
-        folder: paths of the records are relative to it.
+        title: name of the run.
+        folder: the folder to which paths of records are relative.
         records: the cells: a row per `short_name`, a column per step.
-        metrics: of the run's `training_metrics.jsonl`.
-        losses: the evaluation loss of the best checkpoint by strength, if it was measured.
+        metrics: metrics of the run.
+        losses: evaluation loss of the best checkpoint by strength, if measured.
     """
 
     title: str
@@ -47,15 +47,15 @@ class Sheet:
 
     @classmethod
     def read(cls, folder: Path, title: str, metrics: Columns) -> Sheet:
-        """The sheet that was begun last in a folder, with the cells that are rendered by now; none without one."""
+        """Read the latest sheet of a folder, with the cells rendered so far; without records if there is none."""
         content, losses = result_of(read_json(folder / CONTENT, list)), result_of(read_json(folder / LOSSES, dict))
-        records = [MEDIA.validate_python(each) for each in content or ()]
-        return cls(title, folder, [each for each in records if (folder / each.path).is_file()], metrics, losses or {})
+        cells = [MEDIA.validate_python(record) for record in content or ()]
+        return cls(title, folder, [each for each in cells if (folder / each.path).is_file()], metrics, losses or {})
 
     def begin(self) -> None:
-        """Write which cells there will be, for those who watch."""
+        """Write the list of planned cells, for pages that show progress."""
         write_json(self.folder / CONTENT, [asdict(record) for record in self.records], durable=False)
-        write_json(self.folder / LOSSES, {}, durable=False)  # those of an earlier sweep may be of another checkpoint
+        write_json(self.folder / LOSSES, {}, durable=False)  # an earlier sweep's losses may be of another checkpoint
 
     @property
     def steps(self) -> list[int]:
@@ -64,28 +64,28 @@ class Sheet:
 
     @property
     def best(self) -> int | None:
-        """The checkpoint with the lowest evaluation loss, interpolated between the steps where it was measured."""
+        """The checkpoint with the lowest evaluation loss, interpolated between measured steps."""
         points = evaluation_points(self.metrics)
         steps, losses = [step for step, _ in points], [loss for _, loss in points]
         return min(self.steps, key=lambda step: float(np.interp(step, steps, losses))) if points else None
 
     @property
     def verdict(self) -> str:
-        """What the evaluation loss says, in a sentence or two."""
+        """A summary of the evaluation loss in one or two sentences."""
         points = evaluation_points(self.metrics)
         if not points:
             return "No evaluation loss was measured, so no checkpoint is marked; eval_steps_interval measures it."
         (low, least), (last, loss) = min(points, key=lambda point: point[1]), points[-1]
         if low == last:
-            told = f"The evaluation loss is lowest at the last step measured ({least:.4g} at step {low:,})."
+            summary = f"The evaluation loss is lowest at the last measured step ({least:.4g} at step {low:,})."
         else:
-            rise = f"rises after it, to {loss:.4g} at step {last:,}"
-            told = f"The evaluation loss is lowest at step {low:,} ({least:.4g}) and {rise}."
+            rise = f"then rises to {loss:.4g} at step {last:,}"
+            summary = f"The evaluation loss is lowest at step {low:,} ({least:.4g}) and {rise}."
         by_strength = ", ".join(f"{loss:.4g} at strength {strength}" for strength, loss in self.losses.items())
-        return f"{told} Checkpoint {self.best:,} has {by_strength}." if by_strength else told
+        return f"{summary} Checkpoint {self.best:,} has {by_strength}." if by_strength else summary
 
     def write(self) -> None:
-        """Write `sheet.html`, which holds the pictures, `sheet.png` and the losses."""
+        """Write `sheet.html` with embedded pictures, `sheet.png` and the losses."""
         write_json(self.folder / LOSSES, self.losses, durable=False)
         kept = {"step", "train_loss", *evaluation_names(self.metrics)}
         shown = gallery(self.metrics.only(kept), self.records, self.folder, with_mfu=False)
@@ -95,7 +95,7 @@ class Sheet:
             self._picture().save(file, "PNG")
 
     def _picture(self) -> Image.Image:
-        """A row per prompt with its name and text above, a column per checkpoint; the middle frames of clips."""
+        """Draw a row per prompt under its name and text, and a column per checkpoint; clips as middle frames."""
         records = sorted(self.records, key=grid_order)
         line, font = FONT_SIZE + MARGIN, ImageFont.load_default(FONT_SIZE)
         height = max(CELL * record.height // max(record.width, record.height) for record in records)
@@ -121,13 +121,13 @@ class Sheet:
 
 
 def cell(made: Mapping[str, Any], name: str, path: str) -> MediaRecord:
-    """The record of what was rendered by a recipe."""
+    """The record of a render, from its recipe."""
     shown = {key: made[key] for key in ("width", "height", "seed", "index", "prompt")}
     return MediaRecord(step=made["step"] or 0, short_name=name, path=path, **shown)
 
 
 def samples_in(folder: Path) -> list[MediaRecord]:
-    """The newest samples in a folder: a row per prompt, seed and strength, with the untrained model as step 0."""
+    """The newest samples in a folder: a row per prompt, seed and strength; the base model counts as step 0."""
     made = recipes_in(folder)
     strengths: dict[tuple[Any, ...], set[float]] = defaultdict(set)
     for recipe in made.values():
@@ -135,7 +135,7 @@ def samples_in(folder: Path) -> list[MediaRecord]:
     records: dict[tuple[Any, ...], MediaRecord] = {}
     for name, recipe in made.items():
         is_untrained = recipe["strength"] == 0
-        # Without its LoRA, the model belongs to the rows of all strengths.
+        # Renders of the base model belong to the rows of all strengths.
         rows = sorted(strengths[itemgetter(*SAME)(recipe)]) or [1] if is_untrained else [recipe["strength"]]
         for strength in rows:
             title = f"{recipe['prompt']:.50}, seed {recipe['seed']}" + (f", at {strength:g}" if strength != 1 else "")
@@ -146,8 +146,8 @@ def samples_in(folder: Path) -> list[MediaRecord]:
 
 
 def recipes_in(folder: Path) -> dict[str, dict[str, Any]]:
-    """The recipes of the newest samples by their files' names; what is no sample is left out."""
-    files = [each for each in folder.glob("*") if each.suffix in {*MIME, *VIDEO_MIME}]
+    """The recipes of the newest samples, by file name; other files are ignored."""
+    files = [path for path in folder.glob("*") if path.suffix in {*MIME, *VIDEO_MIME}]
     newest = sorted(files, key=lambda file: file.stat().st_mtime_ns, reverse=True)[:SAMPLES]
     made = {file.name: result_of(read_json(file.with_suffix(".json"), dict)) or {} for file in newest}
     return {name: recipe for name, recipe in made.items() if recipe.keys() >= {*SAME, "step", "strength"}}
@@ -158,9 +158,9 @@ def still(path: Path) -> Image.Image:
     if path.suffix != ".mp4":
         with Image.open(path) as picture:
             return picture.convert("RGB")
-    import av  # the page imports this module and decodes no clip
+    import av  # imported here, since the page imports this module without decoding clips
 
     with av.open(str(path)) as clip:
-        # 0 if the file does not say how many it has.
+        # `frames` is 0 if the file does not store it.
         middle = clip.streams.video[0].frames // 2
         return next(islice(clip.decode(video=0), middle, None)).to_image()

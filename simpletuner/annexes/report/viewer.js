@@ -72,14 +72,14 @@ function itemOf(button, group, name, prompt) {
 let items = [];
 let rows = [];
 
-// Reads the previews that the page shows; called again when there are new ones.
+// Collects the previews on the page; called again after new ones are added.
 function gather() {
   items = [];
   rows = [...document.querySelectorAll(".prompt-row")].map((row, group) => {
     const prompt = row.querySelector(".prompt").textContent;
-    const own = [...row.querySelectorAll("button.preview")].map((button) => itemOf(button, group, row.dataset.name, prompt));
-    items.push(...own.filter((item) => !item.ema), ...own.filter((item) => item.ema));
-    return own;
+    const previews = [...row.querySelectorAll("button.preview")].map((button) => itemOf(button, group, row.dataset.name, prompt));
+    items.push(...previews.filter((item) => !item.ema), ...previews.filter((item) => item.ema));
+    return previews;
   });
   for (const sample of document.querySelectorAll("figure.sample")) {
     const prompt = sample.querySelector("figcaption").title;
@@ -91,7 +91,7 @@ setInterval(keepTogether, 400);
 
 // ---- Before and after ----
 
-// Two pictures of the same size on top of each other, with a divider that can be dragged.
+// Two overlaid pictures of the same size, with a divider that can be dragged.
 function slider(before, after) {
   const input = element("input", { type: "range", min: "0", max: "100", step: "0.1", value: "50", "aria-label": "Compare" });
   const box = element("div", { class: "compare" }, pictureOf(before), pictureOf(after), element("span", { class: "handle" }),
@@ -114,8 +114,7 @@ function compared(before, after) {
   return after.isClip ? sideBySide(before, after) : slider(before, after);
 }
 
-// Fills the section with the first and the newest preview of each row. Not as sliders: half of each picture would be
-// hidden, and with it what was learned in the other half.
+// Fills the section with the first and the newest preview of each row, side by side: a slider would hide half of each.
 function fillComparison(section, rowsShown = rows) {
   const place = section.querySelector(".comparisons");
   place.replaceChildren();
@@ -144,11 +143,11 @@ function button(text, label, act, { disabled = false, pressed = null } = {}) {
   return made;
 }
 
-// The item of the same step (and weights) in the next group, else its first item.
+// The item with the same step and weights in the next group, or else the group's first item.
 function neighbour(direction) {
   const here = items[view.index];
-  const others = items.filter((item) => item.group === here.group + direction);
-  const same = others.find((item) => item.step === here.step && item.ema === here.ema) ?? others[0];
+  const next = items.filter((item) => item.group === here.group + direction);
+  const same = next.find((item) => item.step === here.step && item.ema === here.ema) ?? next[0];
   return here.group < 0 || !same ? -1 : items.indexOf(same);
 }
 

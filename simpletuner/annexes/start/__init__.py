@@ -1,1 +1,1 @@
-"""From a folder of pictures or clips to the files of a run; the command and the page share it."""
+"""Makes the files of a run from a folder of pictures or clips; used by the command and the page."""

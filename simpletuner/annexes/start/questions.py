@@ -1,4 +1,4 @@
-"""The questions of `simpletuner start`: at most three, about what the files and the command line leave open."""
+"""The questions of `simpletuner start`: at most three, about settings that files and command line leave open."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def ask(
         captions: captions will be written for files without one.
 
     Raises:
-        UserError: the folder, an answer or a setting cannot be used.
+        UserError: the folder, an answer or a setting is invalid.
     """
     material, name = Material.of(folder), given["name"] or run_name(folder)
     talk.tell(f"{folder}: {material.describe()}")
@@ -48,7 +48,7 @@ def ask(
 
 
 def _check_settings(made: Start) -> None:
-    """Raise what is wrong with the config, without the files beside it, which do not exist yet."""
+    """Raise problems of the config; files that are written later are not checked."""
     judged = {key: value for key, value in made.config().items() if key not in FILES or key in made.settings}
     Problems(Draft(made.folder / "config.json", judged).judgement.problems).raise_if_fatal()
 
@@ -59,17 +59,17 @@ def _ask_trigger(talk: Talk, purpose: str) -> str:
     what = f", and what it is, as in: {TRIGGER}, a grey cat" if purpose == "subject" else ""
     question = f"A word for it that the model does not know{what} [{TRIGGER}]: "
     while (answer := talk.read_line(question)) == HELP:
-        talk.say("    It stands for what is learned: in captions now, later in your prompts.", "cyan")
+        talk.say("    It names what is learned, in captions now and later in your prompts.", "cyan")
     return answer or TRIGGER
 
 
 def _check(material: Material, name: str, given: Mapping[str, str | None], *, captions: bool) -> Iterator[Problem]:
-    """Everything wrong with the folder and the given answers, before the first question."""
+    """All problems of the folder and the given answers, before the first question."""
     target = Path("config") / name
     if re.search(r"[/\\\x00-\x1f]", name):
         yield Problem("", f"--name {name!r} is not the name of a folder.")
     elif target.exists() or target.is_symlink():
-        message = f"{target} exists already: go on with `simpletuner train env={name}`, or give --name."
+        message = f"{target} exists already: continue with `simpletuner train env={name}`, or set --name."
         yield Problem("", message)
     for option, names in (("purpose", material.purposes), ("model", [*material.models])):
         if (value := given[option]) is not None and value not in names:
@@ -78,10 +78,10 @@ def _check(material: Material, name: str, given: Mapping[str, str | None], *, ca
 
 
 def _check_captions(material: Material, model: str | None, *, captions: bool) -> Iterator[Problem]:
-    """Some files lack captions, or the model cannot write them."""
+    """Problems of missing captions, or of a model that cannot write them."""
     missing, captioned = len(material.uncaptioned), len(material.captioned)
     if captions and missing and model in material.models and not writes_captions(material.models[model]):
-        yield Problem("", f"--caption: the text encoder of {model} writes none; choose another model.")
+        yield Problem("", f"--caption: the text encoder of {model} cannot write captions; choose another model.")
     if not captions and missing and (captioned or material.sources):
         first = material.uncaptioned[0]
         advice = "writes them with the model's own Qwen2.5-VL, or put a .txt file of the same name beside each."
@@ -109,7 +109,7 @@ def _choose_model(talk: Talk, starts: Mapping[str, Start], given: str | None) ->
 
 
 def _choose(talk: Talk, text: str, choices: Mapping[str, str], given: str | None) -> str:
-    """The given choice, the only one, or the answer to a question, whose default is the first."""
+    """The given choice, the only one, or the answer to a question; the first choice is the default."""
     if given is not None or len(choices) == 1:
         return given or next(iter(choices))
     return talk.pick(text, choices)

@@ -1,6 +1,6 @@
-"""Saves uploaded files and the files of uploaded zips in a folder: whole or not at all, and overwriting nothing.
+"""Saves uploaded files and zips in a folder: all or nothing, without overwriting files.
 
-A file is received, and a zip unpacked, in a hidden folder inside the target. Files get their names when all are
+Files are received, and zips unpacked, in a hidden folder inside the target. They are moved into place when all are
 complete, so a broken connection or a full disk leaves nothing behind.
 """
 
@@ -31,13 +31,13 @@ from simpletuner.errors import DiskFullError, UserError
 
 ZIP, HIDDEN = ".zip", ".upload-"
 USED = PICTURE_SUFFIXES | CLIP_SUFFIXES | {CAPTION_SUFFIX}
-LARGEST_FILE = LARGEST_CLIP  # also of a zip, packed and unpacked
+LARGEST_FILE = LARGEST_CLIP  # also for a zip, packed and unpacked
 MOST_FILES = 10_000  # in a zip, or dropped at once
 DEEPEST = 8  # nested folders
-# Pictures and clips hardly shrink: a higher ratio is a zip bomb, unless the content is small, as flat masks are.
+# Pictures and clips hardly compress: a higher ratio is a zip bomb, unless the content is small (flat masks).
 MOST_SHRUNK, SMALL = 100, 2**28
 LONGEST_NAME = 200  # bytes; file systems take 255, and temporary files add to a name
-# Control characters, overrides of the writing direction, and what Windows refuses in names.
+# Control characters, bidirectional overrides, and characters that Windows forbids in names.
 UNSAFE = re.compile(r'[\x00-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff<>:"|?*]')
 RESERVED = re.compile(r"(con|prn|aux|nul|com\d|lpt\d)(\.|$)", re.IGNORECASE)  # devices of Windows
 SEPARATORS = re.compile(r"[/\\]")
@@ -45,21 +45,21 @@ LONGEST_LIST = MOST_FILES * 1024  # bytes of the list of files in a zip, which i
 # Signatures of a zip's end record, and of the zip64 locator, the 20 bytes before it in a large zip.
 END_OF_ZIP, LARGE_ZIP = b"PK\5\6", b"PK\6\7"
 LARGE_END, LONGEST_END = 56 + 20, 56 + 20 + 22 + 2**16
-LEFT_SECONDS = 3600.0  # without a byte, after which an upload belongs to a server that was killed
+LEFT_SECONDS = 3600.0  # seconds without data after which an upload counts as abandoned by a killed server
 
 
 def receive(folder: Path, name: str, parts: Iterable[bytes]) -> tuple[list[str], dict[str, str]]:
     """Save a file, or the files of a zip, in a folder.
 
     Args:
-        name: a path below the folder, as `safe_name` makes it.
-        parts: of its content, as they arrive.
+        name: a path below the folder, returned by `safe_name`.
+        parts: chunks of the content.
 
     Returns:
-        The names of the saved files, and by name why others were skipped.
+        The names of the saved files, and the reasons why others were skipped, by name.
 
     Raises:
-        UserError: it is too large, or a damaged or dangerous zip.
+        UserError: the file is too large, or is a damaged or dangerous zip.
         DiskFullError: no space left.
     """
     is_zip, received = name.lower().endswith(ZIP), 0
@@ -67,7 +67,7 @@ def receive(folder: Path, name: str, parts: Iterable[bytes]) -> tuple[list[str],
         return [], {name: reason}
     _sweep(folder)
     with writing_to(folder / name), TemporaryDirectory(prefix=HIDDEN, dir=folder) as hidden:
-        # Not flushed to the disk: training detects files that a power cut has damaged.
+        # Not fsynced: training detects files damaged by a power cut.
         file = Path(hidden, f"0{Path(name).suffix.lower()}")
         with file.open("xb") as target:
             for part in parts:
@@ -75,34 +75,34 @@ def receive(folder: Path, name: str, parts: Iterable[bytes]) -> tuple[list[str],
                 if received > LARGEST_FILE:
                     raise UserError(f"{name} is larger than {gigabytes(LARGEST_FILE)}.")
                 target.write(part)
-        found, skipped = unpack(file, name) if is_zip else ({name: file}, {})
-        return _place(found, folder, skipped)
+        files, skipped = unpack(file, name) if is_zip else ({name: file}, {})
+        return _place(files, folder, skipped)
 
 
 def _sweep(folder: Path) -> None:
     """Remove unfinished uploads of a killed server."""
     for left in folder.glob(f"{HIDDEN}*/"):
-        with suppress(FileNotFoundError):  # its upload has just ended
+        with suppress(FileNotFoundError):  # the upload has just ended
             if max(path.stat().st_mtime for path in (left, *left.iterdir())) < time.time() - LEFT_SECONDS:
                 shutil.rmtree(left)
 
 
-def _place(found: Mapping[str, Path], folder: Path, skipped: dict[str, str]) -> tuple[list[str], dict[str, str]]:
-    """Give files their names in a folder, except damaged files and those whose names are taken."""
+def _place(files: Mapping[str, Path], folder: Path, skipped: dict[str, str]) -> tuple[list[str], dict[str, str]]:
+    """Move files into a folder, except damaged files and names that are taken."""
     saved = []
-    for name, path in found.items():
+    for name, path in files.items():
         facts = inspect_files(path.parent, [path.name], {}) if path.suffix != CAPTION_SUFFIX else {}
-        if reason := next((each.problem for each in facts.values()), None):
+        if reason := next((fact.problem for fact in facts.values()), None):
             skipped[name] = reason
         elif _keep(path, folder, name):
             saved.append(name)
         else:
-            skipped[name] = "is there already; the file that was there has been kept"
+            skipped[name] = "exists already; the existing file was kept"
     return saved, skipped
 
 
 def _keep(path: Path, folder: Path, name: str) -> bool:
-    """Move a file to its name below a folder; False if the name is taken or leads out of it."""
+    """Move a file to a name below a folder; False if the name is taken or leads out of the folder."""
     target = folder / name
     if not target.parent.resolve().is_relative_to(folder.resolve()):
         return False  # through a link
@@ -119,13 +119,13 @@ def _keep(path: Path, folder: Path, name: str) -> bool:
 
 
 def unpack(archive: Path, title: str) -> tuple[dict[str, Path], dict[str, str]]:
-    """Unpack a zip beside itself.
+    """Unpack a zip into its own folder.
 
     Returns:
-        The unpacked files by name, and by name why others were skipped.
+        The unpacked files by name, and the reasons why others were skipped, by name.
 
     Raises:
-        UserError: it is damaged or dangerous.
+        UserError: the zip is damaged or dangerous.
     """
     try:
         _check_end(archive)
@@ -133,36 +133,36 @@ def unpack(archive: Path, title: str) -> tuple[dict[str, Path], dict[str, str]]:
             members = [member for member in content.infolist() if not member.is_dir()]
             _check(members, archive.stat().st_size)
             check_space(archive.parent, sum(member.file_size for member in members))
-            found, skipped = _unpack(content, members, archive)
+            files, skipped = _unpack(content, members, archive)
     except _Fault as fault:
         raise UserError(f"{title} was not unpacked: {fault}.") from None
     except (BadZipFile, zlib.error, lzma.LZMAError, EOFError, NotImplementedError) as error:
         raise UserError(f"{title} is damaged, or not a zip: {error}.") from None
-    if len({name.partition("/")[0] for name in found}) == 1 and all("/" in name for name in found):
-        # A folder was zipped: its name is dropped.
-        found = {name.partition("/")[2]: path for name, path in found.items()}
-    return found, skipped
+    if len({name.partition("/")[0] for name in files}) == 1 and all("/" in name for name in files):
+        # A folder was zipped: drop its name.
+        files = {name.partition("/")[2]: path for name, path in files.items()}
+    return files, skipped
 
 
 def _unpack(content: ZipFile, members: Sequence[ZipInfo], archive: Path) -> tuple[dict[str, Path], dict[str, str]]:
-    found, skipped = dict[str, Path](), dict[str, str]()
+    files, skipped = dict[str, Path](), dict[str, str]()
     for number, member in enumerate(members, start=1):
         name = safe_name(member.filename)
-        if reason := why_unused(name) or (name in found and "is in the zip twice; the first was used"):
+        if reason := why_unused(name) or (name in files and "is in the zip twice; the first was used"):
             skipped[name] = reason
             continue
-        found[name] = archive.with_name(f"{number}{Path(name).suffix.lower()}")
-        with content.open(member) as source, found[name].open("xb") as target:
+        files[name] = archive.with_name(f"{number}{Path(name).suffix.lower()}")
+        with content.open(member) as source, files[name].open("xb") as target:
             shutil.copyfileobj(source, target)
-    return found, skipped
+    return files, skipped
 
 
 class _Fault(Exception):
-    """Why a zip is not unpacked."""
+    """A zip must not be unpacked."""
 
 
 def _check_end(archive: Path) -> None:
-    """Refuse a zip with too many files before its list, whose claimed size may be false, is read into memory."""
+    """Refuse a zip with too many files before its directory, whose size may be forged, is read into memory."""
     with archive.open("rb") as file:
         file.seek(max(0, archive.stat().st_size - LONGEST_END))
         before, found, end = file.read().rpartition(END_OF_ZIP)
@@ -174,14 +174,14 @@ def _check_end(archive: Path) -> None:
 
 
 def _check(members: Sequence[ZipInfo], size: int) -> None:
-    """Refuse dangerous members, and more content than the size of the zip explains."""
+    """Refuse dangerous members and implausible compression ratios."""
     total = sum(member.file_size for member in members)
     if len(members) > MOST_FILES:
         raise _Fault(f"it holds more than {MOST_FILES:,} files")
     if total > LARGEST_FILE:
-        raise _Fault(f"its files take {gigabytes(total)}; at most {gigabytes(LARGEST_FILE)} are taken")
+        raise _Fault(f"its files take {gigabytes(total)}; at most {gigabytes(LARGEST_FILE)} are allowed")
     if total > max(SMALL, MOST_SHRUNK * size):
-        raise _Fault(f"{gigabytes(size)} would become {gigabytes(total)}, as pictures and clips never do")
+        raise _Fault(f"{gigabytes(size)} would become {gigabytes(total)}, too much for pictures and clips")
     for member in members:
         _check_member(member)
 
@@ -199,7 +199,7 @@ def _check_member(member: ZipInfo) -> None:
 
 
 def why_unused(name: str) -> str | None:
-    """Why a file of this name is not taken; None if it is."""
+    """Why a file with this name is skipped; None if it is accepted."""
     hidden = next(filter(None, map(name_problem, name.split("/"))), None)
     kind = None if Path(name).suffix.lower() in USED else "is not a picture, a clip, a caption (.txt) or a zip"
     return hidden[1] if hidden else kind
@@ -212,7 +212,7 @@ def safe_name(name: str) -> str:
 
 
 def safe_part(part: str) -> str:
-    """A name of a file or folder that is valid on every system, with the same extension."""
+    """A file or folder name that is valid on every system, with the same extension."""
     part = UNSAFE.sub("-", part).strip().rstrip(".")
     path = Path(f"_{part}" if RESERVED.match(part) else part)
     return path.stem.encode()[: LONGEST_NAME - len(path.suffix.encode())].decode(errors="ignore") + path.suffix
@@ -222,7 +222,7 @@ def check_space(folder: Path, needed: int) -> None:
     """Check that files fit on the disk; a full one would also stop runs from saving.
 
     Raises:
-        DiskFullError: they do not.
+        DiskFullError: the disk has too little space.
     """
     if needed > (free := shutil.disk_usage(folder).free):
         raise DiskFullError(f"{folder}: {gigabytes(needed)} do not fit on the disk, which has {gigabytes(free)} free.")

@@ -1,6 +1,6 @@
-"""From a folder of pictures or clips to the config of a run: its material, and a recipe for its purpose.
+"""Makes the config of a run from a folder of pictures or clips and a recipe for its purpose.
 
-Recipes are `examples/recipes/PURPOSE.json`. The settings of a model are those of its packaged example.
+Recipes are `examples/recipes/PURPOSE.json`. A model's settings come from its packaged example.
 """
 
 from __future__ import annotations
@@ -37,33 +37,33 @@ from simpletuner.models.spec import FamilySpec
 from simpletuner.validation.prompts import SMALLEST_SIDE
 
 T = TypeVar("T")
-# The packaged examples whose settings models start from; the first suits most people.
+# Packaged examples that provide the settings of models; the first suits most users.
 PICTURES: tuple[str, ...] = ("kandinsky5-image-lora",)
 EDITS = ("kandinsky5-image-edit-lora",)
-# Tiny models that train in minutes on a CPU; they draw simple shapes.
-DEMOS = {True: "demo-video", False: "demo"}  # of clips, of pictures
+# Tiny models that train in minutes on a CPU and draw simple shapes; by whether they learn clips.
+DEMOS = {True: "demo-video", False: "demo"}
 CLIPS = ("kandinsky5-video-lite-lora", "sanavideo-lora", "kandinsky5-video-pro-lora")
-# What can be learned, with the example of the usual model.
+# Purposes, with the example of the usual model.
 PURPOSES = {"subject": PICTURES[0], "style": PICTURES[0], "motion": CLIPS[0], "edit": EDITS[0]}
 # Names of the folders with pictures before and after an edit.
 PAIRS = (("before", "after"), ("source", "target"), ("input", "output"))
-LOOKED_AT = 200  # files that are opened; a folder may hold thousands
-MOST_NAMED = 3  # files beside those that are trained
-SMALL_ONES = 10  # percent of the files that may be smaller or shorter than the trained size
+LOOKED_AT = 200  # files that are opened; a folder may contain thousands
+MOST_NAMED = 3  # untrained files that are listed by name
+SMALL_ONES = 10  # percent of files that may be smaller or shorter than the trained size
 UNSEEN_ENLARGEMENT = 1.1
-SIZE_STEP, SMALLEST_SIZE = 64, 256  # of the resolution; models draw little below
+SIZE_STEP, SMALLEST_SIZE = 64, 256  # of the resolution; below it, models render little
 
 
 @dataclass(frozen=True)
 class Material:
-    """What a folder holds.
+    """The training files in a folder.
 
     Attributes:
-        folder: of what is trained.
+        folder: the folder of the trained files.
         files: pictures or clips, and their caption files.
-        holds_clips: they are clips.
-        sources: the folder of the pictures that edits start from.
-        others: clips beside more pictures, or pictures beside more clips; they are not trained.
+        holds_clips: the files are clips.
+        sources: the folder of source pictures, for edits.
+        others: files of the less frequent kind (clips or pictures), which are not trained.
     """
 
     folder: Path
@@ -77,26 +77,26 @@ class Material:
         """The pictures or the clips in a folder, whichever are more.
 
         Raises:
-            UserError: it holds neither.
+            UserError: the folder contains neither.
         """
         if not is_readable(folder):
             raise UserError(f"{folder} cannot be read." if folder.is_dir() else f"{folder} is not a folder.")
         if pair := _pair(folder):
             if not (pictures := scan(pair[1])).files:
-                raise UserError(f"{pair[1]} holds no pictures.")
+                raise UserError(f"{pair[1]} contains no pictures.")
             return cls(pair[1], pictures, sources=pair[0])
         pictures, clips = scan(folder), scan(folder, CLIP_SUFFIXES)
         if not pictures.files and not clips.files:
             config = folder / "config.json"
             hint = f" It has a config: simpletuner train --config {config}." if config.is_file() else ""
-            raise UserError(f"{folder} holds no pictures and no clips.{hint}")
+            raise UserError(f"{folder} contains no pictures and no clips.{hint}")
         if len(clips.files) > len(pictures.files):
             return cls(folder, clips, holds_clips=True, others=pictures.files)
         return cls(folder, pictures, others=clips.files)
 
     @classmethod
     def of_entry(cls, entry: Mapping[str, Any]) -> Material:
-        """What the folder of a dataset entry holds; nothing if it does not exist yet."""
+        """The files in the folder of a dataset entry; none if the folder does not exist yet."""
         folder, holds_clips = Path(entry["instance_data_dir"]), "video" in entry
         wanted = CLIP_SUFFIXES if holds_clips else PICTURE_SUFFIXES
         return cls(folder, scan(folder, wanted) if is_readable(folder) else Scan(), holds_clips)
@@ -118,7 +118,7 @@ class Material:
 
     @property
     def purposes(self) -> Sequence[str]:
-        """The purposes it may have, the likeliest first."""
+        """Possible purposes, likeliest first."""
         if self.sources:
             return ("edit",)
         return ("motion", "subject", "style") if self.holds_clips else ("subject", "style")
@@ -130,10 +130,10 @@ class Material:
     @cached_property
     def uncaptioned(self) -> list[str]:
         names = (name for name in self.files.files if pair_key(name) not in self.files.captions)
-        return [name for name in names if (self.folder / name).is_file()]  # no link to nowhere
+        return [name for name in names if (self.folder / name).is_file()]  # skips broken links
 
     def _read(self, names: Iterable[str], read: Callable[[Path], T]) -> list[T]:
-        """What the first of some files hold; the plan reports those that cannot be read."""
+        """Read the first `LOOKED_AT` files; unreadable files are skipped, since the plan reports them."""
         contents = []
         for name in islice(dict.fromkeys(names), LOOKED_AT):
             with suppress(LeftOutError, MediaError):
@@ -148,34 +148,34 @@ class Material:
 
     @cached_property
     def clips(self) -> list[ClipFacts]:
-        """The facts of clips; none of pictures."""
+        """The facts of clips; empty for pictures."""
         return self._read(self.files.files, probe_clip) if self.holds_clips else []
 
     @cached_property
     def sizes(self) -> list[tuple[int, int]]:
-        """Width and height of the files, the smallest first."""
+        """Width and height of the files, smallest first."""
         clips = [(clip.width, clip.height) for clip in self.clips]
         return sorted(clips if self.holds_clips else self._read(self.files.files, probe), key=math.prod)
 
     @property
     def usable(self) -> int:
-        """How many files can be trained: all but the unreadable ones among those that are looked at."""
+        """The number of trainable files: all except unreadable ones among the first `LOOKED_AT`."""
         return len(self.files.files[LOOKED_AT:]) + len(self.sizes)
 
     def resolution(self, largest: int, *, square: bool) -> int:
-        """The edge of a square with as many pixels as to train, so that few files are enlarged.
+        """The resolution, as the edge of a square of equal area, such that few files are enlarged.
 
         Args:
-            square: the files are cropped to one.
+            square: files are cropped to squares.
         """
         edges = sorted(min(size) if square else math.isqrt(math.prod(size)) for size in self.sizes) or [largest]
         edge = edges[len(edges) * SMALL_ONES // 100]
-        # A little larger is better than a size that the model was not trained at.
+        # Slight enlargement is better than a size that the model was not trained at.
         is_enough = edge * UNSEEN_ENLARGEMENT >= largest
         return largest if is_enough else min(largest, max(SMALLEST_SIZE, edge // SIZE_STEP * SIZE_STEP))
 
     def frames(self, spec: FamilySpec, longest: int) -> int:
-        """The number of frames to train, so that few clips are too short; stills among clips do not count."""
+        """The number of frames to train, such that few clips are too short; stills are ignored."""
         lengths = sorted(clip.frames_at(spec.frame_rate or 1) for clip in self.clips)
         lengths = [length for length in lengths if length > spec.frame_stride] or lengths or [longest]
         return fitting_frames(min(longest, lengths[len(lengths) * SMALL_ONES // 100]), spec.frame_stride)
@@ -184,7 +184,7 @@ class Material:
         """A dataset entry with a resolution and a length that suit these files.
 
         Args:
-            longest: frames of a clip, at most.
+            longest: maximum number of frames.
         """
         resolution = self.resolution(entry["resolution"], square=entry.get("crop_aspect") == "square")
         fitted = {**entry, "resolution": resolution}
@@ -194,7 +194,7 @@ class Material:
         return fitted
 
     def describe(self) -> str:
-        """One line."""
+        """A one-line description."""
         sources = f", each with a picture in {self.sources.name}" if self.sources else ""
         sizes = " to ".join(dict.fromkeys(f"{width}x{height}" for width, height in (*self.sizes[:1], *self.sizes[-1:])))
         seconds = sorted(clip.seconds for clip in self.clips) if self.holds_clips else []
@@ -203,22 +203,22 @@ class Material:
         return f"{self.noun}: {', '.join(filter(None, facts))}; with a caption: {len(self.captioned)}"
 
     def describe_others(self) -> str:
-        """One line about clips beside pictures, or the reverse; empty if there are none."""
+        """A line about files that are not trained; empty if there are none."""
         others = "pictures" if self.holds_clips else "clips"
-        advice = f"A run learns from pictures or from clips: to train {others}, start with a folder of their own."
+        advice = f"A run learns from pictures or from clips: to train {others}, put them into a separate folder."
         return f"Not trained, {others}: {shorten(self.others, MOST_NAMED)}. {advice}" if self.others else ""
 
 
 def _pair(folder: Path) -> tuple[Path, Path] | None:
-    """The folders before and after an edit, if the folder holds them."""
+    """The folders before and after an edit, if the folder contains such a pair."""
     inner = {path.name.lower(): path for path in folder.iterdir() if path.is_dir()}
     return next(((inner[before], inner[after]) for before, after in PAIRS if before in inner and after in inner), None)
 
 
-TRIGGER = "zkt"  # no word, and a single token in no language
-# From this many files on, an eighth is held out, up to four; fewer files are worth more in training. Each is evaluated
-# at eight noise levels and eight times, which takes about as long as twenty steps.
-ENOUGH_FILES, HELD_OUT_SHARE, MOST_HELD_OUT = 16, 8, 4  # the default of num_eval_images
+TRIGGER = "zkt"  # not a word in any language, and not a single token
+# With at least this many files, an eighth is held out, up to four; fewer files are worth more in training. Each is
+# evaluated at eight noise levels and eight times, which takes about as long as twenty steps.
+ENOUGH_FILES, HELD_OUT_SHARE, MOST_HELD_OUT = 16, 8, 4  # the last is the default of num_eval_images
 CHECKPOINTS = 8  # to choose from at the end; see docs/CHOOSING.md
 # Sampling steps of two previews for each training step. Guided, they are four forward passes, a training step is about
 # three: with so many, previews take a fifth of the run.
@@ -233,9 +233,9 @@ class Recipe:
 
     Attributes:
         title: the purpose in a few words.
-        phrase: the words for what is learned, in captions and prompts; `{trigger}` stands for the user's words.
-        prompt, unrelated_prompt: of previews: one with `{phrase}`, and one of what should not change.
-        steps_per_file, fewest_steps, most_steps: of the run.
+        phrase: the words for the learned concept in captions and prompts; `{trigger}` stands for the user's words.
+        prompt, unrelated_prompt: preview prompts: one with `{phrase}`, and one for content that should not change.
+        steps_per_file, fewest_steps, most_steps: determine the length of the run.
         settings: further keys of config.json.
     """
 
@@ -254,7 +254,7 @@ class Recipe:
         return cls(**json.loads(path.read_text(encoding="utf-8")))
 
     def steps(self, files: int) -> int:
-        """The steps of a run on this many files, in hundreds."""
+        """The number of steps for this many files, rounded to hundreds."""
         return min(self.most_steps, max(self.fewest_steps, round(files * self.steps_per_file, -2)))
 
     def values(self, steps: int, trigger: str) -> dict[str, Any]:
@@ -274,12 +274,12 @@ class Recipe:
 
 @dataclass(frozen=True)
 class Start:
-    """The answers, and the config that follows from them.
+    """The user's answers, and the resulting config.
 
     Attributes:
-        trigger: a word for what is learned, and after a comma what it is.
+        trigger: a word for the learned concept, optionally followed by a comma and its class.
         example: the packaged example of the model.
-        captions: every file will have a caption.
+        captions: every file has a caption, or will get one.
         settings: keys from the command line.
         root: the working folder of the run.
     """
@@ -307,7 +307,7 @@ class Start:
 
     @property
     def is_demo(self) -> bool:
-        """Whether the model is a tiny one, which needs few steps."""
+        """Whether the model is tiny, and needs few steps."""
         return self.example in DEMOS.values()
 
     @property
@@ -316,13 +316,13 @@ class Start:
 
     @cached_property
     def captioned_as(self) -> str:
-        """The words for what is learned that most captions contain already; empty if they contain none."""
+        """The words for the learned concept that most captions already contain; empty if they contain none."""
         words = dict.fromkeys([self.phrase, self.trigger, self.trigger.partition(",")[0]])
         return next((text for text in words if text and self.material.mentions(text)), "")
 
     @property
     def held_out(self) -> int:
-        """The number of files to hold out: the loss on them shows which checkpoint generalises best."""
+        """The number of files to hold out; their loss shows which checkpoint generalises best."""
         files, measured = self.material.usable, self.recipe.settings.get("num_eval_images", MOST_HELD_OUT)
         return min(files // HELD_OUT_SHARE, measured) if files >= ENOUGH_FILES else 0
 
@@ -346,7 +346,7 @@ class Start:
         config |= self._previews(config)
         what = self.phrase.partition(", ")[2]
         if self.purpose == "subject" and what:
-            # Preserves the class of the subject, without further pictures.
+            # Preserves the subject's class without regularisation pictures.
             trigger = self.captioned_as or self.phrase
             config |= {"preservation_weight": 1.0, "preservation_trigger": trigger, "preservation_prompt": what}
         if self.held_out:
@@ -359,8 +359,8 @@ class Start:
     def datasets(self) -> list[dict[str, Any]]:
         """The content of the dataset file."""
         trained, *others = read_example(self.example, "multidatabackend.json")
-        others = [each for each in others if not each.get("is_regularisation_data")]  # of the demo's own clips
-        if self.is_demo:  # its entry is about its own files
+        others = [entry for entry in others if not entry.get("is_regularisation_data")]  # the demo's clips
+        if self.is_demo:  # its entry is for its packaged files
             del trained["minimum_image_size"]
             trained["id"] = f"my-{self.material.noun}"
         longest = read_example(self.example).get("validation_num_video_frames", 1)
@@ -370,7 +370,7 @@ class Start:
         trained |= self._captions()
         if self.material.sources:
             others[0]["instance_data_dir"] = self._written(self.material.sources)
-        # A key of the dataset would override the same key of the command line.
+        # Keys of the dataset would override the same keys of the command line.
         return [{key: value for key, value in trained.items() if key not in self.settings}, *others]
 
     def _previews(self, config: Mapping[str, Any]) -> dict[str, Any]:
@@ -398,7 +398,7 @@ class Start:
         return {"validation_resolution": size, "validation_step_interval": interval}
 
     def _captions(self) -> dict[str, Any]:
-        """Keys of the dataset that put the words for what is learned into its captions."""
+        """Dataset keys that put the words for the learned concept into captions."""
         if self.phrase and not self.captions:
             return {"caption_strategy": "instanceprompt", "instance_prompt": self.phrase}
         is_named = not self.phrase or self.captioned_as
@@ -408,16 +408,16 @@ class Start:
         return (folder.relative_to(self.root) if folder.is_relative_to(self.root) else folder).as_posix()
 
     def write(self, folder: Path) -> None:
-        """Write config, dataset file and prompts into a folder that exists."""
+        """Write config, dataset file and prompts into an existing folder."""
         (folder / "config.json").write_text(render_config(self.config()), encoding="utf-8")
         write_json(folder / "multidatabackend.json", self.datasets())
         write_json(folder / "user_prompt_library.json", {"unrelated": self.recipe.unrelated_prompt})
 
     def save(self) -> None:
-        """Create the folder of the run's config, whole or not at all; nothing is replaced.
+        """Create the folder of the run's config, all or nothing; existing files are never replaced.
 
         Raises:
-            UserError: it cannot be written, or exists.
+            UserError: the folder cannot be written, or exists.
         """
         final = self.root / self.folder
         try:
@@ -461,7 +461,7 @@ class Start:
 
 
 def checkpoint_interval(steps: int) -> int:
-    """Steps between checkpoints, rounded up: otherwise one would come just before the last."""
+    """Steps between checkpoints, rounded up, so that none is saved just before the last one."""
     return -(-steps // CHECKPOINTS)
 
 
@@ -472,8 +472,8 @@ def writes_captions(example: str) -> bool:
 
 def run_name(folder: Path) -> str:
     """The name of a run, from the name of its folder."""
-    # Letters, digits and the vowel signs of scripts such as Devanagari, which \w lacks.
-    kept = (each if each in "_.-" or category(each)[0] in "LMN" else " " for each in folder.resolve().name)
+    # Letters, digits, and vowel signs of scripts such as Devanagari, which \w does not match.
+    kept = (char if char in "_.-" or category(char)[0] in "LMN" else " " for char in folder.resolve().name)
     return "-".join("".join(kept).split()).strip("-.") or "my-lora"
 
 

@@ -32,10 +32,10 @@ class Question:
     Attributes:
         key: the setting.
         text: the question in a few words.
-        when: a condition on the answers so far, besides the rules of the schema.
-        propose: the default if the file lacks the key; without it, the value that training would use.
-        names: choices with remarks; without it, those of the page, else of the schema.
-        implied: further settings that an answer decides; None removes one.
+        when: a condition on the answers so far, in addition to the rules of the schema.
+        propose: returns the default if the file lacks the key; otherwise the value that training would use.
+        names: returns choices with remarks; by default the page's choices, or else the schema's.
+        implied: returns further settings that an answer determines; None removes a setting.
         follows: the default depends on another setting, so the key is written only if it differs.
     """
 
@@ -53,16 +53,16 @@ class Question:
 
     @property
     def section(self) -> Section:
-        """The step of the wizard: the section of the page with the setting."""
+        """The section of the page that contains the setting; a step of the wizard."""
         return section_of()[self.key]
 
     def applies(self, draft: Draft) -> bool:
-        """Whether to ask: the setting has an effect with the answers so far, and nothing excludes it."""
+        """Whether to ask the question: with the answers so far, the setting has an effect and is not excluded."""
         excluded = any(rule.holds(draft.config.flat) for rule in self.option.excludes)
         return self.key not in draft.judgement.without_effect and not excluded and self.when(draft)
 
     def default(self, draft: Draft) -> Any:
-        """The value that Enter takes."""
+        """The value for an empty answer."""
         if self.key not in draft.values and self.propose is not None:
             return self.propose(draft)
         return draft.effective(self.key)
@@ -72,14 +72,14 @@ class Question:
         return self.names(draft) if self.names else CHOICES.get(self.key) or dict.fromkeys(self.option.choices, "")
 
     def changes(self, value: Any, draft: Draft) -> dict[str, Any]:
-        """The settings that an answer decides."""
+        """The settings that an answer determines."""
         if self.follows and self.key not in draft.values and value == self.default(draft):
             return {}
         return {self.key: value, **self.implied(value)}
 
 
 def usable_trackers(draft: Draft) -> Mapping[str, str]:
-    """Trackers that are installed and logged in, and always wandb."""
+    """Trackers that are installed and logged in; wandb is always listed."""
     ready = "" if why_missing("wandb") is None else "; log in first: wandb login"
     names = [name for name in PACKAGES if name != "wandb" and why_missing(name) is None]
     listed = {"none": "nowhere; the HTML report is always written", "wandb": f"wandb.ai{ready}"}
@@ -87,7 +87,7 @@ def usable_trackers(draft: Draft) -> Mapping[str, str]:
 
 
 def _by_hand(draft: Draft) -> bool:
-    return draft.config.offload.offload == "manual"  # auto would leave a key that is set alone
+    return draft.config.offload.offload == "manual"  # auto does not change keys that are set
 
 
 def _is_tracked(draft: Draft) -> bool:
@@ -99,14 +99,14 @@ def _optimizer(draft: Draft) -> str:
 
 
 def _prompt_library(draft: Draft) -> str | None:
-    """The file of the usual name next to the config, if it exists."""
+    """The prompt library next to the config, if it exists."""
     path = draft.file.parent / "user_prompt_library.json"
     return path.as_posix() if path.is_file() else None
 
 
 def _other_length(steps: Any) -> dict[str, Any]:
-    """Steps and epochs exclude each other: with steps the epochs are 0; without steps, this 0 is removed."""
-    # An answer may still be text.
+    """Steps and epochs exclude each other: steps set the epochs to 0; without steps, this 0 is removed."""
+    # The answer may not be converted to a number yet.
     return {"num_train_epochs": 0} if str(steps or 0) != "0" else {"num_train_epochs": None}
 
 
@@ -125,7 +125,7 @@ QUESTIONS = (
     Question(
         "max_train_steps",
         "Training steps (0: count epochs instead)",
-        # A file that counts epochs goes on counting them.
+        # A file with epochs keeps them.
         propose=lambda draft: 0 if draft.values.get("num_train_epochs") else STEPS,
         implied=_other_length,
     ),
@@ -138,7 +138,7 @@ QUESTIONS = (
     Question("train_batch_size", "Batch size"),
     Question("gradient_accumulation_steps", "Gradient accumulation steps"),
     Question("plan_device_memory_gb", "GPU memory in GB, for the estimate at the end"),
-    Question("offload", "Settings that save memory: who chooses them"),
+    Question("offload", "Who chooses the settings that save memory"),
     Question(
         "enable_group_offload",
         "Keep the model in host memory and stream it to the GPU block by block (group offload)?",
@@ -201,9 +201,9 @@ QUESTIONS = (
 
 
 def stale_keys(draft: Draft, changes: Mapping[str, Any]) -> list[str]:
-    """Keys whose questions no longer apply after these changes, and what a yes to them implied. The review drops them.
+    """Keys whose questions no longer apply after these changes, with the keys that they implied; the review drops them.
 
-    Keys of the loaded file are kept, and so are epochs of 0, which training steps imply.
+    Keys of the loaded file are not stale, nor are epochs of 0, which training steps imply.
     """
     after, stale = draft.after(changes), []
     for question in QUESTIONS:

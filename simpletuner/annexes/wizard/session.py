@@ -1,4 +1,4 @@
-"""From the first question to the written file, and the next steps."""
+"""A session of the wizard: questions, review, writing the file, and next steps."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ from simpletuner.redaction import redact
 
 WELCOME = """\
 Answer the questions, or press Enter for the value in [brackets].
-? explains a question, - leaves a setting out, back returns to the previous question. Nothing is written until you agree
-at the end. Ctrl-C keeps your answers for the next time."""
+? explains a question, - leaves a setting out, back returns to the previous question. Nothing is written until you
+confirm at the end. Ctrl-C saves your answers for the next session."""
 NO_RECIPE = "none"
-USUAL_FILES = 20  # decide the steps of a recipe, since the wizard asks for no folder
-# A property of the machine, not of the run: used for the estimate, but not written.
+USUAL_FILES = 20  # file count assumed for a recipe's steps, since the wizard does not ask for a folder
+# A property of the machine, not of the run: used for the estimate but not written.
 DEVICE_MEMORY = "plan_device_memory_gb"
 
 
@@ -40,7 +40,7 @@ def run_session(file: Path, talk: Talk) -> bool:
 
     Raises:
         UserError: the file cannot be read or written, or the input has ended.
-        KeyboardInterrupt: the answers are kept next to the file.
+        KeyboardInterrupt: Ctrl-C; the answers are saved next to the file.
     """
     check_target(file)
     talk.say("Settings for training", "bold")
@@ -60,7 +60,7 @@ def run_session(file: Path, talk: Talk) -> bool:
         return False
     existed = file.exists()
     save(file, render_config(_written(draft)))
-    # Only now: they are needed if the file cannot be written.
+    # Deleted last: the answers are needed if the file cannot be written.
     kept_answers(file).unlink(missing_ok=True)
     talk.say()
     talk.tell(f"Written: {file}" + (f" (before: {backup_of(file)})" if existed else ""), "green")
@@ -70,11 +70,11 @@ def run_session(file: Path, talk: Talk) -> bool:
 
 @dataclass(frozen=True)
 class Answers:
-    """An unfinished session, kept beside the file.
+    """An unfinished session, saved beside the file.
 
     Attributes:
-        question: key of the next question, since another version may ask in another order.
-        loaded, values: of the draft.
+        question: key of the next question; not its index, since the order may differ between versions.
+        loaded, values: fields of the draft.
     """
 
     question: str
@@ -83,7 +83,7 @@ class Answers:
 
 
 class Progress:
-    """The position among the questions, so that the user can go back, or stop and continue.
+    """The position in the list of questions, so that the user can go back, or stop and continue.
 
     Args:
         position: index of the next question.
@@ -95,7 +95,7 @@ class Progress:
         self._stuck = 0
 
     def ask(self, talk: Talk) -> None:
-        """Ask the questions that apply, from the position on."""
+        """Ask the questions that apply, starting at the position."""
         title = ""
         while self.position < len(QUESTIONS):
             question = QUESTIONS[self.position]
@@ -120,14 +120,14 @@ class Progress:
             self.position = self._answered.pop()
             return
         talk.refuse("This is the first question.")
-        # Piped input could go back for ever.
+        # Piped input could go back forever.
         self._stuck += 1
         if self._stuck == PATIENCE:
             raise InputEnded("There is no question before the first. Nothing was written.")
 
     def keep(self) -> Path | None:
-        """Save the answers next to the file; None if there are none. Called after each, as the terminal may close."""
-        # A script cannot continue, and at its next start would be asked whether to.
+        """Save the answers next to the file; None if there are none. Called after every answer: terminals may close."""
+        # Not for scripts, which could not answer at the next start whether to continue.
         if not (self.position and sys.stdin.isatty()):
             return None
         path = kept_answers(self.draft.file)
@@ -137,13 +137,13 @@ class Progress:
 
 
 def kept_answers(file: Path) -> Path:
-    """Where the answers of an unfinished session are kept."""
+    """The file with the answers of an unfinished session."""
     return file.with_name(f"{file.name}.draft")
 
 
 def start_draft(file: Path, talk: Talk) -> tuple[Draft, int]:
     """The initial draft and the index of the first question, from kept answers, the existing file, or defaults."""
-    # Answers in another version's format are ignored.
+    # Answers in the format of another version are ignored.
     kept = read_stored(kept_answers(file), Answers)
     if kept is not None and talk.confirm(f"Continue with the answers in {kept_answers(file)}?", default=True):
         draft = Draft(file, kept.values)
@@ -159,7 +159,7 @@ def start_draft(file: Path, talk: Talk) -> tuple[Draft, int]:
 
 
 def _new_draft(file: Path, talk: Talk) -> Draft:
-    """An empty draft, or one with the settings of a recipe of `simpletuner start`, which the questions then propose."""
+    """An empty draft, or a draft with the settings of a recipe of `simpletuner start`, which the questions propose."""
     draft, recipes = Draft(file), {purpose: Recipe.of(purpose) for purpose in PURPOSES}
     choices = {NO_RECIPE: "the usual defaults", **{purpose: recipe.title for purpose, recipe in recipes.items()}}
     purpose = talk.pick("Start from a recipe? The questions propose its values.", choices)
@@ -174,7 +174,7 @@ def _new_draft(file: Path, talk: Talk) -> Draft:
 
 
 def _usable(draft: Draft, talk: Talk) -> Draft:
-    """The draft without keys of the file that training refuses, unless the user wants to keep them."""
+    """The draft without the file's invalid keys, unless the user wants to keep them."""
     refused: dict[str, str] = {}
     for problem in draft.judgement.problems:
         if problem.fatal and key_of(problem) in draft.loaded:
@@ -188,14 +188,14 @@ def _usable(draft: Draft, talk: Talk) -> Draft:
 
 
 def review(draft: Draft, talk: Talk) -> bool:
-    """Show all settings and ask again for those that the user names, until the answer is yes or no."""
+    """Show all settings, and ask again for settings that the user names, until the answer is yes or no."""
     owners = {question.key: question for question in QUESTIONS}
     declined: Mapping[str, Any] = {}
     while True:
         # None removes a key.
         draft.change(dict.fromkeys(stale_keys(draft, {})))
         is_refused, remedy = _show(draft, talk)
-        # Nothing is applied that the user has not seen.
+        # The user confirms a remedy before it is applied.
         if remedy and remedy != declined and not talk.defaults:
             words = ", ".join(f"{key} {json.dumps(value)}" for key, value in remedy.items())
             if talk.confirm(f"Apply {words}?", default=True):
@@ -204,7 +204,7 @@ def review(draft: Draft, talk: Talk) -> bool:
             continue
         act = f"Write {draft.file}"
         if draft.file.exists():
-            act = f"Replace {draft.file}, and keep what is there as {backup_of(draft.file).name}"
+            act = f"Replace {draft.file}, and keep the old file as {backup_of(draft.file).name}"
         named = talk.choose(
             f"{act}? (or name a setting to change)", list(owners), default=talk.defaults or not is_refused
         )
@@ -214,13 +214,13 @@ def review(draft: Draft, talk: Talk) -> bool:
 
 
 def _ask_again(question: Question, draft: Draft, talk: Talk) -> None:
-    """Ask one question, then those that apply because of its answer."""
+    """Ask a question, then further questions that apply because of its answer."""
     before, applied = _proposals(draft), _applying(draft)
     try:
         talk.ask(question, draft)
     except Back:
         return
-    # Answers that equal the old proposal follow the new one: another model type has another learning rate.
+    # Answers equal to an old proposal change with it: another model type has another learning rate.
     moved = {key: value for key, value in _proposals(draft).items() if key in before and before[key] != value}
     draft.change({key: value for key, value in moved.items() if draft.values.get(key) == before[key]})
     for further in QUESTIONS:
@@ -239,27 +239,27 @@ def _proposals(draft: Draft) -> dict[str, Any]:
 
 
 def _written(draft: Draft) -> dict[str, Any]:
-    """The values that go into the file."""
+    """The values to write to the file."""
     return {key: value for key, value in draft.values.items() if key != DEVICE_MEMORY or key in draft.loaded}
 
 
 def _show(draft: Draft, talk: Talk) -> tuple[bool, Mapping[str, Any]]:
-    """Show all settings and the plan's verdict; returns whether training will refuse them, and what would fit."""
-    # Late, since importing the plan would delay the first question.
+    """Show all settings and the plan's verdict; returns whether training will refuse them, and a remedy."""
+    # Imported here, since importing the plan would delay the first question.
     from simpletuner.annexes.wizard.verdict import judge
 
     _show_settings(_written(draft), draft, talk)
     lines, problems = judge(draft, draft.values.get(DEVICE_MEMORY))
     for line in lines:
         talk.tell(f"  {line}", "cyan")
-    told = dict.fromkeys([*draft.judgement.problems, *problems])
-    fatal = {str(problem) for problem in told if problem.fatal}
-    for problem in told:
+    shown = dict.fromkeys([*draft.judgement.problems, *problems])
+    fatal = {str(problem) for problem in shown if problem.fatal}
+    for problem in shown:
         if problem.fatal or str(problem) not in fatal:
             talk.refuse(f"{'Training will refuse this' if problem.fatal else 'Note'}: {problem}")
     talk.say()
-    is_refused = any(problem.fatal and problem.where != "device" for problem in told)
-    # Empty if the run fits, or if settings are not enough.
+    is_refused = any(problem.fatal and problem.where != "device" for problem in shown)
+    # Empty if the run fits, or if no settings make it fit.
     return is_refused, next((problem.remedy for problem in problems if problem.where == "memory"), {})
 
 
@@ -282,23 +282,23 @@ def _show_settings(values: Mapping[str, Any], draft: Draft, talk: Talk) -> None:
 
 
 def check_target(file: Path) -> None:
-    """Check before the first question that the file can be written.
+    """Check, before the first question, that the file can be written.
 
     Raises:
-        UserError: it cannot be written.
+        UserError: the file cannot be written.
     """
     if file.suffix in (".toml", ".env"):
         raise UserError(f"{file}: the wizard writes JSON; name a file such as config/config.json.")
     if file.is_dir():
         raise UserError(f"{file} is a folder; name a file in it, such as {file / 'config.json'}.")
-    # The nearest folder that exists; those below it are created on saving.
+    # The nearest existing folder; folders below it are created when saving.
     folder = next(parent for parent in file.absolute().parents if parent.exists())
     if not folder.is_dir() or not os.access(folder, os.W_OK | os.X_OK):
         raise UserError(f"{file} cannot be written: no permission in {folder}.")
 
 
 def load_values(file: Path) -> Reading[dict[str, Any]]:
-    """Values as they are written in the file, by the canonical names of their keys.
+    """The values in a file, unexpanded, by the canonical names of their keys.
 
     Raises:
         ConfigError: the file cannot be read.
@@ -308,7 +308,7 @@ def load_values(file: Path) -> Reading[dict[str, Any]]:
         raise ConfigError([])
     yield from canonical(layer)
     named = [(main_name(written), value) for written, value in layer.values]
-    # An empty value is the default, except that an empty resume_from_checkpoint starts a new run.
+    # An empty value means the default; an empty resume_from_checkpoint starts a new run.
     return {key: value for key, value in named if value not in (None, "") or key == "resume_from_checkpoint"}
 
 
@@ -316,7 +316,7 @@ def save(file: Path, text: str) -> None:
     """Write a file atomically; the previous one is kept as `.bak`."""
     target = file.resolve()  # replaces the target of a link, not the link
     if target.is_file():
-        # A copy: the file stays in place until the new one replaces it.
+        # A copy, so that the file stays in place until the new one replaces it.
         write_atomically(backup_of(target), target.read_bytes())
     write_atomically(target, text)
 
@@ -326,12 +326,12 @@ def backup_of(file: Path) -> Path:
 
 
 def show_next_steps(draft: Draft, talk: Talk) -> None:
-    """Show the steps to the first training, and offer to write a dataset file if there is none."""
+    """Show the next steps up to training, and offer to write a dataset file if there is none."""
     path, entries = Path(draft.dataset_file), example_datasets(draft)
     exists, noun, folder = path.expanduser().is_file(), draft.spec.media_noun, entries[0]["instance_data_dir"]
-    # A script has given all its answers already.
+    # Scripts have already given all answers.
     asks = sys.stdin.isatty() and not exists and not talk.defaults
-    if is_new := asks and talk.confirm(f"Write {path}, too, for {noun} in {folder}?", default=True):
+    if is_new := asks and talk.confirm(f"Also write {path}, for {noun} in {folder}?", default=True):
         save(path.expanduser(), json.dumps(entries, indent=2) + "\n")
     talk.tell()
     talk.tell("Next steps", "bold")
@@ -349,11 +349,11 @@ def show_next_steps(draft: Draft, talk: Talk) -> None:
 
 
 def example_datasets(draft: Draft) -> list[dict[str, Any]]:
-    """The content of a dataset file to start from: a packaged example's, fitted to the files in its folder."""
+    """The content of an initial dataset file: a packaged example's, fitted to the files in its folder."""
     examples = EDITS if draft.judgement.flavour.task == "i2i" else (*PICTURES, *CLIPS)
     example = next(name for name in examples if name.startswith(draft.spec.name))
     trained, *others = read_example(example, DATASET_FILE)
-    # Clips are as long as previews.
+    # Clips have the length of previews.
     longest = draft.config.validation.validation_num_video_frames or 1
     return [Material.of_entry(trained).fitted(trained, draft.spec, longest), *others]
 

@@ -1,4 +1,4 @@
-"""Asks questions until their answers are valid, in a terminal or through a pipe, or takes the defaults."""
+"""Asks questions until the answers are valid, in a terminal or through a pipe, or takes the defaults."""
 
 from __future__ import annotations
 
@@ -22,29 +22,29 @@ from simpletuner.errors import ConfigError, Problem, UserError, nearest, not_one
 HELP, NONE, BACK = "?", "-", "back"
 # Other answers that leave out an optional setting.
 NOTHING = frozenset({"n", "no", "none"})
-# Invalid answers until a question takes its default, so that piped input cannot loop for ever.
+# Invalid answers before a question takes its default, so that piped input cannot loop forever.
 PATIENCE = 5
-# Similarity (difflib's ratio) from which an answer counts as a misspelled choice, which becomes the new default.
+# Minimum difflib ratio at which an answer counts as a misspelled choice, which becomes the new default.
 MISSPELLED = 0.75
 # Unicode categories that no setting may contain: control characters, and surrogates, which stand for invalid UTF-8.
 NO_TEXT = ("Cc", "Cs")
-# A longer list would hide the question; `?` shows the names.
+# Longer lists would hide the question; `?` shows the names.
 LONGEST_LIST = 20
 
 
 class Back(Exception):
-    """The user wants the previous question again."""
+    """The user wants to return to the previous question."""
 
 
 class InputEnded(UserError):
-    """There is no more input."""
+    """The input has ended."""
 
 
 class Talk:
     """A conversation with the user.
 
     Args:
-        defaults: ask nothing, and take every default.
+        defaults: ask nothing, and take all defaults.
     """
 
     def __init__(self, *, defaults: bool = False) -> None:
@@ -65,7 +65,7 @@ class Talk:
         self.console.print(text, style=style, markup=False, soft_wrap=True)
 
     def ask(self, question: Question, draft: Draft) -> None:
-        """Ask for one setting and put the answer into the draft."""
+        """Ask for a setting and store the answer in the draft."""
         proposed, choices = question.default(draft), question.choices(draft)
         self.list_choices(choices, _worded(proposed, question))
         for _ in range(PATIENCE):
@@ -81,12 +81,12 @@ class Talk:
             if self._accept(question, problems, is_proposed=not answer):
                 draft.change(changes)
                 return
-            if (others := _only_others(question, draft, problems)) and self.confirm(
-                f"  Leave out {', '.join(others)}?", default=True
+            if (keys := _only_others(question, draft, problems)) and self.confirm(
+                f"  Leave out {', '.join(keys)}?", default=True
             ):
-                draft.change({**changes, **dict.fromkeys(others)})
+                draft.change({**changes, **dict.fromkeys(keys)})
                 return
-            # Enter now takes the remedy of a problem, else the corrected spelling.
+            # The new default is the remedy of a problem, or else the corrected spelling.
             remedies = [problem.remedy[question.key] for problem in problems if question.key in problem.remedy]
             word = None if answer in choices else nearest(answer, choices, cutoff=MISSPELLED)
             proposed = next(filter(None, [*reversed(remedies), word]), proposed)
@@ -109,7 +109,7 @@ class Talk:
         return self.choose(text, (), default=default) is None
 
     def choose(self, text: str, names: Sequence[str], *, default: bool) -> str | None:
-        """Ask for yes (None), no (an empty text) or one of the names; no after too many other answers."""
+        """Ask for yes (None), no ("") or one of the names; no after too many other answers."""
         for _ in range(PATIENCE):
             answer = self.read_line(f"  {text} {_bracketed(default)}: ")
             try:
@@ -123,7 +123,7 @@ class Talk:
         return ""
 
     def pick(self, text: str, choices: Mapping[str, str]) -> str:
-        """Ask for one of several names, each with a note; the first one is the default."""
+        """Ask for one of several names, which have notes; the first name is the default."""
         first = next(iter(choices))
         self.say(text)
         self.list_choices(choices, first)
@@ -132,20 +132,20 @@ class Talk:
             if (chosen := _named(answer or first, choices)) in choices:
                 return chosen
             if answer == HELP:
-                self.say("    Type a number or a word of the list; Enter takes the one in brackets.", "cyan")
+                self.say("    Type a number or a name from the list; Enter takes the one in brackets.", "cyan")
             else:
                 self.refuse(not_one_of(answer, choices))
         return first
 
     def refuse(self, reason: str) -> None:
-        """Print what is wrong, even if nothing is asked."""
+        """Print a problem, even if nothing is asked."""
         self.tell(f"    {reason}", "yellow")
 
     def read_line(self, prompt: str) -> str:
-        """One stripped line; empty for the default.
+        """Read a line, stripped; empty for the default.
 
         Raises:
-            InputEnded: there is no more input.
+            InputEnded: the input has ended.
         """
         if self.defaults:
             return ""
@@ -156,8 +156,8 @@ class Talk:
                 self.say()
                 raise InputEnded("The input ended before the last question. Nothing was written.") from None
             if not sys.stdin.isatty():
-                self.say(answer)  # what comes through a pipe is not on the screen
-            if all(unicodedata.category(each) not in NO_TEXT for each in answer):
+                self.say(answer)  # piped input is not echoed
+            if all(unicodedata.category(char) not in NO_TEXT for char in answer):
                 return answer
             self.refuse("This contains control characters; type it again.")
 
@@ -198,7 +198,7 @@ class Talk:
 
 
 def _problems_of(question: Question, draft: Draft, value: Any) -> list[Problem]:
-    """The problems of an answer; those of an unchanged value of the file were shown when it was loaded."""
+    """The problems of an answer; none for an unchanged value of the file, whose problems were shown at loading."""
     if question.key in draft.loaded and value == draft.values.get(question.key):
         return []
     changes = question.changes(value, draft)
@@ -206,7 +206,7 @@ def _problems_of(question: Question, draft: Draft, value: Any) -> list[Problem]:
 
 
 def _only_others(question: Question, draft: Draft, problems: Sequence[Problem]) -> list[str]:
-    """Settings that an answer makes invalid, if nothing else is wrong with it and they can be left out."""
+    """Other settings that an answer makes invalid, if it has no other problem and they can be left out."""
     keys = sorted({key_of(problem) for problem in problems if problem.fatal})
     optional = {key for key in draft.values if key != question.key and not all_options()[key].required}
     return keys if optional.issuperset(keys) else []
@@ -219,7 +219,7 @@ def _interpret(answer: str, question: Question, proposed: Any, choices: Mapping[
     if answer == NONE:
         return None
     if answer.lower() in NOTHING and not question.option.required and not question.option.is_flag:
-        # If a choice is called none, "no" means it.
+        # If there is a choice named none, "no" means it.
         if "none" not in choices:
             return None
         answer = "none"
@@ -230,8 +230,8 @@ def _interpret(answer: str, question: Question, proposed: Any, choices: Mapping[
 
 
 def _named(answer: str, choices: Mapping[str, str]) -> str:
-    """The choice of this number or spelling, else the answer as it is."""
-    # A longer list was not shown, so its numbers mean nothing.
+    """The choice with this number or spelling, or else the answer unchanged."""
+    # Longer lists are not shown, so they have no numbers.
     if answer.isdecimal() and 1 < len(choices) <= LONGEST_LIST:
         return dict(enumerate(choices, start=1)).get(int(answer), answer)
     spelled = {name.lower().replace("_", "-"): name for name in choices}
@@ -243,7 +243,7 @@ def _word(answer: str) -> str:
 
 
 def _bracketed(value: Any, question: Question | None = None) -> str:
-    """The default as a prompt shows it."""
+    """The default, as shown in a prompt."""
     if isinstance(value, bool):
         return "[Y/n]" if value else "[y/N]"
     return f"[{_worded(value, question)}]"

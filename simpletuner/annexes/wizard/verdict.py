@@ -23,9 +23,9 @@ NO_GPU = "There is no GPU here. To estimate for another machine, set plan_device
 
 
 def judge(draft: Draft, device_gigabytes: float | None) -> tuple[list[str], list[Problem]]:
-    """Sentences about memory and time, and the problems that training would refuse or warn about.
+    """Sentences about memory and time, and the problems that training would report.
 
-    Without a dataset file, the plan is made for one sample of the family's usual size.
+    Without a dataset file, the plan is for a single sample of the family's usual size.
     """
     problems = Problems()
     has_data = Path(draft.dataset_file).expanduser().is_file()

@@ -277,7 +277,7 @@ def test_plan_ends_when_the_client_leaves(tmp_path: Path) -> None:
 
     command = [sys.executable, "-c", "import time; time.sleep(3600)"]
     plan = run_while_wanted(cast(Request, Left()), command, tmp_path)
-    with pytest.raises(Refusal, match="has left"):
+    with pytest.raises(Refusal, match="has disconnected"):
         asyncio.run(asyncio.wait_for(plan, PATIENCE))
 
 

@@ -102,7 +102,7 @@ def test_what_changes_on_disk_is_shown_when_somebody_comes_back(page: Any, works
     steps.fill("5")
     workspace.write_config(seed=3)
     page.evaluate(come_back)
-    expect(page.locator("#saved")).to_have_text("The file has changed on disk, too; Save compares both.")
+    expect(page.locator("#saved")).to_have_text("The file has also changed on disk; Save compares both versions.")
     expect(steps).to_have_value("5")
 
 
@@ -112,7 +112,7 @@ def test_what_is_focused_is_not_stale(page: Any, workspace: Workspace) -> None:
     seed.focus()
     workspace.write_config(seed=3)
     page.evaluate(come_back)
-    expect(page.locator("#saved")).to_have_text("The file has changed on disk. This is what it says now.")
+    expect(page.locator("#saved")).to_have_text("The file has changed on disk and was reloaded.")
     expect(seed).to_have_value("3")
     page.get_by_text("The files as JSON").click()
     area = page.get_by_label("Config", exact=True).last
@@ -126,7 +126,7 @@ def test_what_is_focused_is_not_stale(page: Any, workspace: Workspace) -> None:
     seed.focus()
     workspace.write_config(seed=5)
     page.evaluate(come_back)
-    expect(page.locator("#saved")).to_have_text("The file has changed on disk, too; Save compares both.")
+    expect(page.locator("#saved")).to_have_text("The file has also changed on disk; Save compares both versions.")
     expect(area).to_have_value(re.compile(r"} ,$"))
     assert saved(workspace)["seed"] == 5
 
@@ -156,7 +156,9 @@ def test_a_file_that_is_deleted_is_told_at_once(page: Any, workspace: Workspace)
         path.unlink()
         expect(told).to_have_text(f"config/{path.name} was deleted or moved; Save restores it.")
         page.get_by_role("button", name="Save", exact=True).click()
-        page.get_by_role("dialog", name="The file is gone").get_by_role("button", name="Restore everything").click()
+        page.get_by_role("dialog", name="The file was deleted or moved").get_by_role(
+            "button", name="Restore everything"
+        ).click()
         expect(told).to_have_text("Saved")
         assert json.loads(path.read_text()) == json.loads(content)
     config.rename(config.with_name("away.json"))
@@ -173,7 +175,7 @@ def test_datasets_that_two_people_change_lose_neither(page: Any, workspace: Work
     page.locator(".dataset-card").first.get_by_label("Repeats", exact=True).fill("5")
     path.write_text(json.dumps([entries[0] | {"repeats": 4, "crop": False}, *entries[1:], {"id": "theirs"}]))
     page.get_by_role("button", name="Save", exact=True).click()
-    dialog, name = page.get_by_role("dialog", name="Changed by somebody else"), entries[0]["id"]
+    dialog, name = page.get_by_role("dialog", name="The file has changed"), entries[0]["id"]
     expect(dialog.get_by_role("row", name=f"{name}: repeats")).to_have_text(f"{name}: repeats45")
     expect(dialog.get_by_role("row", name=f"{name}: crop")).to_contain_text("not changed by you")
     dialog.get_by_role("button", name="Save mine over it").click()
@@ -226,7 +228,7 @@ def test_nothing_is_lost_when_the_file_changed_meanwhile(page: Any, workspace: W
     page.get_by_label("Batch Size", exact=True).fill("4")
     workspace.write_config(train_batch_size=8, lora_rank=64)
     page.get_by_role("button", name="Save", exact=True).click()
-    dialog = page.get_by_role("dialog", name="Changed by somebody else")
+    dialog = page.get_by_role("dialog", name="The file has changed")
     expect(dialog.get_by_role("row", name="train_batch_size")).to_have_text("train_batch_size84")
     expect(dialog.get_by_role("row", name="lora_rank")).to_have_text("lora_rank64not changed by you")
     dialog.get_by_role("button", name="Go on editing").click()
@@ -248,7 +250,7 @@ def test_a_file_that_is_gone_loses_no_key(page: Any, workspace: Workspace, way: 
     workspace.path("config").rename(workspace.path("away"))
     page.get_by_label("Batch Size", exact=True).fill("4")
     page.get_by_role("button", name="Save", exact=True).click()
-    dialog = page.get_by_role("dialog", name="The file is gone")
+    dialog = page.get_by_role("dialog", name="The file was deleted or moved")
     expect(dialog).to_contain_text("config/config.json was deleted or moved")
     expect(dialog).to_contain_text("enter them again: hub_token.")
     dialog.get_by_role("button", name="Save only mine as new").click()
@@ -350,7 +352,7 @@ def test_a_server_that_is_away_is_told_and_nothing_typed_is_lost(browser: Any, w
             page.goto(f"http://127.0.0.1:{port}/")
             expect(page.locator("#problems")).to_contain_text("my_own_key is not a known key.")
         page.get_by_label("Batch Size", exact=True).fill("two")
-        expect(page.get_by_role("alert")).to_contain_text("The server does not answer. What you typed stays here")
+        expect(page.get_by_role("alert")).to_contain_text("The server does not answer. What you typed is kept")
         expect(page.locator("#problems li")).to_have_count(1)
         page.get_by_role("button", name="Save", exact=True).click()
         expect(page.locator("#saved")).to_have_text("Not saved: The server does not answer.")

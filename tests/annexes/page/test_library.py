@@ -135,7 +135,7 @@ def entry(folder: Path) -> Any:
 def test_a_caption_is_saved_unless_it_changed_outside(page: TestClient, folder: Path) -> None:
     seen = tag(show(page), "0.png")
     answer = save(page, "0.png", "a cat in a box", seen)
-    assert (answer.status_code, answer.json()["note"]) == (200, "Saved. Training uses it from its next start on.")
+    assert (answer.status_code, answer.json()["note"]) == (200, "Saved. Training will use it from its next start.")
     assert (folder / "cats/0.txt").read_text() == "a cat in a box\n"
     assert "a cat in a box</textarea>" in answer.json()["card"]
     conflict = save(page, "0.png", "late", seen)
@@ -162,7 +162,7 @@ def test_the_run_that_uses_the_old_caption_is_named(
     write(folder, "other", {**CONFIG, "output_dir": "output/other"}, {**CATS, "instance_data_dir": "dogs"})
     monkeypatch.setattr(Run, "status", lambda run: {"status": "running"})
     note = save(page, "0.png", "new", tag(show(page), "0.png")).json()["note"]
-    assert note == "Saved. mine trains with what it read at its start until it is started again."
+    assert note == "Saved. mine keeps using the captions read at its start until it is restarted."
 
 
 @pytest.mark.parametrize(
@@ -184,7 +184,7 @@ def test_what_edits_make_of_a_caption_is_shown(page: TestClient, folder: Path) -
     (folder / "cats/1.txt").write_text("one\ntwo\n")
     html = show(page)
     assert "Trained as: zkt a cat number 0" in html
-    assert "2 captions, of which each use draws one." in html
+    assert "2 captions; one is drawn at each use." in html
     assert ("Of its files, 2 are chosen" in html, html.count("not used")) == (True, 1)
 
 
@@ -193,7 +193,7 @@ def test_search_in_names_and_captions(page: TestClient, monkeypatch: pytest.Monk
     assert names(show(page, words="3.p")) == ["3.png"]
     assert "0 files." in show(page, words="dog")
     monkeypatch.setattr(library, "PATIENCE", -1.0)
-    assert "0 files; 4 were not looked at" in show(page, words="cat")
+    assert "0 files; 4 were not searched" in show(page, words="cat")
 
 
 def test_all_captions_change_after_a_preview(page: TestClient, folder: Path) -> None:
@@ -365,7 +365,7 @@ def test_missing_captions_are_a_job_of_the_queue(
     body = {"dataset": "cats", "style": "short", "trigger": "zkt"}
     assert page.post("/api/library/describe", json=body).status_code == 202
     queue.add("sweep", str(folder / "output/mine"))
-    assert "Waits for its turn" in page.get("/api/library/describe").json()["message"]
+    assert "Waiting in the queue" in page.get("/api/library/describe").json()["message"]
     queue.step()
     file = f"--config={folder / 'config/config.json'}"
     assert started == [["caption", "--dataset=cats", "--style=short", "--trigger=zkt", file]]
@@ -415,7 +415,7 @@ def test_files_in_a_browser(browser: Any, folder: Path) -> None:
         caption = dialog.get_by_label("Caption of 0.png")
         caption.fill("typed")
         caption.press("Control+Enter")
-        dialog.get_by_text("Saved. Training uses it").wait_for()
+        dialog.get_by_text("Saved. Training will use it").wait_for()
         assert page.evaluate("document.activeElement.ariaLabel") == "Caption of 1.png"
         assert (folder / "cats/0.txt").read_text() == "typed\n"
         dialog.get_by_role("button", name="Leave out 1.png").click()
@@ -463,7 +463,7 @@ def test_a_conflict_in_a_browser(browser: Any, folder: Path) -> None:
         assert page.evaluate("location.hash") == "#dataset/files/cats"
         assert caption.input_value() == "from here"
         dialog.get_by_role("button", name="Save mine").click()
-        dialog.get_by_text("Saved. Training uses it").wait_for()
+        dialog.get_by_text("Saved. Training will use it").wait_for()
         assert (folder / "cats/0.txt").read_text() == "from here\n"
         caption.fill("last words")  # leaving saves them
         page.keyboard.press("Escape")
@@ -492,7 +492,7 @@ def stamp(card: str) -> str:
 def test_the_first_mask_makes_a_dataset_of_masks(page: TestClient, folder: Path) -> None:
     before = json.loads((folder / "config/multidatabackend.json").read_text())
     answer = save_mask(page, "0.png", drawn()).json()
-    assert "Other files got a white mask (3)" in answer["note"]
+    assert "Other files got white masks (3)" in answer["note"]
     assert "config/multidatabackend.json has a new dataset, cats-masks." in answer["note"]
     assert "50&nbsp;% is learned" in answer["card"]  # of the crop, which is 32 to 96
     made = json.loads((folder / "config/multidatabackend.json").read_text())
@@ -505,7 +505,7 @@ def test_the_first_mask_makes_a_dataset_of_masks(page: TestClient, folder: Path)
     assert "no partner" not in html
     assert html.count("% is learned") == 1
     again = save_mask(page, "0.png", drawn((64, 0, 80, 64)), stamp(answer["card"])).json()
-    assert again["note"] == "Saved. Training uses it from its next start on."
+    assert again["note"] == "Saved. Training will use it from its next start."
     assert "25&nbsp;% is learned" in again["card"]
     assert json.loads((folder / "config/multidatabackend.json").read_text()) == made
 
@@ -517,7 +517,7 @@ def test_masks_that_are_there_are_kept(page: TestClient, folder: Path) -> None:
     kept = {path: path.read_bytes() for path in folder.glob("cats_masks/*")}
     conflict = save_mask(page, "0.png", drawn())
     assert (conflict.status_code, "0.png has changed" in conflict.text) == (412, True)
-    assert "of another format, which is kept" in save_mask(page, "1.png", drawn()).text
+    assert "in another format" in save_mask(page, "1.png", drawn()).text
     assert save_mask(page, "2.png", drawn()).status_code == 200
     assert kept == {path: path.read_bytes() for path in kept}
     html = show(page)
@@ -529,7 +529,7 @@ def test_masks_that_are_there_are_kept(page: TestClient, folder: Path) -> None:
     ("mask", "message"),
     [
         (drawn(None), "The mask is black"),
-        (drawn(size=(64, 64)), "The mask is 64x64 and its file 128x64, another ratio."),
+        (drawn(size=(64, 64)), "The mask is 64x64 and its file 128x64: the aspect ratios differ."),
         ("data:image/png;base64,AAAA", "The mask is not a picture."),
         ("data:image/png;base64,A", "The mask is not sent as a data URI"),
     ],
@@ -579,17 +579,17 @@ def test_a_mask_is_painted_and_planned(browser: Any, folder: Path) -> None:
         painter.get_by_label("Size").fill("50")
         canvas.click(position={"x": canvas.bounding_box()["width"] / 2, "y": 1})
         # Half a circle of a quarter of the height, pi / 32 of the crop.
-        painter.get_by_text(re.compile(r"^(9|10)\.\d+ % of what is trained is learned\.")).wait_for()
+        painter.get_by_text(re.compile(r"^(9|10)\.\d+ % of the trained crop is learned\.")).wait_for()
         canvas.press("ArrowDown")
         canvas.press(" ")
         painter.get_by_role("button", name="Undo").click()
         painter.get_by_role("button", name="Learn all").click()
-        painter.get_by_text("100 % of what is trained is learned.").wait_for()
+        painter.get_by_text("100 % of the trained crop is learned.").wait_for()
         half = base64.b64decode(drawn().partition(",")[2])
         painter.get_by_label("Choose a file").set_input_files({"name": "m.png", "mimeType": "", "buffer": half})
-        painter.get_by_text("50 % of what is trained is learned.").wait_for()
+        painter.get_by_text("50 % of the trained crop is learned.").wait_for()
         page.keyboard.press("Escape")
-        painter.get_by_text("The mask is not saved.").wait_for()
+        painter.get_by_text("The mask has not been saved.").wait_for()
         save.click()
         files = page.get_by_role("dialog", name="cats")
         files.get_by_text("config/multidatabackend.json has a new dataset").wait_for()

@@ -218,7 +218,7 @@ def test_the_server_starts_jobs_and_a_second_one_says_who_does(
     with serving(project.folder):
         post(page, "render", run=run_of(page), command="sweep")
         wait(page, lambda text: "sweep of output completed" in text, step=False)
-        assert "Another server starts these: process" in wait(page, lambda _: True, step=False)
+        assert "Another server starts these jobs: process" in wait(page, lambda _: True, step=False)
         [thread] = [each for each in threading.enumerate() if each.name == "queue"]
     thread.join(PATIENCE)
     assert not thread.is_alive()

@@ -232,7 +232,7 @@ def test_a_killed_process_leaves_no_state_behind(tmp_path: Path) -> None:
     process.send_signal(signal.SIGSTOP)
     os.waitid(os.P_PID, process.pid, os.WSTOPPED | os.WNOWAIT)
     status = run.status()
-    assert status["message"] == f"Process {process.pid} is stopped. To let it go on: kill -CONT {process.pid}"
+    assert status["message"] == f"Process {process.pid} is stopped. To resume it: kill -CONT {process.pid}"
     assert (status["status"], status["progress"]["eta_seconds"]) == ("running", None)
     process.send_signal(signal.SIGKILL)
     os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)  # nobody has collected it
@@ -250,10 +250,10 @@ def test_a_living_run_that_tells_nothing_is_not_said_to_be_nearly_done(tmp_path:
     own(tmp_path)
     assert run.status()["progress"]["eta_seconds"] is not None
     age(tmp_path, 90)
-    assert "Nothing new for 1:0" in run.status()["message"], "no longer than it holds the folder"
+    assert "No events for 1:0" in run.status()["message"], "no longer than it holds the folder"
     (tmp_path / LOCK_FILE).write_text(json.dumps(asdict(replace(this_process(), since=0.0))))
     status = run.status()
-    assert "Nothing new for 1:3" in status["message"]
+    assert "No events for 1:3" in status["message"]
     assert (status["status"], status["progress"]["eta_seconds"]) == ("running", None)
 
 
@@ -343,7 +343,7 @@ def test_each_line_is_read_once_and_torn_ones_later(tmp_path: Path) -> None:
     assert read() == []
     path.write_text('{"id": 1}\nnot json\n[1]\n{"no": 1}\n{"id"')
     assert read() == [{"id": 1}]
-    assert tail.damage == "lines has a line that cannot be used: not json"
+    assert tail.damage == "lines has an invalid line: not json"
     with path.open("a") as file:
         file.write(': 2}\n{"id": 3}\n')
     assert read() == [{"id": 2}, {"id": 3}]

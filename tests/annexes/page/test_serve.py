@@ -139,7 +139,7 @@ def test_everybody_is_let_in_with_a_warning_in_red(
         (["--ssl-key", "no.pem", "--ssl-cert", "no.pem"], "cannot be used"),
         (["--root", "nowhere"], "--root nowhere is not a folder"),
         (["--token", "0123456789abcdef"], "No such option: --token"),
-        (["--token-file", "/dev/null/x"], "cannot be kept"),
+        (["--token-file", "/dev/null/x"], "cannot be stored"),
         (["--mode", "all"], "unified"),
         (["--env", "nothing"], "There is no config 'nothing'."),
         (["--env", "../nothing"], "'../nothing' is not the name of a config."),

@@ -172,7 +172,7 @@ def link() -> ZipInfo:
         (zipped((link(), b"/etc/passwd")), "a.png is a link"),
         (zipped(("/".join("abcdefghi") + "/b.png", picture(2))), "is in more than 8 folders"),
         (zipped(*((f"{number}.txt", b"") for number in range(40))), "it holds more than 30 files"),
-        (zipped(("a.bmp", bytes(2**20))), "kB would become 1.0 MB, as pictures and clips never do"),
+        (zipped(("a.bmp", bytes(2**20))), "kB would become 1.0 MB, too much for pictures and clips"),
         (zipped(("a.png", picture(1)))[:-30], "is damaged, or not a zip"),
         (b"not a zip", "is damaged, or not a zip"),
     ],
@@ -251,7 +251,7 @@ def test_an_upload_may_be_slow_but_not_silent(folder: Path, cats: Path, monkeypa
             client.putheader(name, value)
         client.endheaders(content[:10])
         answer = client.getresponse()
-        assert (answer.status, "Nothing has arrived for 0.3 s" in answer.read().decode()) == (408, True)
+        assert (answer.status, "No data for 0.3 s" in answer.read().decode()) == (408, True)
     assert files(cats) == ["a.png"]
 
 
@@ -301,7 +301,7 @@ def test_large_files_are_refused_in_words(page: TestClient, cats: Path, monkeypa
     assert (answer.status_code, answer.json()["problems"][0]["message"]) == (422, "a.png is larger than 10 B.")
     monkeypatch.setattr(receive, "LARGEST_FILE", 1000)
     answer = put(page, "a.zip", zipped(("a.png", bytes(2000))))
-    assert "its files take 2.0 kB; at most 1.0 kB are taken" in answer.text
+    assert "its files take 2.0 kB; at most 1.0 kB are allowed" in answer.text
     assert files(cats) == []
 
 
@@ -337,7 +337,7 @@ def test_what_was_dropped_is_described_with_a_draft_for_each_model(page: TestCli
     ("answers", "status", "message"),
     [
         ({"folder": "nothing"}, 422, "is not a folder"),
-        ({"folder": "config"}, 422, "holds no pictures and no clips"),
+        ({"folder": "config"}, 422, "contains no pictures and no clips"),
         ({"folder": "/etc"}, 403, "outside the project"),
         ({"folder": "datasets/my-cats", "purpose": "motoin"}, 422, "'motoin' is not one of: subject, style"),
         ({"folder": "datasets/my-cats", "model": "flux"}, 422, "'flux' is not one of: kandinsky5-image, demo."),

@@ -6,13 +6,13 @@ import { showPlan } from "./plan.js";
 const all = (selector) => [...document.querySelectorAll(selector)];
 const tabs = all("[role=tab]"), fields = all("main .field"), byKey = new Map(fields.map((field) => [field.dataset.key, field]));
 for (const field of fields) complete(field, "f");
-const inRun = document.body.classList.contains("in-run"); // the page of a run edits nothing
+const inRun = document.body.classList.contains("in-run"); // the page of a run cannot edit
 const defaults = Object.fromEntries(fields.map((field) => [field.dataset.key, defaultOf(field)]));
 let judged = { problems: [], effective: {}, greyed: {} }, planned = [], number = 0, told = "";
 const timers = {};
 const later = (name, delay, action) => { clearTimeout(timers[name]); timers[name] = setTimeout(action, delay); };
 
-// Tabs. The address names the tab or one of its sections.
+// Tabs. The URL names the tab or one of its sections.
 async function openFiles() {
   if (location.hash.startsWith("#dataset/files/") || page("#library").open) (await import("./library.js")).show();
 }
@@ -33,7 +33,7 @@ function openTab() {
   tab.scrollIntoView({ block: "nearest", inline: "nearest" });
 }
 
-// What only one pane needs is loaded when it is first shown, its scripts in their order. It shows nothing before.
+// Resources of a pane are loaded when it is first shown, with its scripts in order; until then it is empty.
 function fill(pane) {
   const shell = pane.querySelector(":scope > template"), scripts = [...(shell?.content.querySelectorAll("script") ?? [])];
   if (!shell) return;
@@ -53,7 +53,7 @@ page("[role=tablist]").addEventListener("keydown", (event) => {
   next.focus();
 });
 
-// Search goes over all tabs at once. Words count from their beginning: "oom" is not in "room".
+// Searches all tabs at once, by prefixes of words: "oom" does not match "room".
 const plain = (text) => ` ${text.toLowerCase().replace(/[^\p{L}\p{N}.]+/gu, " ")} `;
 
 function filter(query) {
@@ -87,7 +87,7 @@ export async function openConfig(name, from = name, configs = null) {
   state.config = name;
   told = "";
   if (from !== name) {
-    // New, or a copy, which nothing was saved of yet; its dataset file lies beside it, and its results in a folder of its own.
+    // A new config or copy that is not saved yet; it has its own dataset file and output folder.
     state.values.data_backend_config = `config/${name === "config" ? "" : `${name}/`}multidatabackend.json`;
     state.values.output_dir = `output/${from === `examples/${name}` ? "my-" : ""}${name}`;
     Object.assign(state, { file: {}, etag: null });
@@ -97,7 +97,7 @@ export async function openConfig(name, from = name, configs = null) {
   return true;
 }
 
-// `configs` are those of the project, if they have just been read.
+// `configs`: the project's configs, if they have just been read.
 async function refill(configs = null) {
   remember("config", state.config);
   page("#look").href = `/dataset?config=${encodeURIComponent(state.config)}`;
@@ -117,7 +117,7 @@ async function check() {
   const mine = (number += 1);
   const { ok, status, data } = await api("/api/training/validate", { method: "POST", body: settings() });
   if (mine !== number) return;
-  if (!status) return; // the page says that the server is away, and checks when it is back
+  if (!status) return; // the server is unreachable; the check is repeated when it is back
   judged = ok ? data : { ...judged, problems: data.problems };
   state.effective = { ...defaults, ...judged.effective };
   offerFlavours(judged.flavours ?? {});
@@ -134,7 +134,7 @@ async function plan(more) {
 }
 document.addEventListener("fetch-files", () => plan({ fetch: true }));
 
-// The button of a problem: sets fields, which then wait to be saved as if typed.
+// The button of a problem: sets fields, which count as unsaved input.
 document.addEventListener("apply", ({ detail }) => {
   for (const [key, value] of Object.entries(detail)) {
     if (value === null) delete state.values[key];
@@ -170,11 +170,11 @@ function showProblems() {
   const keyOf = (problem) => problem.key.split(/[.[]/)[0];
   for (const [key, field] of byKey) tell(field, problems.filter((problem) => keyOf(problem) === key), judged.greyed[key]);
   all("main .group").forEach(shareReason);
-  // The plan shows what it says of the device itself.
+  // The plan's panel shows problems of the device.
   const rest = tellDatasets(problems.filter((problem) => !byKey.has(keyOf(problem)) && problem.key !== "device"));
   const unreadable = Object.values(state.broken).flatMap((file) => file?.problems ?? []); // their texts are below all fields
   page("#problems").replaceChildren(...[...unreadable, ...rest].map((problem) => element("li", { className: problem.fatal ? "bad" : "warning" }, problemLine(problem))));
-  const isBlank = !state.etag && !isDirty(); // of a config that nothing was chosen for, nothing is wrong yet
+  const isBlank = !state.etag && !isDirty(); // an empty new config shows no problems yet
   for (const tab of tabs) {
     const count = isBlank ? 0 : all(`#pane-${tab.id.slice(4)} .told .bad`).length, badge = tab.querySelector(".count");
     badge.hidden = !count;
@@ -183,7 +183,7 @@ function showProblems() {
   }
 }
 
-// A reason that most greyed fields of a group share is shown once.
+// A reason shared by most greyed fields of a group is shown once.
 function shareReason(group) {
   const greyed = Object.groupBy(group.querySelectorAll(".field.greyed"), (field) => judged.greyed[field.dataset.key]);
   const [reason, alike] = Object.entries(greyed).sort(([, a], [, b]) => b.length - a.length)[0] ?? ["", []];
@@ -193,7 +193,7 @@ function shareReason(group) {
   for (const field of alike) field.querySelector(".reason")?.classList.toggle("sr", !shared.hidden);
 }
 
-// What became of saving is told until the next edit.
+// The result of saving is shown until the next edit.
 function showSaved(text = told) {
   told = text;
   const changed = changes(), count = Object.keys(changed).length, dirty = isDirty();
@@ -244,7 +244,7 @@ page("#raw").addEventListener("toggle", showRaw);
 page("#search").addEventListener("input", ({ target }) => { filter(target.value); scrollTo(0, 0); });
 page("#save").addEventListener("click", saveNow);
 
-// Asks what becomes of unsaved changes; resolves to whether to go on.
+// Asks what to do with unsaved changes; resolves to whether to continue.
 export async function maySwitch() {
   const choice = isDirty() ? await ask(page("#leave")) : "discard";
   return choice === "save" ? saveNow() : choice === "discard";
@@ -252,9 +252,9 @@ export async function maySwitch() {
 
 document.addEventListener("back", () => { if (!inRun) { listConfigs(); check(); } });
 
-const NEWS = { taken: "The file has changed on disk. This is what it says now.", changed: "The file has changed on disk, too; Save compares both." };
+const NEWS = { taken: "The file has changed on disk and was reloaded.", changed: "The file has also changed on disk; Save compares both versions." };
 
-// Files change while the page is open: it shows them as they are, and plans anew when somebody comes back to it.
+// Files may change while the page is open: it reloads them and updates the plan when it is visible again.
 async function lookAgain({ type }) {
   if (inRun || document.hidden || page("dialog[open]")) return;
   const wasGone = state.gone, news = await reread();
@@ -272,7 +272,7 @@ page("#config").addEventListener("change", async ({ target }) => {
 });
 page("#add-config").addEventListener("click", () => newConfig());
 
-// Asks for the name of a new config, and what it is a copy of.
+// Asks for the name of a new config, and for the config to copy.
 export async function newConfig(copied = "") {
   if (!(await maySwitch())) return;
   const { data } = await api("/api/configs/examples"), from = page("#new-from"), name = page("#new-name");
@@ -299,7 +299,7 @@ page("#plan details").open = innerWidth > 1080;
 openTab();
 if (!inRun) openFirst(new URLSearchParams(location.search).get("config"));
 
-// The config of the address, else the first that can be opened, else none.
+// Opens the config in the URL, or else the first readable one.
 async function openFirst(asked) {
   const configs = await allConfigs(), found = configs.toSorted((a, b) => Boolean(a.problem) - Boolean(b.problem)).map(({ name }) => name);
   const isThere = found.includes(asked) || asked?.startsWith("examples/"), isGone = asked && asked !== "config" && !isThere;

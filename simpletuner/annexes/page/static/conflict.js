@@ -1,11 +1,11 @@
-// What becomes of a file that was changed, deleted or moved while the page had it open.
+// Conflicts: files that were changed, deleted or moved while the page had them open.
 import { ask, changes, datasetsChanged, element, isSecret, load, open, page, put, refuseName, same, save, state, takeConfig, written } from "./form.js";
 
-// What the page had of a file that is gone. Secrets were never sent to it.
+// The page's copy of a missing file, without secrets, which it never received.
 const withoutSecrets = (value) => JSON.parse(JSON.stringify(value, (key, inner) => (isSecret(inner) ? undefined : Array.isArray(inner) ? inner.filter((each) => !isSecret(each)) : inner)));
 const secretsIn = (value) => Object.entries(value ?? {}).flatMap(([key, inner]) => (isSecret(inner) ? [key] : typeof inner === "object" ? secretsIn(inner) : []));
 
-// Asks what becomes of a config or dataset file that was deleted or moved; resolves to whether something was saved.
+// Asks what to do about a config or dataset file that was deleted or moved; resolves to whether something was saved.
 export async function restore(path) {
   const dialog = page("#gone"), mine = withoutSecrets(changes()), entries = withoutSecrets(state.datasets.entries);
   const secrets = [...new Set(secretsIn([state.values, state.datasets.entries]))].join(", ");
@@ -24,7 +24,7 @@ export async function restore(path) {
   }
 }
 
-// Writes files that do not exist: the config, unless it does, and its datasets.
+// Writes missing files: the config, unless it exists, and its dataset file.
 async function saveAgain(values, entries) {
   state.gone = "";
   if (values) {
@@ -36,7 +36,7 @@ async function saveAgain(values, entries) {
   return save();
 }
 
-// The entries of a dataset file by their ids, which may be missing or repeated while somebody types.
+// The entries of a dataset file by id; ids may be missing or repeated while the user types.
 function byName(entries) {
   const named = {};
   for (const [index, entry] of entries.entries()) named[!entry.id || entry.id in named ? `${entry.id ?? ""}[${index}]` : entry.id] = entry;
@@ -45,8 +45,8 @@ function byName(entries) {
 
 const changed = (values, own) => Object.fromEntries(Object.entries({ ...values, ...own }).filter(([, value]) => value !== null));
 
-// What the file has now, with what was changed here: entries that were removed here are left out, and those that were
-// removed in the file come back if they were changed here.
+// Merges the page's changes into the file's current content: entries removed on the page are removed, and entries
+// removed from the file are restored if the page has changed them.
 function merged(theirs, mine, file) {
   const isKept = (name) => (name in mine ? name in theirs || !same(mine[name], file[name]) : !(name in file));
   const entry = (name) => (name in theirs && name in mine ? changed(theirs[name], changes(mine[name], file[name] ?? {})) : (theirs[name] ?? mine[name]));

@@ -1,4 +1,4 @@
-// The dataset file as cards; what a card does not show is edited as JSON and kept as it is.
+// The dataset file as cards; keys that a card does not show are edited as JSON.
 import { api, ask, asJson, bindField, bindJson, complete, element, isObject, problemLine, showField, showJson, state, tell } from "./form.js";
 
 const list = document.querySelector("#datasets"), template = document.querySelector("#dataset");
@@ -78,17 +78,17 @@ export function refreshDatasets() {
   cards().forEach((card, index) => refresh(card, state.datasets.entries[index]));
 }
 
-// Problems name an entry by its id or, in the file, by its number; returns those that no card shows.
+// Shows problems on cards, by the id or number of their entry; returns the others.
 export function tellDatasets(problems) {
   const left = new Set(problems), named = (problem) => problem.key.replace(/^[^:]*\.json: /, "");
   cards().forEach((card, index) => {
     const id = state.datasets.entries[index].id || `[${index}]`, fields = [...card.querySelectorAll(".field:not([hidden])")], told = new Map();
     for (const problem of problems) {
-      // Folders that are missing are told together, after the ids of their entries.
+      // Missing folders are reported together, after the ids of their entries.
       const isMissing = problem.key === "instance_data_dir" && problem.message.includes(` ${id}: '`);
       if (!isMissing && named(problem) !== id && !named(problem).startsWith(`${id}.`) && !problem.key.includes(`.json[${index}]`)) continue;
       const key = isMissing ? problem.key : named(problem).slice(id.length + 1), field = fields.find((each) => each.dataset.key === key);
-      // Of an entry as a whole: what its files lack. Keys that the card does not show stand in its JSON.
+      // Problems of a whole entry (its files), and of keys that are only in its JSON.
       const place = field ?? (key ? card : (fields.find((each) => each.dataset.key === (/caption/.test(problem.message) ? "caption_strategy" : "")) ?? fields[0]));
       told.set(place, [...(told.get(place) ?? []), problem]);
       left.delete(problem);
@@ -101,7 +101,7 @@ export function tellDatasets(problems) {
   return [...left];
 }
 
-// What the plan found in the folders.
+// The plan's results for the folders.
 export function tellLedger(datasets = []) {
   cards().forEach((card, index) => {
     const found = datasets.find((each) => each.id === state.datasets.entries[index].id), left = found?.left_out ?? [];
@@ -124,7 +124,7 @@ export function startDatasets(whenChanged) {
   });
 }
 
-// A dialog to walk through the folders that the server may show.
+// A dialog to browse the folders that the server may show.
 export async function chooseFolder(start) {
   const dialog = document.querySelector("#browser");
   let here = "", inside = "";

@@ -1,5 +1,5 @@
-// The settings of the open config: what the file says, what the page has, and what is wrong with it.
-// A field shows a value of `state.values`, or, greyed as its placeholder, what training uses without it.
+// The settings of the open config: the file's values, the page's values, and their problems.
+// A field shows a value of `state.values`, or as its placeholder the value that training uses by default.
 
 // `gone` names a file of the open config that was deleted or moved.
 export const state = { broken: {}, config: "config", opened: "", switched: false, path: "", gone: "", etag: null, file: {}, values: {}, effective: {}, datasets: { etag: null, path: "", file: [], entries: [] } };
@@ -23,21 +23,21 @@ export async function api(path, { method = "GET", body, etag, signal } = {}) {
   return { ok: response.ok, status: response.status, etag: response.headers.get("ETag"), data };
 }
 
-// Asks now and then whether the server is there, and says so while it is not; the event "back" tells that it is again,
-// "beat" that it still is.
+// Polls the server and shows a notice while it is unreachable. Sends the event "beat" at every response, and "back" when
+// the server is reachable again.
 export async function watch() {
   clearTimeout(timer);
   const notice = page("#away"), wasAway = !notice.hidden;
   const { ok, status, statusText } = await fetch("/health", { signal: AbortSignal.timeout(10000) }).catch(() => ({}));
   notice.hidden = Boolean(ok);
-  if (!ok && !wasAway) notice.textContent = `The server ${status ? `answers "${status} ${statusText}"` : "does not answer"}. What you typed stays here; the page goes on when the server is back.`;
+  if (!ok && !wasAway) notice.textContent = `The server ${status ? `answers "${status} ${statusText}"` : "does not answer"}. What you typed is kept; the page continues when the server is back.`;
   if (ok) document.dispatchEvent(new Event(wasAway ? "back" : "beat"));
   clearTimeout(timer);
   timer = setTimeout(watch, ok ? 5000 : 1500);
 }
 let timer = setTimeout(watch, 5000);
 
-// What is wrong with a request that was refused.
+// The problems of a refused request.
 export const sentences = ({ ok, data }) => (ok ? [] : data.problems.map(({ key, message }) => (key ? `${key}: ${message}` : message)));
 
 export function element(tag, properties = {}, ...children) {
@@ -46,14 +46,14 @@ export function element(tag, properties = {}, ...children) {
   return made;
 }
 
-// Keeps what is open in the address, so that a reload shows it again.
+// Keeps the open config in the URL, so that a reload opens it again.
 export function remember(key, value) {
   const url = new URL(location);
   url.searchParams.set(key, value);
   history.replaceState(history.state, "", url);
 }
 
-// One field: what all have, its control, its value as JSON, and back.
+// A field: its common parts, its control, and conversion between the control and JSON.
 export function complete(field, prefix) {
   const [label, input, help] = field.children, { key } = field.dataset, id = `${prefix}-${key}`, name = element("div", { className: "name" });
   const words = `Use the default of ${label.textContent}`;
@@ -94,7 +94,7 @@ export function showField(field, value, effective) {
   } else {
     input.placeholder = isSet ? "empty" : fallback;
   }
-  // What is being typed stays as it is typed, unless the value came from elsewhere.
+  // Text is not reformatted while the user types, unless the value changed elsewhere.
   const isTyped = document.activeElement === input && same(readField(field), value);
   if (!isTyped) input.value = secret ? "set" : isSet ? written(value) : "";
 }
@@ -108,7 +108,7 @@ function readField(field) {
   try {
     return isJson ? JSON.parse(text) : text;
   } catch {
-    return text; // the check says what is wrong with it
+    return text; // the check reports the problem
   }
 }
 
@@ -119,7 +119,7 @@ export function bindField(field, set) {
   for (const button of field.querySelectorAll(".reset, .replace")) button.addEventListener("click", clear);
 }
 
-// A value as JSON. What is being typed, or is no JSON yet, stays as it is typed unless the value comes from elsewhere.
+// Shows a value as JSON. Text that the user is typing, or that is not JSON yet, is kept unless the value changed elsewhere.
 const texts = new WeakMap();
 export function showJson(area, text) {
   const isTyped = area === document.activeElement || area.classList.contains("untaken");
@@ -130,7 +130,7 @@ export function showJson(area, text) {
   texts.set(area, text);
 }
 
-// Calls `take(value)` on every change that is a value of a kind, and says what is wrong with others.
+// Calls `take(value)` on every change to a value of a kind, and shows a problem otherwise.
 export function bindJson(area, told, [fits, kind], take) {
   area.addEventListener("input", () => {
     let problem = "";
@@ -147,8 +147,8 @@ export function bindJson(area, told, [fits, kind], take) {
   });
 }
 
-// A message as a sentence: most continue the name of their key, for which the label stands here, as for other keys. What
-// `train` and `plan` say of a page of the documentation leads there.
+// A message as a sentence: most messages follow the name of a key, which is replaced by its label, as are other keys.
+// Names of documentation pages become links.
 const KEY = /(?<![\w./'"`{=-])[a-z0-9]+(?:_[a-z0-9]+)+(?![\w/'"`}=-]|\.\w)/g;
 const PREDICATE = /^(and|are|aligns|can|cannot|does|has|have|is|makes|may|must|needs?|takes|was|would)\b/;
 const labelOf = (field) => field?.querySelector("label").textContent;
@@ -156,12 +156,12 @@ const labelled = (key) => labelOf(page(`main .field[data-key="${CSS.escape(key)}
 const linked = (text) => text.split(/(docs\/[\w/]+\.md)/).map((part, index) => (index % 2 ? element("a", { href: `/${part}`, target: "_blank", textContent: part }) : part));
 
 function sentence(field, message) {
-  // The help, which such a message repeats, stands beside the field.
+  // Such a message repeats the help, which is shown beside the field.
   const named = message.replace(/^(is required\.).*/s, "$1").replace(KEY, labelled);
   return PREDICATE.test(message) ? `${labelOf(field)} ${named}` : named;
 }
 
-// A problem, and a button that sets what solves it, unless the page has these settings already.
+// A problem, with a button that applies its remedy unless the page already has these settings.
 export function problemLine({ key, message, fatal, remedy = {} }, text = `${{ memory: "Memory:", disk: "Disk:" }[key] ?? labelled(key)} ${message.replace(KEY, labelled)}`) {
   const line = element("p", { className: fatal ? "bad" : "warning" }, ...linked(text.trim()));
   const changed = Object.entries(remedy).filter(([name, value]) => !same(state.values[name], value ?? undefined));
@@ -177,7 +177,7 @@ export function problemLine({ key, message, fatal, remedy = {} }, text = `${{ me
 
 export function tell(field, problems, reason = "") {
   const isMissing = problems.some(({ message }) => message.startsWith("is required."));
-  // Nothing was chosen, so no default is shown; other defaults are not the user's mistake.
+  // A missing value shows no problem at its default: defaults are not the user's mistake.
   if (isMissing && control(field).tagName === "SELECT") control(field).options[0].textContent = "choose one";
   const isWrong = isMissing || field.classList.contains("set-here");
   field.classList.toggle("wrong", isWrong && problems.some((problem) => problem.fatal));
@@ -190,7 +190,7 @@ export function tell(field, problems, reason = "") {
   field.querySelector(".told").replaceChildren(...lines);
 }
 
-// What differs from the file, as the server takes it: null removes a key.
+// The changes to the file, in the server's format: null removes a key.
 export function changes(values = state.values, file = state.file) {
   const keys = new Set([...Object.keys(file), ...Object.keys(values)]);
   return Object.fromEntries([...keys].filter((key) => !same(file[key], values[key])).map((key) => [key, values[key] ?? null]));
@@ -198,11 +198,11 @@ export function changes(values = state.values, file = state.file) {
 export const datasetsChanged = () => !same(state.datasets.file, state.datasets.entries);
 export const isDirty = () => state.gone !== "" || Object.keys(changes()).length > 0 || datasetsChanged();
 
-// Saving. A file that changed meanwhile is compared first, and nothing is lost.
+// Saving. If the file has changed in the meantime, both versions are compared first.
 export async function save() {
   if (state.gone) return (await import("./conflict.js")).restore(state.gone);
   const values = changes(), entries = state.datasets.entries, name = encodeURIComponent(state.config), { broken } = state;
-  const whole = (part) => (broken[part] ? { whole: true } : {}); // of a file that cannot be read, nothing is kept
+  const whole = (part) => (broken[part] ? { whole: true } : {}); // an unreadable file is replaced as a whole
   const first = !Object.keys(values).length || (await put(`/api/configs/${state.config}`, { values, ...whole("config") }, state.etag, takeConfig));
   return first && (!datasetsChanged() || put(`/api/datasets/plan?config=${name}`, { entries, ...whole("datasets") }, state.datasets.etag, takeDatasets));
 }
@@ -224,19 +224,19 @@ function takeDatasets({ data, etag }) {
   Object.assign(state, { datasets: { etag, path: data.path, file: clone(data.entries), entries: clone(data.entries) }, broken: { ...state.broken, datasets: null } });
 }
 
-// The configs of the project, also those that cannot be opened.
+// The configs of the project, including unreadable ones.
 export async function allConfigs() {
   const { ok, data } = await api("/api/configs/");
   return ok ? data : [];
 }
 
-// The settings and datasets of a config as they are in its files.
+// Reads the settings and datasets of a config from its files.
 export async function load(name) {
   const datasets = `/api/datasets/plan?config=${encodeURIComponent(name)}`;
   return { config: await api(`/api/configs/${name}`), datasets: await api(datasets) };
 }
 
-// Takes what the files of a config say, and the text of those that are no JSON; nothing of a new one. Resolves to why not.
+// Loads the files of a config, or their text if they are not JSON; a new config is empty. Resolves to the reason of a failure.
 export async function open(name, isNew = false) {
   const none = { ok: false, etag: null, data: {} }, isBroken = ({ data }) => typeof data.text === "string";
   const { config, datasets } = isNew ? { config: none, datasets: none } : await load(name);
@@ -248,13 +248,13 @@ export async function open(name, isNew = false) {
   return null;
 }
 
-// Looks at the files of the open config again, and takes them unless something is unsaved. Resolves to what has become of
-// them: "gone", "changed", "taken", or "" for nothing.
+// Checks the files of the open config, and reloads them unless there are unsaved changes. Resolves to "gone", "changed",
+// "taken", or "" if they have not changed.
 export async function reread() {
   const known = () => [state.config, state.etag, state.datasets.etag], before = known();
   if (!state.etag) return "";
   const { config, datasets } = await load(state.config);
-  if (!config.status || !datasets.status || !same(known(), before)) return ""; // the server is away, or it was just saved
+  if (!config.status || !datasets.status || !same(known(), before)) return ""; // the server is unreachable, or the config was just saved
   state.gone = (config.status === 404 && state.path) || (datasets.ok && !datasets.etag && state.datasets.etag && state.datasets.path) || "";
   if (state.gone) return "gone";
   if (!config.etag || same([state.config, config.etag, datasets.etag], before)) return "";
@@ -263,7 +263,7 @@ export async function reread() {
   return "taken";
 }
 
-// Why a new config cannot have this name; empty if it can.
+// Why a new config cannot have a name; empty if it can.
 export async function refuseName(name) {
   if (!/^[\p{L}\p{N}_][\p{L}\p{M}\p{N}_.-]*$/u.test(name)) return "Give it a name of letters, digits and . _ -";
   return (await allConfigs()).some((each) => each.name === name) ? `There is a config ${name} already.` : "";

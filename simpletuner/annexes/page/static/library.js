@@ -1,10 +1,10 @@
-// The files of a dataset, over the page. The address says which: #dataset/files/ID?words=…&only=…&page=…
+// The files of a dataset, in a dialog over the page. The URL names it: #dataset/files/ID?words=…&only=…&page=…
 import { api, element, isDirty, page, sentences, state } from "./form.js";
 import { openConfig } from "./app.js";
 
 const dialog = page("#library"), CLOSED = "#dataset/training_data";
-const LAST = 6; // lines of a process
-const open = { hash: "", dataset: "" }; // what is shown, while the address may already say something else
+const LAST = 6; // lines of a process's output
+const open = { hash: "", dataset: "" }; // the view shown; the URL may already name another
 let latest = "", news = null, saving, timer;
 const find = (selector) => dialog.querySelector(selector);
 const named = () => ({ config: state.config, dataset: open.dataset });
@@ -24,7 +24,7 @@ function go(changes) {
 export async function show() {
   find("textarea:focus")?.blur(); // saves it
   await saving;
-  // Its card says why it was not saved, and the painter of masks has a button for it.
+  // Unsaved captions show the reason on their card; the mask painter has a button for unsaved masks.
   if (unsaved().length || find("dialog")) return void (location.hash = open.hash);
   const wanted = asked();
   if (location.hash !== open.hash) news = null;
@@ -34,7 +34,7 @@ export async function show() {
   await load(new URLSearchParams({ ...named(), ...Object.fromEntries(wanted.query) }));
 }
 
-// The policy of the page forbids styles in HTML.
+// Sets styles by script, since the page's policy forbids them in HTML.
 function fill(place, html) {
   place.innerHTML = html;
   for (const each of place.querySelectorAll("[data-style]")) each.style.cssText = each.dataset.style;
@@ -61,7 +61,7 @@ async function load(query) {
   }
 }
 
-// One file: what is saved answers with its card.
+// A single file: the response to a change contains its new card.
 async function change(card, path, body, etag) {
   const file = decodeURIComponent(card.dataset.file), { ok, status, data } = await api(path, { method: "PUT", etag, body: { ...named(), file, ...body } });
   const said = card.querySelector(".said"), typed = card.querySelector("textarea"), box = element("div");
@@ -70,7 +70,7 @@ async function change(card, path, body, etag) {
   const fresh = box.firstElementChild, now = fresh.querySelector("textarea");
   if (ok && typed !== document.activeElement) {
     fresh.querySelector(".said").textContent = data.note;
-    // Another answer may have replaced the card meanwhile.
+    // Another response may have replaced the card in the meantime.
     find(`[data-file="${card.dataset.file}"]`)?.replaceWith(fresh);
     if (path.endsWith("excluded")) fresh.querySelector(".exclude").focus();
     return;
@@ -90,7 +90,7 @@ function save(card, area) {
   if (area.value !== area.defaultValue) saving = Promise.all([saving, change(card, "/api/library/caption", { text: area.value }, card.dataset.tag || undefined)]);
 }
 
-// What became of a mask, also when all files are shown anew because of it.
+// Shows the result of saving a mask, also if it reloads all files.
 function tellNews() {
   const said = news && find(`[data-file="${news[0]}"] .said`);
   if (said) said.textContent = news[1];
@@ -104,13 +104,13 @@ async function paint(card) {
     card.replaceWith(card.firstElementChild);
     if (!others) tellNews();
     else if (isDirty()) await show();
-    else await openConfig(state.config); // its dataset file has changed; the files are shown anew, too
+    else await openConfig(state.config); // reloads the changed dataset file, and the files
   });
 }
 
 const counted = (count) => `${count} ${count === 1 ? "caption" : "captions"}`;
 
-// All files: first a preview, then the change itself.
+// Changes of all captions: first a preview, then the change.
 async function edit(body) {
   const { ok, data } = await api("/api/library/edit", { method: "POST", body: { ...named(), ...body } }), place = find(".changes");
   const told = sentences({ ok, data });
@@ -130,12 +130,12 @@ async function edit(body) {
   apply.focus();
 }
 
-// The job that writes captions, while it waits or runs.
+// The captioning job, while it waits or runs.
 async function follow() {
   clearTimeout(timer);
   const { ok, data } = await api("/api/library/describe"), stop = find("[value=stop]");
   if (!ok || !stop || data.dataset !== open.dataset || (!data.running && stop.hidden)) return;
-  if (!data.running) await show(); // what it has written
+  if (!data.running) await show(); // the new captions
   find(".change").open = true;
   find(".changes").textContent = data.message.split("\n").slice(-LAST).join("\n") || "Starting.";
   Object.assign(find("[value=stop]"), { hidden: !data.running, name: data.job });

@@ -1,15 +1,15 @@
-// Paints the mask of a file over its picture. What is tinted is not learned; the mask is white where nothing is.
+// Paints the mask of a file over its picture. Tinted areas are not learned; the mask is white elsewhere.
 import { api, element, page, sentences } from "./form.js";
 
-const LONGEST = 1024, SHORTEST = 128; // pixels of the sides, as the server has them
-const STRETCH = 0.02; // how much the ratio of a mask may differ from that of its file
+const LONGEST = 1024, SHORTEST = 128; // pixels of the sides, as on the server
+const STRETCH = 0.02; // maximum relative difference between the aspect ratios of a mask and its file
 const MOST_UNDONE = 20, STEP = 0.5; // of the radius of the brush, for each arrow key
 const TINT = "#c8143c";
 const ARROWS = { ArrowLeft: [-1, 0], ArrowRight: [1, 0], ArrowUp: [0, -1], ArrowDown: [0, 1] };
 let isUnsaved = false;
 addEventListener("beforeunload", (event) => isUnsaved && event.preventDefault());
 
-// Opens the painter for the file of a card. `body` names the file, and `saved` takes what the server answers.
+// Opens the painter for the file of a card. `body` names the file; `saved` receives the server's response.
 export async function paint(card, body, saved) {
   document.head.querySelector("[href$='mask.css']") ?? document.head.append(element("link", { rel: "stylesheet", href: "/static/mask.css" }));
   const dialog = document.importNode(page("#library template").content, true).firstElementChild, find = (selector) => dialog.querySelector(selector);
@@ -25,7 +25,7 @@ export async function paint(card, body, saved) {
     brush.hidden = false;
   }
 
-  // The share that is learned of what is trained.
+  // The learned share of the trained crop.
   function share() {
     const [left, top, width, height] = crop.hidden ? [0, 0, 100, 100] : ["left", "top", "width", "height"].map((side) => parseFloat(crop.style[side]));
     const area = [left * canvas.width, top * canvas.height, width * canvas.width, height * canvas.height].map((part) => Math.round(part / 100));
@@ -37,13 +37,13 @@ export async function paint(card, body, saved) {
 
   function tell() {
     const learned = share(), percent = Number((100 * learned).toPrecision(3));
-    find("#painter-share").textContent = isFresh ? "Nothing is painted yet, so all of the picture is learned." : `${percent} % of what is trained is learned.`;
+    find("#painter-share").textContent = isFresh ? "Nothing is painted yet, so all of the picture is learned." : `${percent} % of the trained crop is learned.`;
     find("[value=undo]").disabled = !undone.length;
     find("[value=save]").disabled = isFresh || !learned;
-    refuse(!isFresh && !learned ? "A mask of nothing cannot be saved. To learn nothing from a file, leave it out." : "");
+    refuse(!isFresh && !learned ? "An empty mask cannot be saved. To learn nothing from a file, leave it out." : "");
   }
 
-  // Does what changes the mask, so that it can be undone.
+  // Makes an undoable change of the mask.
   function change(act) {
     undone.push([context.getImageData(0, 0, canvas.width, canvas.height), isFresh]);
     if (undone.length > MOST_UNDONE) undone.shift();
@@ -67,7 +67,7 @@ export async function paint(card, body, saved) {
     context.beginPath();
     context.moveTo(place.x, place.y);
     Object.assign(place, to);
-    context.lineTo(place.x + 0.01, place.y); // a line of no length may be none
+    context.lineTo(place.x + 0.01, place.y); // some browsers draw no line of zero length
     context.stroke();
     showBrush();
   }
@@ -79,10 +79,10 @@ export async function paint(card, body, saved) {
     if (isTinted) context.fillRect(0, 0, canvas.width, canvas.height);
   }
 
-  // Takes a picture of a mask; returns whether any of it is not white.
+  // Loads a picture of a mask; returns whether it has pixels that are not white.
   function take(image) {
     tint(true);
-    context.fillStyle = "#000"; // behind what is transparent
+    context.fillStyle = "#000"; // behind transparent pixels
     context.fillRect(0, 0, canvas.width, canvas.height);
     context.drawImage(image, 0, 0, canvas.width, canvas.height);
     const pixels = context.getImageData(0, 0, canvas.width, canvas.height), { data } = pixels, colour = [1, 3, 5].map((at) => parseInt(TINT.slice(at, at + 2), 16));
@@ -101,11 +101,11 @@ export async function paint(card, body, saved) {
     target.value = ""; // so that the same file can be chosen again
     if (!image) return refuse(`${file.name} is not a picture that this browser can show.`);
     const ratio = (image.width * canvas.height) / (image.height * canvas.width);
-    if (Math.abs(ratio - 1) > STRETCH) return refuse(`${file.name} is ${image.width}x${image.height}, of another ratio than the picture.`);
+    if (Math.abs(ratio - 1) > STRETCH) return refuse(`${file.name} is ${image.width}x${image.height}: its aspect ratio differs from the picture's.`);
     change(() => take(image));
   }
 
-  // White where nothing is tinted, on black.
+  // White where the picture is not tinted, else black.
   function asFile() {
     const sheet = element("canvas", { width: canvas.width, height: canvas.height }), grey = sheet.getContext("2d");
     grey.drawImage(canvas, 0, 0);
@@ -123,7 +123,7 @@ export async function paint(card, body, saved) {
     find("[value=save]").disabled = false;
     if (answer.status === 412) {
       const box = element("template", { innerHTML: answer.data.card });
-      tag = box.content.querySelector(".paint")?.dataset.tag; // whoever saves again means it
+      tag = box.content.querySelector(".paint")?.dataset.tag; // saving again replaces it
     }
     if (!answer.ok) return refuse(`Not saved: ${sentences(answer).join(" ")}${answer.status === 412 ? " Save again to replace it." : ""}`);
     isUnsaved = false;
@@ -135,7 +135,7 @@ export async function paint(card, body, saved) {
     if (isUnsaved && find("[value=close]").textContent === "Close") {
       event.preventDefault();
       find("[value=close]").textContent = "Close without saving";
-      return refuse("The mask is not saved.");
+      return refuse("The mask has not been saved.");
     }
     isUnsaved = false;
     dialog.close();
@@ -186,7 +186,7 @@ export async function paint(card, body, saved) {
   if (mask) {
     const image = Object.assign(new Image(), { src: mask });
     await image.decode();
-    isFresh = !take(image); // a white one is made for every file
+    isFresh = !take(image); // a white mask may have been created automatically
   }
   if (isFresh) tint(true);
   page("#library").append(dialog);

@@ -1,5 +1,5 @@
-// What `simpletuner plan` says about the settings on the page: memory against the card, time, steps and disk. For another
-// card than the one that is here it says so in another colour, and its problems stay in this panel.
+// The plan of the settings on the page: memory, time, steps and disk. A plan for another card than this machine's has
+// another colour, and its problems are shown only in this panel.
 import { api, element, problemLine } from "./form.js";
 
 const panel = document.querySelector("#plan"), body = document.querySelector("#plan-body"), verdict = document.querySelector("#verdict");
@@ -21,7 +21,7 @@ function supposed() {
   return memory > 0 && memory < 1000 ? { device_memory_gb: memory } : card ? { device: card } : null;
 }
 
-// Computes and shows the plan of these settings; null if a newer one is asked for, or if the server is away.
+// Computes and shows the plan of the settings; null if a newer one was requested, or if the server is unreachable.
 export async function showPlan(values, more = {}) {
   settings = values;
   const found = await compute("own", more);
@@ -39,7 +39,7 @@ async function suppose() {
 }
 whatIf.addEventListener("input", () => { clearTimeout(timer); timer = setTimeout(suppose, 400); });
 
-// An older request of its kind that is not answered yet is given up.
+// Aborts an older pending request of the same kind.
 async function compute(kind, more) {
   pending[kind]?.abort();
   const mine = (pending[kind] = new AbortController());
@@ -47,14 +47,14 @@ async function compute(kind, more) {
   try {
     const { status, data } = await api("/api/plan", { method: "POST", body: { ...settings, ...more }, signal: mine.signal });
     panel.removeAttribute("aria-busy");
-    return status ? data : null; // the page says that the server is away
+    return status ? data : null; // the page shows that the server is unreachable
   } catch (error) {
     if (error.name === "AbortError") return null;
     throw error;
   }
 }
 
-// `known` are the problems of the config itself, if this is the plan for another card.
+// `known`: the problems of the config itself, if this is the plan for another card.
 function draw(plan, known = null) {
   panel.classList.toggle("supposed", Boolean(known));
   panel.querySelector(".plan-title").textContent = known ? "What if" : "Plan";
@@ -62,7 +62,7 @@ function draw(plan, known = null) {
   if (!plan.device) {
     const count = plan.problems.filter((problem) => problem.fatal).length;
     tellVerdict(`${count} ${count === 1 ? "problem" : "problems"}`, "stopped");
-    body.replaceChildren(...(also.length ? [told(also)] : [dim("The plan is made when the problems beside the fields are solved.")]), ...fetchButton(plan));
+    body.replaceChildren(...(also.length ? [told(also)] : [dim("The plan will be computed when the problems beside the fields are fixed.")]), ...fetchButton(plan));
     return;
   }
   const { usable, memory, name, note } = plan.device, short = plan.problems.some((problem) => problem.key === "memory");
@@ -84,7 +84,7 @@ function draw(plan, known = null) {
   );
 }
 
-// What `offload: auto` chose, and why; what it only proposes, a button sets, but not for another card.
+// The choices of `offload: auto` with reasons; a proposal has a button, except in a plan for another card.
 function advice(line, known) {
   const [, batch] = /^train_batch_size (\d+) would be as fast/.exec(line) ?? [];
   return batch && !known ? told([problemLine({ key: "", message: line, remedy: { train_batch_size: Number(batch) } })]) : dim(line);
@@ -92,7 +92,7 @@ function advice(line, known) {
 
 const told = (lines) => element("div", { className: "told" }, ...lines);
 
-// Files of remote datasets are fetched only when somebody asks for it.
+// Files of remote datasets are downloaded only on request.
 function fetchButton({ problems }) {
   if (!problems.some(({ message }) => message.includes("not fetched yet"))) return [];
   const button = element("button", { type: "button", id: "fetch", textContent: "Fetch now" });

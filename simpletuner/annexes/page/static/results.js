@@ -1,5 +1,5 @@
-// What a run has made: any two of its steps side by side, pages of previews, the curves of another run over its own; and
-// the jobs of the queue.
+// The output of a run: any two steps side by side, pages of previews, curves overlaid with another run's; and the jobs of
+// the queue.
 /* global fillComparison, itemOf */
 
 import { element } from "./form.js";
@@ -10,7 +10,7 @@ const comparison = document.getElementById("comparison");
 const beside = document.getElementById("beside");
 const [before, after] = comparison.querySelectorAll("select");
 
-// Options of a select, without losing what is chosen.
+// Replaces the options of a select, keeping the selection.
 function offer(select, entries, otherwise) {
   const known = entries.some(([value]) => value === select.value) ? select.value : otherwise;
   select.replaceChildren(...entries.map(([value, text]) => element("option", { value }, text)));
@@ -19,7 +19,7 @@ function offer(select, entries, otherwise) {
 
 // ---- Any two steps ----
 
-let compared = ""; // which run at which steps, and how many previews there were
+let compared = ""; // run, steps and number of previews of the comparison shown
 
 async function compare() {
   const text = document.getElementById("steps")?.textContent ?? "[]";
@@ -32,13 +32,13 @@ async function compare() {
   offer(after, steps.map((step) => [step, step]), steps.at(-1));
   if (isNew) before.value = steps[0];
   if (isNew || newest) after.value = steps.at(-1);
-  const count = pane.querySelectorAll(`[data-part=previews] [data-step="${after.value}"]`).length; // a round comes one by one
+  const count = pane.querySelectorAll(`[data-part=previews] [data-step="${after.value}"]`).length; // previews of a round arrive one by one
   const wanted = `${run} ${before.value} ${after.value} ${text} ${count}`;
   if (wanted === compared) return;
   compared = wanted;
   const answer = await fetch(`/runs/${encodeURIComponent(run)}/pair?before=${before.value}&after=${after.value}`).catch(() => null);
   if (wanted !== compared) return;
-  if (!answer?.ok) return void (compared = ""); // until the next time
+  if (!answer?.ok) return void (compared = ""); // retried at the next update
   const rows = [...parsed(await answer.text()).querySelectorAll(".prompt-row")].map((row, group) =>
     [...row.querySelectorAll("button.preview")].map((button) =>
       itemOf(button, group, row.dataset.name, row.querySelector(".prompt").textContent)));

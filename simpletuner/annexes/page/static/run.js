@@ -1,5 +1,5 @@
-// The pane "Run": puts the parts that the server renders in place, whenever the run has something new. Nothing is
-// known here that a reload would not bring back. Charts are drawn by curves.js, previews enlarged by viewer.js.
+// The pane "Run": inserts the parts that the server renders whenever a run has news. It keeps no state that a reload
+// would lose. curves.js draws charts, viewer.js enlarges previews.
 /* global drawCharts, gather, interpolator, items, plots, setAxis, view, viewer */
 
 import { maySwitch, openConfig } from "./app.js";
@@ -13,19 +13,19 @@ export const parts = {
   list: { every: 10 }, queue: { every: 5 }, head: { every: 5 }, results: { every: 60 }, curves: { every: 60 }, previews: { every: 60 },
   log: { every: 60 },
 };
-const ofAll = { list: "/runs", queue: "/queue" }; // parts that are of no run
+const ofAll = { list: "/runs", queue: "/queue" }; // parts that do not belong to a run
 export let run = new URLSearchParams(location.search).get("run");
 let events = null;
 let opened = state.opened; // the config, and whether to show its run as soon as the list has it
 let follows = state.switched;
-let seen = Date.now(); // when the server answered last
+let seen = Date.now(); // time of the server's last response
 const PATIENCE = 60000; // milliseconds
 const AT_THE_SERVER = "`simpletuner server` opens the page of all runs in this folder.";
 const inRun = document.body.classList.contains("in-run"); // such a page ends with its run
 let hasEnded = false;
-const REFUSALS = [401, 403, 502, 503, 504]; // of a server, or of a proxy before it, that answers nobody
+const REFUSALS = [401, 403, 502, 503, 504]; // statuses with which a server or proxy refuses all requests
 
-// ---- Putting new HTML in place without disturbing what stays: focus, typed text, playing clips, open folds ----
+// ---- Updating HTML in place, without disturbing focus, typed text, playing clips and open details ----
 
 function morph(node, fresh) {
   if (node.isEqualNode(fresh)) return;
@@ -83,7 +83,7 @@ function showLog(node, fresh) {
   if (follows && now) now.scrollTop = now.scrollHeight;
 }
 
-// What waits cannot be added to the queue again.
+// A waiting job cannot be queued again.
 function tellWaiting() {
   const waits = place("queue").querySelector(`li[data-command=train]:has(.waiting) > a[data-run="${CSS.escape(run ?? "")}"]`);
   for (const button of place("head").querySelectorAll("[data-press=queue], [name=queue]")) {
@@ -92,7 +92,7 @@ function tellWaiting() {
   }
 }
 
-// The list may be older than the state that the head shows.
+// The list may be older than the head's state.
 function showHead(node, fresh) {
   morphChildren(node, fresh);
   tellWaiting();
@@ -100,7 +100,7 @@ function showHead(node, fresh) {
   if (listed && listed.textContent !== node.querySelector(".state").textContent) want("list", "results");
 }
 
-// What a job has rendered is among the results.
+// Renders of a job are part of the results.
 function showQueue(node, fresh) {
   if (node.innerHTML !== fresh.innerHTML) want("results");
   morphChildren(node, fresh);
@@ -113,7 +113,7 @@ const show = {
 };
 const put = (name, html) => show[name](place(name), parsed(html));
 
-// The last event of the page of a run says how it ended; nothing is asked or pressed after it.
+// The last event of a run's page contains its final state; after it, no requests are made.
 function end({ data }) {
   hasEnded = true;
   events.close();
@@ -125,21 +125,21 @@ function end({ data }) {
   absence.hidden = false;
 }
 
-// While the server is away, no button works, and a notice says how old the state is.
+// While the server is unreachable, buttons are disabled, and a notice shows the age of the state.
 function setLost(reason) {
   if (reason && !pane.classList.contains("lost")) {
     const time = new Date(seen).toLocaleTimeString("en-GB");
     const then = inRun ? `The run has probably ended. ${AT_THE_SERVER}` : "Runs go on without the page.";
     absence.textContent = `${reason} This was the state at ${time}. ${then}`;
   }
-  if (!reason && pane.classList.contains("lost")) problems.hidden = true; // it was pressed while nobody answered
+  if (!reason && pane.classList.contains("lost")) problems.hidden = true; // pressed while the server was unreachable
   absence.hidden = !reason;
   pane.classList.toggle("lost", Boolean(reason));
   place("head").inert = Boolean(reason);
   if (!reason) seen = Date.now();
 }
 
-// Fetches a part; if the server takes long to draw it, it is asked less often.
+// Fetches a part; slow parts are fetched less often.
 async function refresh(name) {
   const part = parts[name];
   const isHidden = document.hidden || pane.closest("[hidden]");
@@ -157,7 +157,7 @@ async function refresh(name) {
     setLost(REFUSALS.includes(answer.status) ? `The server answers "${answer.status} ${answer.statusText}".` : "");
     if (events?.readyState === EventSource.CLOSED) listen();
   } catch {
-    if (!hasEnded) setLost("The server does not answer."); // the next round asks again
+    if (!hasEnded) setLost("The server does not answer."); // retried in the next round
   } finally {
     part.busy = false;
     part.at = performance.now();
@@ -207,7 +207,7 @@ function tick() {
   }
 }
 
-// ---- Events: which part has something new ----
+// ---- Events: which parts have changed ----
 
 const CONCERNS = {
   "training.status": ["head", "curves", "log"], "lifecycle.stage": ["head", "log"], "training.checkpoint": ["results", "log"],
@@ -220,7 +220,7 @@ function listen() {
   events = new EventSource(`/api/training/events?run=${encodeURIComponent(run)}`);
   for (const [type, names] of Object.entries(CONCERNS)) events.addEventListener(type, () => want(...names));
   events.addEventListener("end", end);
-  // Nobody says what came before the connection, or while there was none.
+  // Events before the connection, or during an interruption, were missed.
   events.onopen = events.onerror = () => want("head", "results", "curves", "previews", "log");
 }
 
@@ -274,7 +274,7 @@ pane.addEventListener("submit", (event) => {
   forms[event.target.dataset.form](event.target, event.submitter);
 });
 
-// Shows the run of the config that is opened or saved; at the start the address or the list decides.
+// Shows the run of the opened or saved config; at first, the run in the URL or the first of the list.
 document.addEventListener("config", (event) => {
   follows = opened !== "";
   opened = event.detail;

@@ -1,4 +1,4 @@
-// The pane "Start": sends files to the server, asks what is to be learned from them, and starts the run.
+// The pane "Start": uploads files, asks what to learn from them, and starts the run.
 import { api, element, page, sentences } from "./form.js";
 import { chooseFolder } from "./datasets.js";
 import { maySwitch, newConfig, openConfig } from "./app.js";
@@ -6,10 +6,10 @@ import { duration, gigabytes } from "./plan.js";
 
 const { suffixes, files: most, bytes: largest } = page("#start-card").dataset;
 const usable = new Set(suffixes.split(" ")), drop = page("#drop"), form = page("#start-form"), progress = page("#drop-progress");
-const AT_ONCE = 3; // files on their way
-let place = null; // what the server calls the folder of dropped files
-let folder = "", lost = [], seen = null, number = 0; // lost: of the newest drop, what was not saved
-const words = JSON.parse(page("#start-words").textContent); // in the language of the browser, by the English ones
+const AT_ONCE = 3; // concurrent uploads
+let place = null; // the server's name for the folder of dropped files
+let folder = "", lost = [], seen = null, number = 0; // lost: files of the latest drop that were not saved
+const words = JSON.parse(page("#start-words").textContent); // translations, by English text
 const say = (text, values = {}) => (words[text] ?? text).replace(/{(\w+)}/g, (_, name) => values[name]);
 const demo = say("A tiny demo model, to see in minutes how everything works: it draws simple shapes only");
 const TITLES = { demo, "demo-video": demo }; // of models
@@ -18,7 +18,7 @@ const refuse = (answer) => { page("#start-refused").textContent = sentences(answ
 
 // ---- Files ----
 
-// The files of what was dropped, with their paths in it.
+// The dropped files, with their relative paths.
 async function* walk(entry, above = "") {
   const name = above + entry.name;
   if (entry instanceof File) yield { name, file: entry };
@@ -47,7 +47,7 @@ function fault({ name, file }) {
 
 function send(name, file, tick) {
   return new Promise((resolve) => {
-    const request = new XMLHttpRequest(); // fetch does not tell how much was sent
+    const request = new XMLHttpRequest(); // fetch does not report upload progress
     request.open("PUT", `/api/uploads/${[place.name, ...name.split("/")].map(encodeURIComponent).join("/")}`);
     request.setRequestHeader("Content-Type", "application/octet-stream");
     request.responseType = "json";
@@ -63,7 +63,7 @@ function send(name, file, tick) {
 async function take(found) {
   if (!found.length) return;
   if (found.length > most) return tell(say("These are more than {most} files. Copy the folder into the project, then use it from there.", { most: Number(most).toLocaleString("en") }));
-  // The folder that was dropped, or the zip, gives the name.
+  // Named after the dropped folder or zip.
   const top = found[0].name.split("/")[0], isFolder = found.every(({ name }) => name.startsWith(`${top}/`));
   const named = isFolder ? found.map(({ name, file }) => ({ name: name.slice(top.length + 1), file })) : found;
   lost = named.map((each) => ({ file: each.name, reason: fault(each) })).filter(({ reason }) => reason);
@@ -117,7 +117,7 @@ for (const input of drop.querySelectorAll("input")) {
     take(found);
   };
   input.addEventListener("change", choose);
-  choose(); // what was chosen before this script had been loaded
+  choose(); // files chosen before this script was loaded
 }
 page("#drop-here").addEventListener("click", async () => {
   const chosen = await chooseFolder(folder);
@@ -135,7 +135,7 @@ function choices(box, name, labels, value) {
   box.replaceChildren(...rows);
 }
 
-// Asks the server what the folder holds, and what a run on it would be.
+// Requests the content of the folder and the drafts of runs.
 async function look(path, answers = {}) {
   const mine = (number += 1), answer = await api("/api/start/look", { method: "POST", body: { folder: path, ...answers } });
   if (mine !== number) return;
@@ -165,7 +165,7 @@ function showCaptions() {
   for (const button of form.querySelectorAll("[value=start], [value=queue]")) button.disabled = Boolean(uncaptioned) && box.checked;
 }
 
-// The plan of each model in a few words; the first that fits is chosen.
+// Shows a summary of the plan of each model, and selects the first that fits.
 async function judge(mine) {
   let isOpen = true;
   for (const [model, draft] of Object.entries(seen.drafts)) {
@@ -196,7 +196,7 @@ form.addEventListener("change", ({ target }) => {
   if (target.name === "purpose") look(folder, { purpose: target.value, name: chosen("name") });
 });
 
-// Writes the config, and then starts it, or lets it wait.
+// Writes the config, then starts or queues it.
 async function begin(how) {
   if (!(await maySwitch())) return;
   const answers = { folder, purpose: chosen("purpose"), trigger: chosen("trigger"), model: chosen("model"), name: chosen("name"), captions: form.elements.captions.checked };
