@@ -130,6 +130,8 @@ def _stray(token: str) -> Problem:
     """The problem for a bare word, which may be the name of a configuration."""
     if any(map(os.path.isfile, [token, f"{token}/config.json", f"config/{token}/config.json"])):
         return Problem(token, f"is not a setting. Did you mean env={token}?")
+    if token in example_names():
+        return Problem(token, f"is not a setting. Did you mean example={token}?")
     return Problem(token, "is not a setting; write key=value, --key value or --flag.")
 
 

@@ -268,10 +268,11 @@ def test_captions_that_name_the_subject_stay_as_they_are(commands: list[list[str
         (["cat", "--purpose", "styel"], "--purpose 'styel' is not one of: subject, style. Did you mean 'style'?"),
         (["cat", "--model", "flux"], "--model 'flux' is not one of: kandinsky5-image."),
         (["half", "--model", "flux"], "--model 'flux' is not one of: kandinsky5-image."),  # captions or not
-        (["pairs"], "pairs/after holds no pictures."),
+        (["pairs"], "pairs/after contains no pictures."),
         (["cat", "max_train_step=9"], "max_train_step: is not a known key. Did you mean 'max_train_steps'?"),
         (["cat", "learning_rate=fast", "lora_rank=0"], "learning_rate: 'fast'"),
         (["cat", "learning_rate=fast", "lora_rank=0"], "lora_rank: 0"),
+        (["cat", "learning_rate=fast", "--dry-run"], "learning_rate: 'fast'"),  # before anything is written, too
         (["cat", "learning_rat=1"], "learning_rat: is not a known key. Did you mean 'learning_rate'?"),
         (["cat", "env=other"], "env: has no effect: start writes a config of its own."),
         (["cat", "--name", "a/b"], "--name 'a/b' is not the name of a folder."),

@@ -181,7 +181,10 @@ def test_defaults_asks_nothing_and_writes_the_same_file(configure: Configure, ca
     assert code == 0
     assert person.prompts == []
     assert FILE.read_text(encoding="utf-8") == by_answers
-    assert "Next steps" in capsys.readouterr().out
+    told = capsys.readouterr().out
+    assert "Next steps" in told
+    # Without a GPU, training would be refused here.
+    assert "3. Train, on a machine with a GPU:  simpletuner train" in told
 
 
 def test_another_file_and_its_folder(configure: Configure, capsys: pytest.CaptureFixture) -> None:

@@ -65,6 +65,8 @@ def test_a_bare_config_is_offered_as_an_environment(tmp_path: Path, monkeypatch:
     for token in ("cat", "config/cat", "config/cat/config.json"):
         told = [str(each) for each in parse_arguments([token]).problems]
         assert told == [f"{token}: is not a setting. Did you mean env={token}?"]
+    (told_of_example,) = parse_arguments(["demo"]).problems
+    assert str(told_of_example) == "demo: is not a setting. Did you mean example=demo?"
 
 
 def test_a_selector_needs_a_name() -> None:

@@ -17,9 +17,10 @@ from simpletuner.annexes.start.recipe import CLIPS, EDITS, PICTURES, PURPOSES, T
 from simpletuner.annexes.wizard.questions import QUESTIONS, Question, stale_keys
 from simpletuner.annexes.wizard.talk import PATIENCE, Back, InputEnded, Talk
 from simpletuner.atomic import write_atomically, write_json
+from simpletuner.budget.device import find_device
 from simpletuner.config.load import canonical
 from simpletuner.config.schema import main_name, render_config
-from simpletuner.config.sources import DATASET_FILE, read_json_layer
+from simpletuner.config.sources import DATASET_FILE, EXAMPLES_ALIAS, read_json_layer
 from simpletuner.config.values import read_stored, typed
 from simpletuner.errors import ConfigError, Problems, Reading, UserError
 from simpletuner.redaction import redact
@@ -342,7 +343,9 @@ def show_next_steps(draft: Draft, talk: Talk) -> None:
         talk.tell(f"  1. Write the dataset file {path}, which says where your {noun} are, such as:")
         talk.tell(textwrap.indent(json.dumps(entries, indent=2), " " * 5), "dim")
     talk.tell(f"  2. Check:  {train_command(draft.file)} --dry-run")
-    talk.tell(f"  3. Train:  {train_command(draft.file)}")
+    is_tiny = str(draft.values.get("pretrained_model_name_or_path")).startswith(EXAMPLES_ALIAS)
+    where = "" if is_tiny or find_device().is_gpu else ", on a machine with a GPU"
+    talk.tell(f"  3. Train{where}:  {train_command(draft.file)}")
 
 
 def example_datasets(draft: Draft) -> list[dict[str, Any]]:

@@ -19,7 +19,7 @@ from simpletuner.config.sources import DATASET_FILE, Arguments, configured
 from simpletuner.errors import ConfigError, Problem, Problems, counted
 from simpletuner.validation.clip_writer import write_mp4
 
-NO_GPU = "There is no GPU here. For an estimate, name plan_device_memory_gb below and enter your GPU's memory."
+NO_GPU = "There is no GPU here. To estimate for another machine, set plan_device_memory_gb to the memory of its GPU."
 
 
 def judge(draft: Draft, device_gigabytes: float | None) -> tuple[list[str], list[Problem]]:
