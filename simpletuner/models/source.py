@@ -1,4 +1,4 @@
-"""Locates the parts of a checkpoint and checks their weight files. Free of torch.
+"""Locates the parts of a checkpoint and checks their weight files. Imports no torch.
 
 A part is in a local folder or in a repository of the Hugging Face hub.
 """

@@ -1,4 +1,4 @@
-"""DINOv2 vision encoders by name, folder or hub id: location and cost. Free of torch."""
+"""DINOv2 vision encoders by name, folder or hub id: location and cost. Imports no torch."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Rules between keys: what options declare (`requires`, `excludes`), and functions that yield contradictions and keys
-without effect. Then those between the settings and the datasets."""
+"""Rules between keys: declared by options (`requires`, `excludes`), and functions that report contradictions and keys
+without effect; then rules between settings and datasets."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ if TYPE_CHECKING:  # it checks by this module
 
 HIGHEST_USUAL_RATE = 0.1
 SMALLEST_RESOLUTION = 64  # pixels; a smaller number was probably meant as megapixels
-MOST_CROPPED = 0.2  # share of a side that goes without a warning if nobody asked for a crop
+MOST_CROPPED = 0.2  # share of a side that may be cropped without a warning if `crop` is off
 OTHER_LAWS = ("flow_use_uniform_schedule", "flow_use_beta_schedule", "mixflow_enabled")
 # Without effect on families of pictures.
 BACKGROUND_KEYS = ("validation_decode_in_background",)
@@ -43,7 +43,7 @@ RATE_IS_A_FACTOR = ("prodigy", "muon", "torch-sgd", "optimi-sgd", "bnb-sgd8bit")
 
 
 def check_config(config: RunConfig, purpose: Purpose = "train") -> list[Problem]:
-    """All problems that show in the settings alone, for every family."""
+    """All problems visible in the settings alone, for every family."""
     rules = SAMPLE_RULES if purpose == "sample" else RULES
     return worth_reporting((problem for rule in rules for problem in rule(config)), config)
 
@@ -51,7 +51,7 @@ def check_config(config: RunConfig, purpose: Purpose = "train") -> list[Problem]
 def unmet(config: RunConfig) -> Iterator[NoEffect]:
     """Keys, set or not, whose requirements do not hold."""
     for key, option in all_options().items():
-        # A group's switch comes before the conditions of a key; one reason is enough.
+        # A group's switch precedes the conditions of a key; one reason is enough.
         if lacking := next((each for each in option.requires if not each.holds(config.flat)), None):
             yield NoEffect(key, lacking.lacking, lacking.fatal)
 
@@ -79,11 +79,11 @@ def findings(plan: Plan, purpose: Purpose) -> list[Problem]:
     if config.launch.sequence_parallel_size > 1:
         found += check_sequence(plan)
     if purpose == "draft":
-        # An epoch's steps are unknown without the datasets.
+        # The steps of an epoch are unknown without datasets.
         found += check_total(config, config.schedule.max_train_steps or 0)
     else:
         found += check_flavour(config, spec, flavour)
-        # The content of a checkpoint that cannot be found or read need not be checked.
+        # Skip content checks if the checkpoint cannot be found or read.
         found += source.problems() or check_parts(spec, flavour, source)
     return [*found, *check_packages(config.precision)]
 
@@ -113,7 +113,7 @@ def worth_reporting(problems: Iterable[Problem], config: RunConfig) -> list[Prob
 
 
 def check_output(config: RunConfig) -> Iterator[Problem]:
-    """The output folder must be writable, checked before anything takes time; cache paths must not be files."""
+    """Report an output folder that is not writable, before slow work starts, and cache paths that are files."""
     if problem := why_not_writable("output_dir", Path(config.run.output_dir).expanduser()):
         yield problem
         return  # caches are often inside it and would repeat the problem
@@ -122,7 +122,7 @@ def check_output(config: RunConfig) -> Iterator[Problem]:
 
 
 def check_length(config: RunConfig) -> Iterator[Problem]:
-    """Exactly one of steps and epochs."""
+    """Exactly one of steps and epochs must be set."""
     schedule = config.schedule
     steps, epochs = schedule.max_train_steps or 0, schedule.num_train_epochs
     if steps > 0 and (epochs or 0) > 0:
@@ -137,7 +137,7 @@ def check_rates(config: RunConfig) -> Iterator[Problem]:
     """A decaying rate must end below its start; a rate must be plausible."""
     optimizer = config.optimizer
     rate = learning_rate(optimizer, config.model.model_type)
-    # A sine may also swing upwards, so it is not checked.
+    # A sine may also rise, so it is not checked.
     if optimizer.lr_scheduler in DECAYING_SCHEDULERS and optimizer.lr_end >= rate:
         message = f"{optimizer.lr_end:g} is not below learning_rate {rate:g}; {optimizer.lr_scheduler} could not decay."
         yield Problem("lr_end", message)
@@ -147,7 +147,7 @@ def check_rates(config: RunConfig) -> Iterator[Problem]:
 
 
 def check_lora(config: RunConfig) -> Iterator[Problem]:
-    """Initial values that are computed from the base need one that can hold the rest."""
+    """Report inits that change the base if its precision cannot hold the remainder."""
     init, precision = config.lora.lora_init_type, config.precision
     base, dtype = precision.base_model_precision, transformer_dtype(precision)
     if init in ("olora", "pissa") and base not in PLAIN_PRECISIONS:
@@ -183,7 +183,7 @@ def check_rest(config: RunConfig) -> Iterator[Problem]:
 
 
 def family_problems(config: RunConfig, spec: FamilySpec) -> Iterator[Problem]:
-    """Limits that the family sets, and every key that has no effect on it, set or not."""
+    """Report violated limits of the family, and every key without effect on it, set or not."""
     length = config.text.tokenizer_max_length
     if length is not None and length > spec.words.longest:
         yield warning("tokenizer_max_length", f"{length} is too long for {spec.title}; {spec.words.longest} is used.")
@@ -216,7 +216,7 @@ def _check_vae(config: RunConfig, spec: FamilySpec) -> Iterator[Problem]:
 
 
 def _unused_keys(spec: FamilySpec) -> Iterator[Problem]:
-    """Keys of what the family does not have."""
+    """Report keys for features that the family lacks."""
     groups = family_groups()
     for is_used, keys, reason in (
         (spec.slices_convolutions, ("vae_enable_patch_conv",), f"the VAE of {spec.title} is not the one it applies to"),
@@ -231,7 +231,7 @@ def _unused_keys(spec: FamilySpec) -> Iterator[Problem]:
 
 
 def check_flavour(config: RunConfig, spec: FamilySpec, flavour: Flavour) -> Iterator[Problem]:
-    """Keys that this flavour does not use, and what training does to it."""
+    """Report keys that the flavour does not use, and the effects of training it."""
     if flavour.distilled:
         yield warning("model_flavour", f"{flavour.name} is distilled; trained, it may need guidance or more steps.")
     if config.validation.validation_using_datasets and flavour.task in ("t2i", "t2v"):
@@ -239,12 +239,12 @@ def check_flavour(config: RunConfig, spec: FamilySpec, flavour: Flavour) -> Iter
 
 
 def check_block_numbers(config: RunConfig, spec: FamilySpec, source: ModelSource) -> Iterator[Problem]:
-    """Keys that name visual blocks, compared with their number if the checkpoint is on this machine.
+    """Compare keys with visual block numbers with the number of blocks, if the checkpoint is on this machine.
 
     A family that cannot skip tokens says why in its own checks.
     """
     counts = list(spec.block_counts.values())
-    # The last group: the visual blocks, after those of the text.
+    # The last group holds the visual blocks, after the text blocks.
     found = (source.read_config("transformer") or {}).get(counts[-1]) if counts else None
     blocks = found if isinstance(found, int) else None
     routes = config.tread.routes if spec.token_blocks else ()
@@ -253,7 +253,7 @@ def check_block_numbers(config: RunConfig, spec: FamilySpec, source: ModelSource
 
 
 def check_sequence(plan: Plan) -> Iterator[Problem]:
-    """Processes that share tokens divide the heads among them, and exchange too much to be on several machines."""
+    """Check that a sequence-parallel group divides the heads, and is within one machine."""
     spec, launch = plan.spec, plan.config.launch
     size, key = launch.sequence_parallel_size, "sequence_parallel_size"
     if spec.heads is None:

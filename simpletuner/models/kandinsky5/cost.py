@@ -1,4 +1,4 @@
-"""Costs of Kandinsky 5 that `cost.json` lacks: published transformers, encoders, NABLA's tiles. Free of torch."""
+"""Costs of Kandinsky 5 that `cost.json` lacks: published transformers, encoders, NABLA's tiles. Imports no torch."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ PACKAGE, TRANSFORMER_CLASS = "simpletuner.models.kandinsky5", "Kandinsky5Transfo
 # Parameters of the published encoders.
 QWEN_AND_CLIP = 8_292_166_656 + 123_060_480
 QWEN_HEAD, QWEN_VISION = 544_997_376, 676_550_144
-# Share of the pairs of tiles that NABLA visits: a guess for Pro at 768x512, 121 frames, until a run has measured it.
+# Share of tile pairs that NABLA visits: a guess for Pro at 768x512, 121 frames, until a run has measured it.
 ASSUMED_DENSITY = 0.25
 PROMPT_PIXELS = 56  # pixels per side of a prompt token: Qwen gets the picture at half size, in patches of 28
 
@@ -57,13 +57,13 @@ def transformer_cost(settings: Mapping[str, object], shapes: Shapes, kernels: Ke
         """Quadratic in tokens, unlike the measured costs."""
         pairs = float(batch.samples * heads * (batch.tokens // TILE) ** 2)
         if kernels.tile_lists:
-            # Booleans, from which both passes make four int32 lists, by a sort and scatters with int64 indices.
+            # Booleans, converted by both passes to four int32 lists, with a sort and scatters with int64 indices.
             return pairs, (16 + 24) * pairs
-        # A mask of a tile's queries for every key: booleans, and the numbers added to the scores.
+        # A mask of one row per query tile and key: booleans, and the biases added to the scores.
         return TILE * size * pairs, TILE * 2 * pairs
 
     dense = TransformerCost(read_cost_table(PACKAGE), shapes, head, compiled=kernels.compiled)
-    # Masks leave nothing out.
+    # With masks, every pair is computed.
     density = (lambda tokens: ASSUMED_DENSITY) if kernels.tile_lists else None
     return replace(dense, unit=TILE, tiles=tile_bytes, density=density) if is_sparse(settings) else dense
 

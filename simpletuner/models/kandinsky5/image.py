@@ -41,7 +41,7 @@ VIDEO_TASKS = ("t2v", "i2v")
 
 
 class StockPipeline(PreviewPipeline):
-    """diffusers' own pipeline of the flavour, called with cached embeddings."""
+    """The flavour's diffusers pipeline, called with cached embeddings."""
 
     def __init__(
         self, pipeline: Any, encoder: LatentEncoder, device: torch.device, task: Task, padding: blocks.TextPadding
@@ -93,7 +93,7 @@ class StockPipeline(PreviewPipeline):
 
 @contextmanager
 def batched_guidance(transformer: Any, padding: blocks.TextPadding, request: PreviewRequest) -> Iterator[None]:
-    """Let a pipeline that predicts for the prompt, then for the negative prompt, compute both in the first call."""
+    """A context in which a pipeline's first transformer call predicts for both the prompt and the negative prompt."""
     forward, replaced, waiting = transformer.forward, vars(transformer).get("forward"), list[Any]()
 
     def predict_both(**inputs: Any) -> Any:
@@ -183,7 +183,7 @@ class SampledLatents(LatentEncoder):
         """z of pixels in [-1, 1], drawn with one seed per sample; float32, on the CPU."""
         posterior = self.posterior(pixels)
         mean, std = posterior.mean.float().cpu(), posterior.std.float().cpu()
-        # On the CPU and one generator per sample: neither the device nor the batch changes the draw.
+        # On the CPU with one generator per sample, so that the draw is independent of device and batch.
         noise = [torch.randn(mean.shape[1:], generator=torch.Generator().manual_seed(seed)) for seed in seeds]
         return (mean + std * torch.stack(noise)) * self.vae.config.scaling_factor
 
@@ -287,7 +287,7 @@ class Kandinsky5Adapter(FamilyAdapter):
                 hidden_states=states.to(self.dtype),
                 encoder_hidden_states=text,
                 pooled_projections=pooled,
-                timestep=noisy.timesteps,  # in float32: in bfloat16 they would be off by up to 2
+                timestep=noisy.timesteps,  # float32, since bfloat16 would be off by up to 2
                 visual_rope_pos=[torch.arange(side, device=device) for side in grid],
                 text_rope_pos=torch.arange(text.shape[1], device=device),
                 scale_factor=self.rope_scale,

@@ -38,7 +38,7 @@ Attend = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
 
 def attend_masked(query: Tensor, key: Tensor, value: Tensor, tiles: Tensor) -> Tensor:
-    """Works on every device, with gradients. The queries of a tile share one row of the mask: memory stays linear."""
+    """Attention on every device, with gradients. The queries of a tile share one mask row, so memory is linear."""
     rows = zip(query.split(TILE, dim=1), tiles.unbind(dim=2), strict=True)
     masked = [torch_attention(part, key, value, row.repeat_interleave(TILE, -1)[:, :, None]) for part, row in rows]
     return torch.cat(masked, dim=1)
@@ -93,7 +93,7 @@ class RebuiltLists(saved_tensors_hooks):
                 return take(saved[0])
             if saved not in again:
                 again.update(enumerate(lists_of(blocks(take(kept)))))
-            # Not kept any longer: these hooks live as long as the graph.
+            # Removed, since these hooks live as long as the graph.
             return again.pop(saved)
 
         super().__init__(pack, unpack)
@@ -232,7 +232,7 @@ def _fastest_correct(device: torch.device, dtype: torch.dtype, head_dim: int, he
 
 
 def _is_better(name: str, present: Attend, device: torch.device, dtype: torch.dtype, head_dim: int, heads: int) -> bool:
-    """Whether an alternative is correct, and faster in forward plus backward."""
+    """Whether an alternative is correct and faster, in forward plus backward."""
     attend = ALTERNATIVES[name]()
     fault = find_fault(attend, device, dtype, head_dim, heads)
     if fault is not None:
@@ -372,7 +372,7 @@ class TileAttention:
         with torch.no_grad():
             tiles = tile_mask(query, key, params["sta_mask"], params["P"])
         if torch.is_grad_enabled():
-            # On the device: to look at the number would make the host wait.
+            # On the device, since reading the number would synchronise.
             visible, pairs = self._visible.get(query.shape[1], (0, 0))
             self._visible[query.shape[1]] = visible + tiles.sum(), pairs + tiles.numel()
         attend: Any = self._attend[query.shape[-2]]

@@ -1,4 +1,4 @@
-"""Captions to embeddings, as the Kandinsky 5 pipelines make them.
+"""Encodes captions like the Kandinsky 5 pipelines.
 
 Qwen2.5-VL encodes the caption inside a template, with one vector per token after the template's crop; CLIP encodes the
 caption alone into one pooled vector. Embeddings are not padded.
@@ -59,7 +59,7 @@ class Kandinsky5TextEncoder(TextEncoder):
     """Qwen2.5-VL and CLIP together.
 
     Args:
-        device, dtype: where and in which precision the encoders run.
+        device, dtype: compute device and precision of the encoders.
         quantise: quantises the encoders' weights.
 
     Attributes:

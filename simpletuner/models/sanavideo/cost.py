@@ -1,4 +1,4 @@
-"""Costs of Sana Video that `cost.json` lacks: published transformers and encoders. Free of torch."""
+"""Costs of Sana Video that `cost.json` lacks: published transformers and encoders. Imports no torch."""
 
 from __future__ import annotations
 

@@ -58,11 +58,11 @@ class SanaTextEncoder(TextEncoder):
     """Gemma 2 with the instruction.
 
     Args:
-        device, dtype: where and in which precision the encoder runs.
+        device, dtype: compute device and precision of the encoder.
         quantise: quantises Gemma's weights.
 
     Attributes:
-        max_length: tokens that the transformer gets.
+        max_length: number of tokens passed to the transformer.
     """
 
     def __init__(
@@ -164,7 +164,7 @@ class StockSanaPipelines(PreviewPipeline):
             "prompt_attention_mask": mask[:1].to(self.device),
             "negative_prompt_embeds": text[1:].to(self.device),
             "negative_prompt_attention_mask": mask[1:].to(self.device),
-            # The default is a string, which the pipeline refuses beside embeddings.
+            # The default is a string, which the pipeline rejects together with embeddings.
             "negative_prompt": None,
             "frames": request.num_frames,
             # Otherwise the pipeline samples the nearest of its sizes, and resizes.
