@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import json
 import math
-import tomllib
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -21,6 +20,7 @@ from importlib.resources import files
 from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar, cast
 
 from simpletuner.config.techniques import Route, tokens_by_block
+from simpletuner.config.values import read_toml
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -190,12 +190,6 @@ class CostTable:
             count = found["blocks"].get(name.partition(".#.")[0], 1)
             shapes |= {name.replace("#", str(index), 1): tuple(shape) for index in range(count)}
         return shapes
-
-
-@cache
-def read_toml(package: str, name: str) -> dict[str, Any]:
-    """A file of data in a family's folder."""
-    return tomllib.loads((files(package) / name).read_text(encoding="utf-8"))
 
 
 @cache
@@ -399,8 +393,10 @@ class TransformerCost(Weights):
         # Measured only for families with timesteps per token.
         factors = self.table.bytes.get(f"{kind} given" if batch.timed_tokens else kind, self.table.bytes[kind])
         # The feed-forward has the widest output.
-        heads = self.hidden // self.head
-        inner = max(layer.shape[0] for layer in self.large_layers if layer.axis == "token")
+        heads, inner = (
+            self.hidden // self.head,
+            max(layer.shape[0] for layer in self.large_layers if layer.axis == "token"),
+        )
         numbers = {**positions, "width": self.hidden, "inner": inner, "head": self.head, "heads": heads}
         sums = {name: sum_of(factor, numbers) for name, factor in factors.items() if name != "reads"}
         # A full fine-tune also saves the input of every layer, for the weight gradient.
