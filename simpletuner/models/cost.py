@@ -395,7 +395,7 @@ class TransformerCost(Weights):
         # The feed-forward has the widest output.
         heads, inner = (
             self.hidden // self.head,
-            max(layer.shape[0] for layer in self.large_layers if layer.axis == "token"),
+            max(each.shape[0] for each in self.large_layers if each.axis == "token"),
         )
         numbers = {**positions, "width": self.hidden, "inner": inner, "head": self.head, "heads": heads}
         sums = {name: sum_of(factor, numbers) for name, factor in factors.items() if name != "reads"}
