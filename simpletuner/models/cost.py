@@ -30,7 +30,6 @@ BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}  # per number
 # Cost of the backward pass of attention relative to its forward pass. dQ, dK, dV and dP are four matmuls, the forward
 # pass has two; a flash kernel also recomputes the scores (Dao 2023, arXiv 2307.08691, section 2.3).
 ATTENTION_BACKWARD, FLASH_BACKWARD = 2.0, 2.5
-LENGTHS = ("token", "text")
 
 
 @dataclass(frozen=True)
@@ -392,11 +391,9 @@ class TransformerCost(Weights):
         kind, positions, (tiles, making) = "bf16" if size < 4 else "fp32", batch.positions, self.tiles(batch, size)
         # Measured only for families with timesteps per token.
         factors = self.table.bytes.get(f"{kind} given" if batch.timed_tokens else kind, self.table.bytes[kind])
+        heads = self.hidden // self.head
         # The feed-forward has the widest output.
-        heads, inner = (
-            self.hidden // self.head,
-            max(each.shape[0] for each in self.large_layers if each.axis == "token"),
-        )
+        inner = max(layer.shape[0] for layer in self.large_layers if layer.axis == "token")
         numbers = {**positions, "width": self.hidden, "inner": inner, "head": self.head, "heads": heads}
         sums = {name: sum_of(factor, numbers) for name, factor in factors.items() if name != "reads"}
         # A full fine-tune also saves the input of every layer, for the weight gradient.
@@ -479,11 +476,11 @@ class TransformerCost(Weights):
         numbers = {"width": self.hidden, "head": self.head, "text": batch.text, "token": batch.tokens}
         work = Work()
         for words, factor in self.table.flops[block].items():
-            flops, lengths = factor * product_of(words, numbers), [each for each in words.split() if each in LENGTHS]
-            if self.density is not None and lengths == ["token", "token"]:
+            flops, tokens, texts = factor * product_of(words, numbers), words.count("token"), words.count("text")
+            if self.density is not None and tokens == 2:
                 work += Work(sparse=flops * self.density(batch.tokens))
             else:
-                work += Work(attention=flops) if len(lengths) == 2 else Work(linear=flops)
+                work += Work(attention=flops) if tokens + texts == 2 else Work(linear=flops)
         return work
 
     @remembered
