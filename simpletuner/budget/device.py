@@ -17,9 +17,8 @@ from pydantic import PositiveFloat
 
 from simpletuner.atomic import write_json
 from simpletuner.config.schema import Card
-from simpletuner.config.values import read_stored
+from simpletuner.config.values import read_stored, read_toml
 from simpletuner.distributed.world import compute_threads, launched
-from simpletuner.models.cost import read_toml
 from simpletuner.plan.environment import driver
 from simpletuner.reporting.pace import size_text
 

@@ -11,7 +11,10 @@ import math
 import os
 import re
 import stat
+import tomllib
 from collections.abc import Callable, Iterable, Iterator
+from functools import cache
+from importlib.resources import files
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
@@ -98,6 +101,12 @@ def read_text(path: Path) -> Reading[str | None]:
     except OSError as error:
         yield Problem(str(path), f"cannot be read: {error.strerror}.")
     return None
+
+
+@cache
+def read_toml(package: str, name: str) -> dict[str, Any]:
+    """A file of data in a folder of the package."""
+    return tomllib.loads((files(package) / name).read_text(encoding="utf-8"))
 
 
 def no_file(path: Path) -> str:

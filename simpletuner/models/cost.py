@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import json
 import math
-import tomllib
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -21,6 +20,7 @@ from importlib.resources import files
 from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar, cast
 
 from simpletuner.config.techniques import Route, tokens_by_block
+from simpletuner.config.values import read_toml
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -30,7 +30,6 @@ BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}  # per number
 # Cost of the backward pass of attention relative to its forward pass. dQ, dK, dV and dP are four matmuls, the forward
 # pass has two; a flash kernel also recomputes the scores (Dao 2023, arXiv 2307.08691, section 2.3).
 ATTENTION_BACKWARD, FLASH_BACKWARD = 2.0, 2.5
-LENGTHS = ("token", "text")
 
 
 @dataclass(frozen=True)
@@ -190,12 +189,6 @@ class CostTable:
             count = found["blocks"].get(name.partition(".#.")[0], 1)
             shapes |= {name.replace("#", str(index), 1): tuple(shape) for index in range(count)}
         return shapes
-
-
-@cache
-def read_toml(package: str, name: str) -> dict[str, Any]:
-    """A file of data in a family's folder."""
-    return tomllib.loads((files(package) / name).read_text(encoding="utf-8"))
 
 
 @cache
@@ -398,8 +391,8 @@ class TransformerCost(Weights):
         kind, positions, (tiles, making) = "bf16" if size < 4 else "fp32", batch.positions, self.tiles(batch, size)
         # Measured only for families with timesteps per token.
         factors = self.table.bytes.get(f"{kind} given" if batch.timed_tokens else kind, self.table.bytes[kind])
-        # The feed-forward has the widest output.
         heads = self.hidden // self.head
+        # The feed-forward has the widest output.
         inner = max(layer.shape[0] for layer in self.large_layers if layer.axis == "token")
         numbers = {**positions, "width": self.hidden, "inner": inner, "head": self.head, "heads": heads}
         sums = {name: sum_of(factor, numbers) for name, factor in factors.items() if name != "reads"}
@@ -483,11 +476,11 @@ class TransformerCost(Weights):
         numbers = {"width": self.hidden, "head": self.head, "text": batch.text, "token": batch.tokens}
         work = Work()
         for words, factor in self.table.flops[block].items():
-            flops, lengths = factor * product_of(words, numbers), [each for each in words.split() if each in LENGTHS]
-            if self.density is not None and lengths == ["token", "token"]:
+            flops, tokens, texts = factor * product_of(words, numbers), words.count("token"), words.count("text")
+            if self.density is not None and tokens == 2:
                 work += Work(sparse=flops * self.density(batch.tokens))
             else:
-                work += Work(attention=flops) if len(lengths) == 2 else Work(linear=flops)
+                work += Work(attention=flops) if tokens + texts == 2 else Work(linear=flops)
         return work
 
     @remembered

@@ -6,6 +6,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import replace
 
+from simpletuner.config.values import read_toml
 from simpletuner.models.cost import (
     BatchShape,
     FamilyCost,
@@ -14,7 +15,6 @@ from simpletuner.models.cost import (
     TransformerCost,
     number,
     read_cost_table,
-    read_toml,
     read_vae_costs,
 )
 from simpletuner.models.kandinsky5.options import TILE, is_sparse, is_sparse_flavour

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
+from simpletuner.config.values import read_toml
 from simpletuner.models.cost import (
     FamilyCost,
     Kernels,
@@ -12,7 +13,6 @@ from simpletuner.models.cost import (
     TransformerCost,
     number,
     read_cost_table,
-    read_toml,
     read_vae_costs,
 )
 
