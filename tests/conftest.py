@@ -34,9 +34,11 @@ os.environ.setdefault("TRITON_CACHE_DIR", str(COMPILED / "triton"))
 # A tiny run makes and drops many small objects, in few cycles: looking for these took a twentieth of its time.
 gc.set_threshold(100_000, 50, 50)
 
-# What a shell starts in the background ignores Ctrl-C, and so would every process that the tests start.
-if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
-    signal.signal(signal.SIGINT, signal.default_int_handler)
+# Started by a shell in the background, a process ignores Ctrl-C; started by `nohup`, the end of its terminal. So would
+# every process that the tests start.
+for number, handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
+    if signal.getsignal(number) == signal.SIG_IGN:
+        signal.signal(number, handler)
 
 _frozen_modules = 0
 

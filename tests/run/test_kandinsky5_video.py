@@ -63,7 +63,7 @@ def test_clips_become_a_lora_and_previews(tmp_path: Path, t2v: Path, capsys: pyt
     assert workspace.run("plan") == 0
     assert workspace.train() == 0
     told = capsys.readouterr().out
-    assert "Cache of clips: 0 of 3 are there" in told
+    assert "Cache of clips: 0 of 3 exist" in told
     assert "Encoding clips: 3 clips" in told
     preview = workspace.path("output/validation_images/step_3_validation_0_128x128@5.mp4")
     with av.open(str(preview)) as clip:
