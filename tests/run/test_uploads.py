@@ -259,7 +259,9 @@ def test_uploads_in_the_background_hold_nothing_up_and_lose_nothing(tmp_path: Pa
     assert place.seen == []
     place.gate.set()
     uploads.finish(Ledger(9, 1, ("card", "uploads", "end")))
-    assert [message for message, _ in place.seen] == [f"Trained for {steps}." for steps in ("1 step", "1 step", "2 steps", "9 steps")]
+    assert [message for message, _ in place.seen] == [
+        f"Trained for {steps}." for steps in ("1 step", "1 step", "2 steps", "9 steps")
+    ]
     assert all(there for _, there in place.seen)
     assert described == [1, 2, 9]
     assert (uploads.failed, uploads.in_use) == ([], [])
