@@ -239,11 +239,11 @@ def refuse_if_busy(run: Run) -> None:
         # For a lock of another machine, the new process waits, and takes it over if it is stale.
         if (owner := run.owner) is not None and not owner.counts_elsewhere:
             refuse_if_in_use(run.folder / LOCK_FILE, owner)
-        is_active = run.judge()[0] in ACTIVE
+        status = run.judge()[0]
     except (UserError, OSError) as error:
         raise Refusal(409, str(error)) from None
-    if is_active:
-        raise Refusal(409, f"A run in {run.folder} is already starting.")
+    if status in ACTIVE:
+        raise Refusal(409, f"A run in {run.folder} is already {status}.")
 
 
 def output_dir_of(file: Path) -> str:

@@ -375,7 +375,7 @@ def test_a_silent_lock_of_another_machine_is_left_to_the_run_that_watches_it(tmp
     with pytest.raises(Refusal, match="cannot be seen from this machine"):
         refuse_if_busy(run)
     own(tmp_path, host="elsewhere", beat=f"{3:08}")
-    with pytest.raises(Refusal, match="is in use"):
+    with pytest.raises(Refusal, match="is already running"):
         refuse_if_busy(run)
     age(tmp_path, 3600)
     refuse_if_busy(run)
