@@ -144,7 +144,7 @@ def _chosen(budget: Budget) -> Budget:
     chosen = choose(budget)
     if batch := free_batch(chosen, steps_per_epoch(chosen.plan)):
         # It changes results, so that it is only proposed.
-        advice = f"train_batch_size {batch} would be as fast a step: the GPU waits for the host"
+        advice = f"with train_batch_size {batch} a step would take as long: the GPU waits for the host"
         chosen = replace(chosen, decisions=[*chosen.decisions, advice])
     if chosen.config.caching.vae_enable_tiling != budget.config.caching.vae_enable_tiling:
         # Tiled latents have separate cache entries, so the missing ones are listed again.

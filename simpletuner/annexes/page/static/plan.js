@@ -86,7 +86,7 @@ function draw(plan, known = null) {
 
 // The choices of `offload: auto` with reasons; a proposal has a button, except in a plan for another card.
 function advice(line, known) {
-  const [, batch] = /^train_batch_size (\d+) would be as fast/.exec(line) ?? [];
+  const [, batch] = /^with train_batch_size (\d+) a step would take as long/.exec(line) ?? [];
   return batch && !known ? told([problemLine({ key: "", message: line, remedy: { train_batch_size: Number(batch) } })]) : dim(line);
 }
 
