@@ -92,7 +92,7 @@ def _check_training(made: Start) -> None:
         agreed(made.ready(), yes=False)
     except ConfigError as error:
         for number, each in enumerate(error.problems):
-            if each.where in (MISSING_GPU, tiny and "memory"):
+            if each.where == MISSING_GPU or (tiny and each.where == "memory"):
                 message = f"{each.message.removesuffix(CONSENT).strip()} Add {ways}."
                 error.problems[number] = replace(each, message=message)
         raise

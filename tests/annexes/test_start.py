@@ -25,9 +25,10 @@ from simpletuner.annexes.start.recipe import Material, Recipe, Start, checkpoint
 from simpletuner.budget import device
 from simpletuner.budget.device import Gpu
 from simpletuner.cli.app import main
+from simpletuner.cli.start import _check_training
 from simpletuner.data.clips import ClipFacts
 from simpletuner.data.discovery import Scan
-from simpletuner.errors import UserError
+from simpletuner.errors import ConfigError, Problem, UserError
 from tests.clips import write_clip
 
 Capture = pytest.CaptureFixture[str]
@@ -491,3 +492,19 @@ def test_without_a_gpu_all_can_be_tried_with_a_tiny_model(
     assert f"--caption: the text encoder of {model} cannot write captions" in capsys.readouterr().err
     monkeypatch.setattr("simpletuner.annexes.start.recipe.find_device", lambda: SimpleNamespace(is_gpu=True))
     assert model not in Material.of(Path(kind)).models
+
+
+@pytest.mark.parametrize(
+    ("where", "tiny", "is_advised"), [("", "", False), ("memory", "", False), ("memory", "a", True)]
+)
+def test_only_a_run_that_is_too_large_gets_advice(
+    monkeypatch: pytest.MonkeyPatch, where: str, tiny: str, is_advised: bool
+) -> None:
+    def refuse(ready: object, *, yes: bool) -> None:
+        raise ConfigError([Problem(where, "is wrong.")])
+
+    monkeypatch.setattr("simpletuner.cli.train.agreed", refuse)
+    made: Any = SimpleNamespace(material=SimpleNamespace(tiny=tiny), ready=lambda: None)
+    with pytest.raises(ConfigError) as caught:
+        _check_training(made)
+    assert ("--dry-run" in caught.value.problems[0].message) == is_advised
