@@ -98,8 +98,8 @@ def test_paragraphs_of_help_are_filled(capsys: Capture) -> None:
     [
         ("CUDA_DEVICE_ORDER", None, "PCI_BUS_ID"),  # GPUs are counted as the plan counts them
         ("CUDA_DEVICE_ORDER", "FASTEST_FIRST", "FASTEST_FIRST"),
-        ("OMP_WAIT_POLICY", None, "PASSIVE"),
-        ("OMP_WAIT_POLICY", "ACTIVE", "ACTIVE"),
+        ("GOMP_SPINCOUNT", None, "10000"),
+        ("GOMP_SPINCOUNT", "7", "7"),
     ],
 )
 def test_native_libraries_are_set_up_unless_the_user_has(
