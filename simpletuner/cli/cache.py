@@ -88,8 +88,8 @@ def gc(context: typer.Context, remove: Annotated[bool, typer.Option("--remove", 
     if not total:
         typer.echo("Nothing to remove: this configuration refers to every entry.")
     else:
-        found = counted(total, "entry or leftover", "entries and leftovers")
-        typer.echo(f"{found} {'removed' if remove else 'found; --remove deletes them'}.")
+        entries = counted(total, "entry or leftover", "entries and leftovers")
+        typer.echo(f"{entries} {'removed' if remove else 'found; --remove deletes them'}.")
 
 
 @app.command("explain", context_settings=PASS_THROUGH)

@@ -20,9 +20,7 @@ from tests.colours import PURPLE, YELLOW, colour_share
 
 # How far the last previews of what the base knew are from its own, as the root mean square over pixel values of 0 to 1:
 # measured without preservation and, beside it, with it. Bounds lie between the two.
-CHANGES = {"still_a_circle": (0.108, 0.070, 0.089), "still_a_square": (0.077, 0.047, 0.062)}
-# The least of the colours of a glimmer after training, of 0.07 and 0.41; before it they are 0.01 and 0.
-LEAST = {"purple": 0.04, "yellow": 0.3}
+CHANGES = {"still_a_circle": (0.107, 0.062, 0.085), "still_a_square": (0.093, 0.055, 0.075)}
 GLIMMERS = ("validation", "glimmer_sky", "glimmer_navy", "glimmer_mint")
 
 
@@ -40,25 +38,24 @@ def change(one: Path, other: Path) -> float:
     return float(np.sqrt(np.square(pixels[0] - pixels[1]).mean()))
 
 
-@pytest.mark.slow(35)
+@pytest.mark.slow(60)
 def test_the_demo_learns_its_concept(tmp_path: Path) -> None:
-    # Half of the example's steps, and of those of its sampler: the star is there by then and only grows clearer.
     # Previews in between and of no prompt would show nothing that is looked at here.
-    half = ("max_train_steps=150", "validation_num_inference_steps=12")
-    only = ("validation_step_interval=150", "validation_disable_unconditional=true", "checkpoint_step_interval=150")
+    only = ("validation_step_interval=300", "validation_disable_unconditional=true", "checkpoint_step_interval=300")
     fast = ("gradient_checkpointing=false", "torch_num_threads=1")  # with the same result
     with contextlib.chdir(tmp_path):
-        assert main(["train", "--example", "demo", *half, *only, *fast]) == 0
+        assert main(["train", "--example", "demo", *only, *fast]) == 0
     output = tmp_path / "output" / "demo"
     before = mean_shares([output / "benchmarks" / "base_model" / f"{name}_96x96.png" for name in GLIMMERS])
-    after = mean_shares([output / "validation_images" / f"step_150_{name}_0_96x96.png" for name in GLIMMERS])
-    for (colour, least), earlier, later in zip(LEAST.items(), before, after, strict=True):
-        assert earlier < least / 2 < least < later, f"{colour}: {earlier:.2f} before, {later:.2f} after"
+    after = mean_shares([output / "validation_images" / f"step_300_{name}_0_96x96.png" for name in GLIMMERS])
+    for colour, earlier, later in zip(("purple", "yellow"), before, after, strict=True):
+        assert later > 0.2, f"{colour}: {earlier:.2f} before, {later:.2f} after"
+        assert later - earlier > 0.1, f"{colour}: {earlier:.2f} before, {later:.2f} after"
     for name, (_, _, bound) in CHANGES.items():
         base = output / "benchmarks" / "base_model" / f"{name}_96x96.png"
-        assert change(base, output / "validation_images" / f"step_150_{name}_0_96x96.png") < bound, name
+        assert change(base, output / "validation_images" / f"step_300_{name}_0_96x96.png") < bound, name
     losses = [json.loads(line)["train_loss"] for line in (output / "training_metrics.jsonl").read_text().splitlines()]
-    assert len(losses) == 150
-    assert sum(losses[-15:]) < 0.7 * sum(losses[:15])
+    assert len(losses) == 300
+    assert sum(losses[-30:]) < 0.7 * sum(losses[:30])
     assert load_file(output / "pytorch_lora_weights.safetensors")
     assert (output / "training_report.html").stat().st_size > 50_000
