@@ -242,7 +242,7 @@ def weight_note(plan: Plan, state: TrainState) -> Mapping[str, str]:
     """Header entries of weight files: model, run, step and the user's comment."""
     note = {
         "modelspec.architecture": f"{plan.spec.name}/{plan.flavour.name}",
-        "modelspec.title": plan.config.tracking.tracker_run_name,
+        "modelspec.title": plan.title,
         STEP_NOTE: str(state.global_step),
     }
     if plan.config.publish.trigger:  # Kandinsky's official program prepends it to prompts

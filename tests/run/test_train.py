@@ -14,8 +14,10 @@ from diffusers import Kandinsky5T2IPipeline
 from PIL import Image
 from safetensors.torch import load_file
 
+from simpletuner.headers import METADATA, read_header
 from simpletuner.models.kandinsky5.image import Kandinsky5ImageAdapter
 from simpletuner.models.kandinsky5.loading import load_processor
+from simpletuner.models.lora_keys import STEP_NOTE
 from simpletuner.reporting import metrics
 from simpletuner.reporting.metrics import MetricsFile
 from simpletuner.run.lock import lock_output
@@ -167,6 +169,12 @@ def test_low_precision(workspace: Workspace, precision: str) -> None:
     weights = load_file(workspace.path("output/checkpoint-4/training_state/trainable.safetensors"))
     assert {tensor.dtype for tensor in weights.values()} == {dtype}
     assert all(line["train_loss"] < 10 for line in workspace.metrics())
+
+
+def test_the_published_file_names_its_run(trained: Workspace) -> None:
+    """By the output folder, since the user gave no name."""
+    header = read_header(trained.path(LORA))[METADATA]
+    assert (header["modelspec.title"], header[STEP_NOTE]) == ("output", "4")
 
 
 def test_second_run_loads_no_encoder(trained: Workspace, monkeypatch: pytest.MonkeyPatch) -> None:
