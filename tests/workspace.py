@@ -52,6 +52,13 @@ DATASETS: list[dict[str, Any]] = [
     {"id": "text", "type": "local", "dataset_type": "text_embeds", "default": True, "cache_dir": "cache/text"},
 ]
 
+
+def read_events(path: Path) -> list[dict[str, Any]]:
+    """The events of a log, without an incomplete last line."""
+    lines = path.read_bytes().splitlines(keepends=True)
+    return [json.loads(line) for line in lines if line.endswith(b"\n")]
+
+
 # Processes that start with everything imported, which takes longer than a tiny run.
 FORKS = multiprocessing.get_context("forkserver")
 FORKS.set_forkserver_preload(["tests.preloaded"])

@@ -15,7 +15,6 @@ import time
 import uuid
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
@@ -223,22 +222,10 @@ class EventLog:
         except WriteError:
             if not (isinstance(event, events.StateChanged) and event.state in events.ENDED):
                 raise
-            with suppress(OSError):
-                self._replace_last(lines[0])  # the state of the run; the others repeat its message
 
     def _line(self, payload: Payload) -> bytes:
         self._last += 1
         return json.dumps({"id": self._last, **payload}, ensure_ascii=False, allow_nan=False).encode() + b"\n"
-
-    def _replace_last(self, line: bytes) -> None:
-        """Replace the newest lines, usually progress, with a line; this needs no space on a full disk."""
-        with self.path.open("r+b") as file:
-            tail = _tail(file)
-            if len(line) <= len(tail):
-                begin = tail.rfind(b"\n", 0, len(tail) - len(line)) + 1
-                file.seek(begin - len(tail), os.SEEK_CUR)
-                file.write(line)
-                file.truncate()
 
 
 def append_whole(path: Path, content: bytes) -> None:
@@ -298,12 +285,3 @@ def offset_after(file: BinaryIO, number: int) -> int:
         return 0
     # Bisects byte offsets: about thirty reads for a log of a gigabyte.
     return bisect_right(range(file.seek(0, os.SEEK_END)), number, key=next_id)
-
-
-def read_events(path: Path, after_id: int = 0) -> list[Payload]:
-    """The events after an id, oldest first, without incomplete lines; empty if the file does not exist."""
-    if not path.is_file():
-        return []
-    with path.open("rb") as file:
-        file.seek(offset_after(file, after_id))
-        return [event for event in _rows(file) if event["id"] > after_id]

@@ -22,7 +22,7 @@ from typing import Any, BinaryIO, Literal
 import psutil
 
 from simpletuner.annexes.figures import Columns
-from simpletuner.annexes.payloads import EVENTS_FILE, read_events
+from simpletuner.annexes.payloads import EVENTS_FILE
 from simpletuner.config.values import read_json
 from simpletuner.distributed.requests import FOLDER, REQUESTS
 from simpletuner.errors import UserError, result_of
@@ -60,7 +60,7 @@ class Tail:
     Attributes:
         number: a key that every object must have, with an integer value.
         begin: returns the start offset, in the file and in every file that replaces it.
-        renew: called before a replaced, truncated or rewritten file is read again.
+        renew: called before a replaced or truncated file is read again.
         damage: describes the first invalid complete line; empty if there is none.
     """
 
@@ -71,7 +71,6 @@ class Tail:
     damage: str = field(default="", init=False)
     _file: int = field(default=0, init=False)
     _offset: int = field(default=0, init=False)
-    _before: bytes = field(default=b"", init=False)
 
     def lines(self) -> list[bytes]:
         """The next complete lines; none at the end of the file."""
@@ -86,16 +85,14 @@ class Tail:
             return []
         with file:
             status = os.fstat(file.fileno())
-            # Detects an atomic replacement, truncation, and rewritten last lines, as on a full disk.
-            is_same = status.st_ino == self._file and status.st_size >= self._offset
-            if not is_same or byte_before(file, self._offset) != self._before:
+            # Detects an atomic replacement and truncation.
+            if status.st_ino != self._file or status.st_size < self._offset:
                 self._restart(status.st_ino, self.begin(file))
-                self._before = byte_before(file, self._offset)
             file.seek(self._offset)
             part = file.read(PART)
         # A line longer than PART is not an event: it is returned in pieces that do not parse.
         end = part.rfind(b"\n") + 1 or (PART if len(part) == PART else 0)
-        self._offset, self._before = self._offset + end, part[:end][-1:] or self._before
+        self._offset += end
         return part[:end].splitlines(keepends=True)
 
     def _restart(self, file: int, offset: int) -> None:
@@ -117,12 +114,6 @@ class Tail:
     def reject(self, line: bytes) -> None:
         """Record an invalid line; only the first one is reported."""
         self.damage = self.damage or damage_of(self.path, line)
-
-
-def byte_before(file: BinaryIO, offset: int) -> bytes:
-    """The byte before an offset of a file; empty at its beginning."""
-    file.seek(max(0, offset - 1))
-    return file.read(min(1, offset))
 
 
 def damage_of(path: Path, line: bytes) -> str:
@@ -308,7 +299,8 @@ class Run:
     @property
     def recent(self) -> list[dict[str, Any]]:
         """The newest events."""
-        return read_events(self.folder / EVENTS_FILE, self.read().id - RECENT)
+        lines = ending(self.folder / EVENTS_FILE, PART)[-RECENT:]
+        return [event for line in lines if (event := parse_row(line, "id"))]
 
     @property
     def name(self) -> str:

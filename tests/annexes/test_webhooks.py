@@ -24,7 +24,7 @@ from PIL import Image
 
 from simpletuner.annexes import webhooks
 from simpletuner.annexes.draft import Draft
-from simpletuner.annexes.payloads import Payloads, read_events
+from simpletuner.annexes.payloads import Payloads
 from simpletuner.annexes.webhooks import LONGEST_TEXT, WAITING, Delivery, Outbox, delivered
 from simpletuner.config.publishing import Hook
 from simpletuner.reporting.events import (
@@ -42,7 +42,7 @@ from simpletuner.reporting.metrics import MediaRecord
 from simpletuner.validation.clip_writer import write_mp4
 from tests.processes import PATIENCE, free_port
 from tests.run.test_interruption import PREVIEWED
-from tests.workspace import Workspace
+from tests.workspace import Workspace, read_events
 
 SECRET_PATH = "/a-long-secret-path"
 PICTURE = MediaRecord(4, "bird", "@everyone a bird", "validation_images/bird.png", 64, 32)

@@ -14,7 +14,6 @@ from PIL import Image
 from torch import Tensor
 from torch.nn.functional import interpolate
 
-from simpletuner.annexes.payloads import read_events
 from simpletuner.models.adapter import PreviewRequest, TextRequest
 from simpletuner.models.kandinsky5.image import FluxLatentEncoder
 from simpletuner.models.kandinsky5.spec import KANDINSKY5_IMAGE
@@ -28,7 +27,7 @@ from tests.fidelity.test_kandinsky5_video import make_video_adapter
 from tests.run.test_interruption import PREVIEWED, train
 from tests.tiny import TOKENIZERS, make_checkpoint
 from tests.tiny_sana import make_sana_checkpoint
-from tests.workspace import Workspace
+from tests.workspace import Workspace, read_events
 
 DEMO = TOKENIZERS.parent
 LARGEST_ERROR = 0.1  # of a colour, on average; what is shown is far from noise, which is off by a third
