@@ -38,7 +38,6 @@ TIMEOUT = 5.0  # seconds for a connection, and for a message
 PATIENCE = 30.0  # seconds for a message that is never dropped, and for pending ones at the end of a run
 WAITING = 64  # maximum number of messages in a queue
 SECONDS_BETWEEN_WARNINGS = 60.0
-MOST_REDIRECTS = 3  # number of requests, of which the last must not redirect
 LEVELS = {"critical": 0, "error": 1, "warning": 2, "success": 3, "info": 3, "debug": 4}
 # Limits of Discord: characters of a message, and bytes of a file.
 LONGEST_TEXT, LARGEST_FILE = 2000, 10_000_000
@@ -164,27 +163,18 @@ class Delivery:
         content = discord_form(self.hook, payload, self.folder) if self.hook.webhook_type == "discord" else None
         body = content or {"json": inlined(payload, self.folder, self.images)}
         patience = httpx.Timeout(PATIENCE if _worth(payload) == KEPT else TIMEOUT, connect=TIMEOUT)
-        url = httpx.URL(self.hook.address)
-        for _ in range(MOST_REDIRECTS):
-            # Not httpx's redirects, which turn a POST into a GET without a body.
-            request = client.build_request("POST", url, timeout=patience, **body)
-            hide(str(request.url))  # libraries log it in this form
-            response = client.send(request, stream=True)  # the body is not read
-            response.close()
-            if response.is_error:
-                self._complain(logging.WARNING, f"returned status {response.status_code}.")
-            target = response.next_request
-            # 303: the message is delivered, and a response can be fetched elsewhere.
-            if target is None or response.status_code == 303:
-                return
-            # The token must not be sent to another host, or without HTTPS.
-            if target.url.host != url.host or target.url.scheme not in (url.scheme, "https"):
-                place = target.url.copy_with(path="/", query=None, fragment=None, userinfo=b"")
-                moved = f"returned status {response.status_code}: it redirects to {place}, where nothing is sent."
-                self._complain(logging.ERROR, f"{moved} Change webhook_config if that is right.")
-                return
-            url = target.url
-        self._complain(logging.WARNING, f"redirects more than {MOST_REDIRECTS - 1} times; the message is lost.")
+        request = client.build_request("POST", self.hook.address, timeout=patience, **body)
+        hide(str(request.url))  # libraries log it in this form
+        response = client.send(request, stream=True)  # the body is not read
+        response.close()
+        if response.is_error:
+            self._complain(logging.WARNING, f"returned status {response.status_code}.")
+        # 303: the message is delivered, and a response can be fetched elsewhere. Other redirects are not followed: the
+        # token must not be sent to another host.
+        elif response.next_request is not None and response.status_code != 303:
+            place = response.next_request.url.copy_with(path="/", query=None, fragment=None, userinfo=b"")
+            moved = f"returned status {response.status_code}: it redirects to {place}, where nothing is sent."
+            self._complain(logging.ERROR, f"{moved} Change webhook_config if that is right.")
 
     def _complain(self, level: int, message: str) -> None:
         if time.monotonic() - self._warned_at >= SECONDS_BETWEEN_WARNINGS:
