@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import struct
 import subprocess
 import sys
 import time
@@ -13,14 +12,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
-from zipfile import ZipFile
 
 import pytest
 from PIL import Image
 
 from simpletuner.annexes.page.project import CONFIG_NAME
-from simpletuner.annexes.start import receive as receiving
-from simpletuner.annexes.start.receive import MOST_FILES, receive, unpack
+from simpletuner.annexes.start.receive import receive
 from simpletuner.annexes.start.recipe import Material, Recipe, Start, checkpoint_interval
 from simpletuner.budget import device
 from simpletuner.budget.device import Gpu
@@ -28,7 +25,7 @@ from simpletuner.cli.app import main
 from simpletuner.cli.start import _check_training
 from simpletuner.data.clips import ClipFacts
 from simpletuner.data.discovery import Scan
-from simpletuner.errors import ConfigError, Problem, UserError
+from simpletuner.errors import ConfigError, Problem
 from tests.clips import write_clip
 
 Capture = pytest.CaptureFixture[str]
@@ -346,27 +343,6 @@ def test_nothing_that_is_there_is_replaced(
         "config/cat-tmp/config.json", "config/cat/config.json"
     ]  # fmt: skip
     assert Path("config/cat/config.json").read_text() == "theirs"
-
-
-@pytest.mark.parametrize("is_large", [False, True])
-def test_a_zip_that_lies_about_the_number_of_its_files_is_not_listed(
-    is_large: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    name, count = b"a" * 1020, MOST_FILES + 1
-    entry = struct.pack("<4s4B4HL2L5H2L", b"PK\1\2", *[0] * 11, len(name), *[0] * 6) + name
-    directory, end = entry * count, b""
-    if is_large:
-        size, at = len(directory), len(directory)
-        end = struct.pack("<4sQ2H2L4Q", b"PK\6\6", 44, 45, 45, 0, 0, 1, 1, size, 0)
-        end += struct.pack("<4sLQL", b"PK\6\7", 0, at, 1)
-    told = 46 if is_large else len(directory)
-    end += struct.pack("<4s4H2LH", b"PK\5\6", 0, 0, 1, 1, told, 0, 0)
-    (archive := tmp_path / "bomb.zip").write_bytes(directory + end)
-    with ZipFile(archive) as content:
-        assert len(content.infolist()) == count
-    monkeypatch.setattr(receiving, "ZipFile", None)  # which would read all of it into memory
-    with pytest.raises(UserError, match="holds more than 10,000 files"):
-        unpack(archive, "bomb.zip")
 
 
 def test_what_a_killed_server_left_of_an_upload_goes_with_the_next_one(tmp_path: Path) -> None:

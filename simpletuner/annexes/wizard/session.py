@@ -8,29 +8,26 @@ import shlex
 import sys
 import textwrap
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from simpletuner.annexes.draft import Draft, key_of
-from simpletuner.annexes.start.recipe import CLIPS, EDITS, PICTURES, PURPOSES, TRIGGER, Material, Recipe, read_example
+from simpletuner.annexes.start.recipe import CLIPS, EDITS, PICTURES, Material, read_example
 from simpletuner.annexes.wizard.questions import QUESTIONS, Question, stale_keys
-from simpletuner.annexes.wizard.talk import PATIENCE, Back, InputEnded, Talk
-from simpletuner.atomic import write_atomically, write_json
+from simpletuner.annexes.wizard.talk import Back, Talk
+from simpletuner.atomic import write_atomically
 from simpletuner.budget.device import find_device
 from simpletuner.config.load import canonical
 from simpletuner.config.schema import main_name, render_config
 from simpletuner.config.sources import DATASET_FILE, EXAMPLES_ALIAS, read_json_layer
-from simpletuner.config.values import read_stored, typed
+from simpletuner.config.values import typed
 from simpletuner.errors import ConfigError, Problems, Reading, UserError
 from simpletuner.redaction import redact
 
 WELCOME = """\
 Answer the questions, or press Enter for the value in [brackets].
 ? explains a question, - leaves a setting out, back returns to the previous question. Nothing is written until you
-confirm at the end. Ctrl-C saves your answers for the next session."""
-NO_RECIPE = "none"
-USUAL_FILES = 20  # file count assumed for a recipe's steps, since the wizard does not ask for a folder
+confirm at the end."""
 # A property of the machine, not of the run: used for the estimate but not written.
 DEVICE_MEMORY = "plan_device_memory_gb"
 
@@ -40,137 +37,54 @@ def run_session(file: Path, talk: Talk) -> bool:
 
     Raises:
         UserError: the file cannot be read or written, or the input has ended.
-        KeyboardInterrupt: Ctrl-C; the answers are saved next to the file.
+        KeyboardInterrupt: Ctrl-C.
     """
     check_target(file)
     talk.say("Settings for training", "bold")
     talk.say(WELCOME)
-    draft, start = start_draft(file, talk)
-    progress = Progress(draft, start)
-    try:
-        progress.ask(talk)
-        agreed = review(draft, talk)
-    except (KeyboardInterrupt, InputEnded):
-        if kept := progress.keep():
-            talk.tell(f"\nYour answers are kept in {kept}; the same command continues there.", "yellow")
-        raise
-    if not agreed:
-        kept = progress.keep()
-        talk.say("Nothing was written." + (f" Your answers are kept in {kept}." if kept else ""))
+    draft = start_draft(file, talk)
+    ask_all(draft, talk)
+    if not review(draft, talk):
+        talk.say("Nothing was written.")
         return False
     existed = file.exists()
     save(file, render_config(_written(draft)))
-    # Deleted last: the answers are needed if the file cannot be written.
-    kept_answers(file).unlink(missing_ok=True)
     talk.say()
     talk.tell(f"Written: {file}" + (f" (before: {backup_of(file)})" if existed else ""), "green")
     show_next_steps(draft, talk)
     return True
 
 
-@dataclass(frozen=True)
-class Answers:
-    """An unfinished session, saved beside the file.
-
-    Attributes:
-        question: key of the next question; not its index, since the order may differ between versions.
-        loaded, values: fields of the draft.
-    """
-
-    question: str
-    loaded: list[str]
-    values: dict[str, Any]
-
-
-class Progress:
-    """The position in the list of questions, so that the user can go back, or stop and continue.
-
-    Args:
-        position: index of the next question.
-    """
-
-    def __init__(self, draft: Draft, position: int = 0) -> None:
-        self.draft, self.position = draft, position
-        self._answered: list[int] = []
-        self._stuck = 0
-
-    def ask(self, talk: Talk) -> None:
-        """Ask the questions that apply, starting at the position."""
-        title = ""
-        while self.position < len(QUESTIONS):
-            question = QUESTIONS[self.position]
-            if not question.applies(self.draft):
-                self.position += 1
-                continue
+def ask_all(draft: Draft, talk: Talk) -> None:
+    """Ask the questions that apply; `back` returns to the one before."""
+    position, answered, title = 0, list[int](), ""
+    while position < len(QUESTIONS):
+        question = QUESTIONS[position]
+        if question.applies(draft):
             if question.section.label != title:
                 title = question.section.label
                 talk.say()
                 talk.say(title, "bold cyan")
             try:
-                talk.ask(question, self.draft)
+                talk.ask(question, draft)
             except Back:
-                self._go_back(talk)
+                if not answered:
+                    talk.refuse("This is the first question.")
+                position = answered.pop() if answered else position
                 continue
-            self._answered.append(self.position)
-            self.position += 1
-            self.keep()
-
-    def _go_back(self, talk: Talk) -> None:
-        if self._answered:
-            self.position = self._answered.pop()
-            return
-        talk.refuse("This is the first question.")
-        # Piped input could go back forever.
-        self._stuck += 1
-        if self._stuck == PATIENCE:
-            raise InputEnded("There is no question before the first. Nothing was written.")
-
-    def keep(self) -> Path | None:
-        """Save the answers next to the file; None if there are none. Called after every answer: terminals may close."""
-        # Not for scripts, which could not answer at the next start whether to continue.
-        if not (self.position and sys.stdin.isatty()):
-            return None
-        path = kept_answers(self.draft.file)
-        following = QUESTIONS[min(self.position, len(QUESTIONS) - 1)].key
-        write_json(path, asdict(Answers(following, sorted(self.draft.loaded), self.draft.values)), durable=False)
-        return path
+            answered.append(position)
+        position += 1
 
 
-def kept_answers(file: Path) -> Path:
-    """The file with the answers of an unfinished session."""
-    return file.with_name(f"{file.name}.draft")
-
-
-def start_draft(file: Path, talk: Talk) -> tuple[Draft, int]:
-    """The initial draft and the index of the first question, from kept answers, the existing file, or defaults."""
-    # Answers in the format of another version are ignored.
-    kept = read_stored(kept_answers(file), Answers)
-    if kept is not None and talk.confirm(f"Continue with the answers in {kept_answers(file)}?", default=True):
-        draft = Draft(file, kept.values)
-        draft.loaded = frozenset(kept.loaded)
-        return draft, next((n for n, question in enumerate(QUESTIONS) if question.key == kept.question), 0)
+def start_draft(file: Path, talk: Talk) -> Draft:
+    """The initial draft, from the existing file or defaults."""
     if not file.exists() or not talk.confirm(f"{file} exists. Start from it?", default=True):
-        return _new_draft(file, talk), 0
+        return Draft(file)
     problems = Problems()
     draft = Draft(file, problems.take(load_values(file)))
     for problem in (each for each in problems if not each.fatal):
         talk.refuse(str(problem))
-    return _usable(draft, talk), 0
-
-
-def _new_draft(file: Path, talk: Talk) -> Draft:
-    """An empty draft, or a draft with the settings of a recipe of `simpletuner start`, which the questions propose."""
-    draft, recipes = Draft(file), {purpose: Recipe.of(purpose) for purpose in PURPOSES}
-    choices = {NO_RECIPE: "the usual defaults", **{purpose: recipe.title for purpose, recipe in recipes.items()}}
-    purpose = talk.pick("Start from a recipe? The questions propose its values.", choices)
-    if purpose == NO_RECIPE:
-        return draft
-    example = read_example(PURPOSES[purpose])
-    recipe = recipes[purpose]
-    draft.change({"model_family": example["model_family"], **recipe.values(recipe.steps(USUAL_FILES), TRIGGER)})
-    if example["model_flavour"] != draft.spec.flavours[0].name:  # the flavour for edits
-        draft.change({"model_flavour": example["model_flavour"]})
-    return draft
+    return _usable(draft, talk)
 
 
 def _usable(draft: Draft, talk: Talk) -> Draft:
