@@ -11,7 +11,7 @@ import secrets
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, BinaryIO, Literal, Protocol
@@ -20,7 +20,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from simpletuner.atomic import changing, hold, write_atomically
 from simpletuner.errors import UserError, full_text
-from simpletuner.run.lock import Owner, read_owner, this_process
+from simpletuner.run.lock import Owner
 
 QUEUE_FILE = "queue.json"
 SERVER_FILE = ".queue.server"  # locked by the server that starts jobs
@@ -243,21 +243,9 @@ class Queue:
 
     def _is_server(self) -> bool:
         if self._lock is None:
-            file = self.file.with_name(SERVER_FILE).open("a+b")
+            file = self.file.with_name(SERVER_FILE).open("ab")
             if not hold(file, wait=False):
                 file.close()
                 return False
-            file.truncate(0)
-            file.write(this_process().content)
-            file.flush()
             self._lock = file
         return True
-
-    @property
-    def other_server(self) -> str:
-        """The server that starts the jobs, unless it is this one; empty without a queue."""
-        path = self.file.with_name(SERVER_FILE)
-        with suppress(OSError, UserError):
-            if self._lock is None and path.is_file() and not (owner := read_owner(path, path.read_bytes())).is_gone:
-                return str(owner)
-        return ""

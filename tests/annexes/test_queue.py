@@ -221,8 +221,6 @@ def test_of_two_servers_one_serves_and_the_other_takes_over(
     second.add("train", "a")
     wait(lambda: states(first) == {"a": "running"})
     threads[1].start()
-    wait(lambda: "process" in second.other_server)
-    assert first.other_server == ""
     first.file.write_text("damaged")
     wait(lambda: first.problem != "")
     assert "is not a valid queue" in first.problem
@@ -233,7 +231,6 @@ def test_of_two_servers_one_serves_and_the_other_takes_over(
     threads[0].join(PATIENCE)
     second.add("train", "b")
     wait(lambda: states(second) == {"b": "running"})
-    assert second.other_server == ""
     end_too.set()
     threads[1].join(PATIENCE)
     assert (tmp_path / SERVER_FILE).is_file()

@@ -157,5 +157,4 @@ def show_queue(request: Request) -> Response:
         }
         for job in jobs
     ]  # fmt: skip
-    other = queue.other_server if jobs else ""
-    return HTMLResponse(html.render("page/queue.html.jinja", rows=rows, problem=problem, other_server=other))
+    return HTMLResponse(html.render("page/queue.html.jinja", rows=rows, problem=problem))

@@ -211,14 +211,11 @@ def test_what_cannot_wait_is_refused_at_once(page: TestClient, finished: Path, p
     assert not project.path(queues.QUEUE_FILE).exists()
 
 
-def test_the_server_starts_jobs_and_a_second_one_says_who_does(
-    page: TestClient, project: Workspace, finished: Path
-) -> None:
+def test_the_server_starts_jobs(page: TestClient, project: Workspace, finished: Path) -> None:
     (finished / "go").touch()
     with serving(project.folder):
         post(page, "render", run=run_of(page), command="sweep")
         wait(page, lambda text: "sweep of output completed" in text, step=False)
-        assert "Another server starts these jobs: process" in wait(page, lambda _: True, step=False)
         [thread] = [each for each in threading.enumerate() if each.name == "queue"]
     thread.join(PATIENCE)
     assert not thread.is_alive()
