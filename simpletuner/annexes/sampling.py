@@ -10,7 +10,7 @@ from pathlib import Path
 
 from simpletuner.caching.keys import hash_file
 from simpletuner.config.load import Layer, canonical
-from simpletuner.config.schema import CHOSEN, NOT_SET_BY_USER, option_names
+from simpletuner.config.schema import CHOSEN, NOT_SET_BY_USER
 from simpletuner.config.sources import Arguments, Located, configured, locate
 from simpletuner.config.values import home_path, read_json
 from simpletuner.data.buckets import Geometry
@@ -261,15 +261,11 @@ def plan_evaluation(run: Path, arguments: Arguments) -> Plan:
 
 def _layer_of(run: Checkpoint, without: Sequence[str] = (*CACHES, "output_dir")) -> Layer:
     """The explicit settings of a run, without its folders."""
-    path, origins, names = run.path / "config.json", run.manifest.identity.origins, option_names()
-    # The checkpoint is complete, so the file is valid.
-    settings = result_of(read_json(path))
-    if not origins and isinstance(settings, dict):  # older checkpoints do not record origins
-        changed = [key for key, value in settings.items() if key in names and value != names[key].default]
-        origins = dict.fromkeys(changed, str(path))
+    path, origins = run.path / "config.json", run.manifest.identity.origins
+    settings = result_of(read_json(path, dict)) or {}  # the checkpoint is complete, so the file is valid
     keys = {key for key, origin in origins.items() if origin not in NOT_SET_BY_USER} - {*without}
     keys |= {key for key in CHOICES_KEPT if origins.get(key) == CHOSEN}
-    return Layer(str(path), [(key, settings[key]) for key in keys] if isinstance(settings, dict) else [])
+    return Layer(str(path), [(key, settings[key]) for key in keys])
 
 
 def _check_pictures(flavour: Flavour, *, given: bool) -> Iterator[Problem]:

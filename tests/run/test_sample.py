@@ -111,15 +111,6 @@ def test_a_dora_at_strength_0_is_the_base_model(trained: Workspace, t2i_checkpoi
     assert "strength: scales the update of a DoRA but not its magnitudes, as in the stock pipeline" in said
 
 
-def test_a_checkpoint_that_does_not_say_what_was_set(trained: Workspace) -> None:
-    shutil.copytree(trained.path("output/checkpoint-2"), trained.path("older/checkpoint-2"))
-    path = trained.path("older/checkpoint-2/manifest.json")
-    manifest = json.loads(path.read_text())
-    del manifest["identity"]["origins"]
-    path.write_text(json.dumps(manifest))
-    assert sampled(trained, "seven", "older/checkpoint-2", *PROMPT) == preview(trained, 2)
-
-
 def test_int8_is_quantised_before_the_lora(trained: Workspace) -> None:
     picture = sampled(trained, "int8", "output", *PROMPT, "base_model_precision=int8-quanto")
     assert picture != preview(trained, 4)
