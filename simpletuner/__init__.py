@@ -3,7 +3,6 @@
 For programs and notebooks: `simpletuner.train`, `simpletuner.plan` and `simpletuner.sample` (docs/PYTHON.md).
 """
 
-import time
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -11,8 +10,6 @@ if TYPE_CHECKING:
     from simpletuner.api import plan as plan
     from simpletuner.api import sample as sample
     from simpletuner.api import train as train
-
-STARTED = time.monotonic()  # start of the process, without the interpreter's start-up
 
 
 def __getattr__(name: str) -> Any:

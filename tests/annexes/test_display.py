@@ -12,9 +12,8 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from simpletuner import STARTED
 from simpletuner.annexes.display.log import setup_logging
-from simpletuner.annexes.display.progress import PlainDisplay, Start, make_display, shown_events
+from simpletuner.annexes.display.progress import PlainDisplay, make_display, shown_events
 from simpletuner.annexes.display.terminal import LiveDisplay, sparkline, training_panel
 from simpletuner.annexes.figures import Pace, RunningMean
 from simpletuner.reporting.events import (
@@ -100,24 +99,6 @@ def test_a_slow_phase_prints_about_every_tenth() -> None:
     assert 10 <= len(lines) <= 14
     assert re.fullmatch(r"Encoding pictures: \d+/200 pictures \(\d+ %\) \(चित्र \d+\.png\)", lines[0])
     assert re.fullmatch(r"Encoding pictures: 200 pictures in [\d.]+ s", lines[-1])
-
-
-def test_the_phases_of_a_start_are_shown_once() -> None:
-    said, time = list[str](), Clock()
-    time.time = STARTED + 1.2
-    events = EventStream(Start(said.append, time))
-    for title, seconds in (("Loading torch", 7.0), ("Encoding pictures", 65.0)):
-        phase, part = PhaseStarted(title), PhaseStarted("Within")
-        for event in (phase, part, PhaseEnded(part, 1, 1.0, complete=True)):
-            events.publish(event)
-        events.publish(PhaseEnded(phase, 1, seconds, complete=True))
-    time.time = STARTED + 79.5
-    events.publish(report(1, 6.0))
-    with events.phase("Rendering previews"):
-        pass
-    events.publish(report(2, 0.1))
-    phases = "plan 1.2 s, loading torch 7.0 s, encoding pictures 65.0 s, first step 6.0 s, other 0.3 s"
-    assert said == [f"Started in 79.5 s: {phases}"]
 
 
 def test_an_interrupted_phase_says_where_it_stopped() -> None:

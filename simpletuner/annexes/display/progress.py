@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager, suppress
 from typing import TextIO
 
-from simpletuner import STARTED
 from simpletuner.annexes.figures import Pace, ending, line_of, reached
 from simpletuner.errors import counted
 from simpletuner.reporting import events
@@ -69,35 +68,6 @@ class Display:
             self.pace = None
 
 
-class Start:
-    """Subscriber that reports, once, the startup time of a session by phase, up to and including the first step.
-
-    Args:
-        say: prints a line.
-        now: the clock of `STARTED`; tests replace it.
-    """
-
-    def __init__(self, say: Callable[[str], None], now: Callable[[], float] = time.monotonic) -> None:
-        self._say, self._now = say, now
-        self._parts, self._running, self._is_over = {"plan": now() - STARTED}, 0, False
-
-    def __call__(self, event: events.Event) -> None:
-        match event:
-            case _ if self._is_over:
-                return
-            case events.PhaseStarted():
-                self._running += 1
-            case events.PhaseEnded(phase=phase):
-                self._running -= 1
-                if not self._running:  # a nested phase counts as part of the outer one
-                    self._parts[phase.title[:1].lower() + phase.title[1:]] = event.seconds
-            case events.StepReport():
-                self._is_over = True
-                whole, parts = self._now() - STARTED, {**self._parts, "first step": event.seconds}
-                parts["other"] = max(0.0, whole - sum(parts.values()))
-                self._say(f"Started in {whole:.1f} s: {', '.join(f'{n} {s:.1f} s' for n, s in parts.items())}")
-
-
 @contextmanager
 def shown_events(stream: TextIO | None = None) -> Iterator[events.EventStream]:
     """A stream of events with a display, which restores the terminal at the end, also after an exception.
@@ -106,7 +76,7 @@ def shown_events(stream: TextIO | None = None) -> Iterator[events.EventStream]:
         stream: output stream; None means stdout.
     """
     with closing(make_display(stream)) as display:
-        yield events.EventStream(display, Start(display.say))
+        yield events.EventStream(display)
 
 
 def make_display(stream: TextIO | None = None) -> Display:
