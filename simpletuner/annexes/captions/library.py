@@ -35,10 +35,6 @@ from simpletuner.data.sample import LedgerEntry, Rejected
 from simpletuner.errors import Problems, Reading, UserError, required, result_of, visible
 
 PATIENCE = 4.0  # seconds that a search may spend reading captions
-AGE = 10  # a listing expires after this many times the time it took
-MOST_LISTINGS = 3
-Place = tuple[Path, frozenset[str]]  # a folder, and the extensions of its files
-_listings: dict[Place, tuple[float, Scan]] = {}  # with the time at which each expires
 _facts: dict[Path, dict[str, FileFacts]] = defaultdict(dict)
 
 
@@ -245,20 +241,10 @@ class Library:
 
 
 def list_files(entry: DatasetConfig, context: DataContext) -> Scan:
-    """List the files of an entry; a listing is cached for `AGE` times the time it took."""
-    place = Path(entry.instance_data_dir or ""), discovery.wanted_suffixes(entry, context)
-    until, listing = _listings.get(place, (0.0, Scan()))
-    if (start := time.monotonic()) >= until:
-        listing = discovery.scan(*place) if discovery.is_readable(place[0]) else Scan()
-        _listings[place] = time.monotonic() + AGE * (time.monotonic() - start), listing
-        while len(_listings) > MOST_LISTINGS:
-            _listings.pop(next(iter(_listings)), None)
-    return listing
-
-
-def forget_listings() -> None:
-    """Clear the cached listings, after files were added."""
-    _listings.clear()
+    """List the files of an entry."""
+    folder = Path(entry.instance_data_dir or "")
+    wanted = discovery.wanted_suffixes(entry, context)
+    return discovery.scan(folder, wanted) if discovery.is_readable(folder) else Scan()
 
 
 def inspected(root: Path, names: Sequence[str]) -> dict[str, FileFacts]:

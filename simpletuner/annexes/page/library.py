@@ -21,7 +21,7 @@ from starlette.requests import Request
 from starlette.responses import FileResponse, HTMLResponse, JSONResponse, Response
 
 from simpletuner.annexes.captions import library as captions
-from simpletuner.annexes.captions.library import ChangedMeanwhileError, Library, forget_listings, inspected, stamp_of
+from simpletuner.annexes.captions.library import ChangedMeanwhileError, Library, inspected, stamp_of
 from simpletuner.annexes.page.control import Runs
 from simpletuner.annexes.page.files import Configuration, add_dataset, shown, writable
 from simpletuner.annexes.page.jobs import log_of, queue_of
@@ -133,8 +133,6 @@ def put_caption(request: Request, body: dict[str, Any]) -> Response:
         captions.write_caption(path, str(body.get("text", "")), seen)
     except ChangedMeanwhileError as error:
         return changed_meanwhile(library, name, error)
-    if not seen:
-        forget_listings()
     return after_change(request, body)
 
 
@@ -239,7 +237,6 @@ def captioning_state(request: Request) -> Response:
     """The state of the captioning job: its id, dataset and output."""
     if (job := captioning_job(request)) is None:
         return JSONResponse({"running": False})
-    forget_listings()
     message = job.message or "Waiting in the queue on the tab Run."
     if job.state == RUNNING:
         message = printed(log_of(job)).rpartition(PROMPT)[2].partition("\n")[2].strip()
@@ -304,7 +301,6 @@ def put_mask(request: Request, body: dict[str, Any]) -> Response:
         filled = write_mask(library, folder, name, str(body.get("mask", "")), seen)
     except ChangedMeanwhileError as error:
         return changed_meanwhile(library, name, error)
-    forget_listings()
     notes = [f"Other files got white masks ({filled}), so they are still learned whole."] if filled else []
     if library.masks is None:
         add_dataset(saved, entry)

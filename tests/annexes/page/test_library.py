@@ -8,7 +8,6 @@ import json
 import os
 import re
 import subprocess
-import time
 from pathlib import Path
 from typing import Any, cast
 from urllib.parse import quote
@@ -22,7 +21,6 @@ from simpletuner.annexes.page.control import Runs
 from simpletuner.annexes.page.project import Project
 from simpletuner.annexes.page.serve import create_app
 from simpletuner.annexes.runs import Run
-from simpletuner.data import discovery
 from tests.annexes.page.page import opened
 from tests.clips import write_clip
 from tests.processes import PATIENCE
@@ -114,22 +112,10 @@ def test_a_page_reads_only_its_own_files(page: TestClient, folder: Path) -> None
     assert '#dataset/files/cats?words=&amp;only=&amp;page=1"' in show(page, page=2)
 
 
-def test_listing_is_made_again_in_time(page: TestClient, folder: Path) -> None:
+def test_a_new_file_is_shown(page: TestClient, folder: Path) -> None:
     assert len(names(show(page))) == 4
     (folder / "cats/9.png").hardlink_to(folder / "cats/0.png")
-    until, listing = library._listings[folder / "cats", discovery.wanted_suffixes(*entry(folder))]
-    assert until - time.monotonic() < 5
-    assert len(listing.files) == 4
-    library.forget_listings()
     assert len(names(show(page))) == 5
-
-
-def entry(folder: Path) -> Any:
-    from simpletuner.annexes.page.files import Configuration
-    from simpletuner.annexes.page.library import datasets_in
-
-    entries, context = datasets_in(Configuration.saved(Project(folder), "config"))
-    return entries[0], context
 
 
 def test_a_caption_is_saved_unless_it_changed_outside(page: TestClient, folder: Path) -> None:
