@@ -43,8 +43,6 @@ class Job:
         options: for other commands, the arguments besides the folder.
         state: `waiting`, `running`, or a final state as for runs.
         message: why the job cannot start, or the end of its output.
-        waits_for: the id of a job, or the output folder of a run that was started by hand.
-        after: the job or run that this job waited for, with its final state.
         owner: the process of the job.
     """
 
@@ -56,8 +54,6 @@ class Job:
     options: list[str] = field(default_factory=list)
     state: str = WAITING
     message: str = ""
-    waits_for: str = ""
-    after: str = ""
     owner: Owner | None = None
 
     @property
@@ -94,9 +90,6 @@ class Worker(Protocol):
 
     def at_work(self) -> str:
         """The output folder of a run in progress on this machine; empty if there is none."""
-
-    def outcome(self, folder: str) -> str:
-        """The final state of the run in a folder, in a word."""
 
 
 class Queue:
@@ -187,9 +180,8 @@ class Queue:
                 write(jobs)
 
     def _start_next(self, jobs: list[Job], write: Write) -> list[Job]:
-        """Start the first job that can start, if nothing runs; returns all jobs, with what they wait for."""
-        running = in_state(jobs, RUNNING)
-        busy = running[0].id if running else self.worker.at_work()
+        """Start the first job that can start, if nothing runs; returns all jobs."""
+        busy = bool(in_state(jobs, RUNNING) or self.worker.at_work())
         for place, job in enumerate(jobs):
             if job.state == WAITING:
                 problem = self._problem(job)
@@ -198,9 +190,8 @@ class Queue:
                     continue
                 jobs[place] = self._start(job, jobs, write)
                 # If it failed to start, try the next one.
-                busy = job.id if jobs[place].state == RUNNING else ""
-        # A job with a problem waits for the job that overtook it, which may end before the problem is fixed.
-        return [replace(job, waits_for=busy or job.waits_for) if job.state == WAITING else job for job in jobs]
+                busy = jobs[place].state == RUNNING
+        return jobs
 
     def _problem(self, job: Job) -> str:
         """Why a job cannot start; empty if it can."""
@@ -216,10 +207,7 @@ class Queue:
 
     def _start(self, job: Job, jobs: Sequence[Job], write: Write) -> Job:
         """Start a job; returns it, with a message if it failed to start."""
-        known = {each.id: f"{each.title}: {each.state}" for each in jobs}
-        is_folder = Path(job.waits_for).is_absolute()  # otherwise a job, which may have been removed since
-        after = self.worker.outcome(job.waits_for) if is_folder else known.get(job.waits_for, "")
-        begun = replace(job, state=RUNNING, message="", after=after, waits_for="")
+        begun = replace(job, state=RUNNING, message="")
         # Written before the process starts: if this server is killed, no job is started twice.
         write([begun if each is job else each for each in jobs])
         try:

@@ -42,9 +42,6 @@ class Pretender:
     def at_work(self) -> str:
         return self.by_hand
 
-    def outcome(self, folder: str) -> str:
-        return f"{folder}: cancelled"
-
 
 @pytest.fixture
 def worker(monkeypatch: pytest.MonkeyPatch) -> Pretender:
@@ -68,21 +65,19 @@ def test_the_next_starts_however_the_one_before_ended(queue: Queue, worker: Pret
     queue.step()
     queue.step()
     assert (worker.started, states(queue)) == (["a"], {"a": "running", "b": "waiting"})
-    assert queue.read()[1].waits_for == queue.read()[0].id
     worker.ended["a"] = how
     queue.step()
     assert (worker.started, states(queue)) == (["a", "b"], {"a": how, "b": "running"})
-    assert queue.read()[1].after == f"a: {how}"
 
 
 def test_a_run_that_was_started_by_hand_is_waited_for(queue: Queue, worker: Pretender) -> None:
     queue.add("train", "a")
     worker.by_hand = "/mine"
     queue.step()
-    assert (states(queue), queue.read()[0].waits_for) == ({"a": "waiting"}, "/mine")
+    assert states(queue) == {"a": "waiting"}
     worker.by_hand = ""
     queue.step()
-    assert (states(queue), queue.read()[0].after) == ({"a": "running"}, "/mine: cancelled")
+    assert states(queue) == {"a": "running"}
 
 
 def test_what_cannot_start_is_skipped_with_its_problem_and_starts_once_it_can(queue: Queue, worker: Pretender) -> None:
@@ -106,21 +101,6 @@ def test_what_is_refused_again_and_again_goes_on_waiting(queue: Queue, worker: P
     for _ in range(3):
         queue.step()
         assert [(job.state, job.message) for job in queue.read()] == [("waiting", "in use on another machine")]
-
-
-@pytest.mark.parametrize("is_removed", [False, True])
-def test_what_was_passed_says_after_what_it_started(queue: Queue, worker: Pretender, is_removed: bool) -> None:
-    first, second = (queue.add("train", name).id for name in "ab")
-    worker.wrong["a"] = "There is no config 'a'."
-    queue.step()
-    assert (worker.started, queue.find(first).waits_for) == (["b"], second)
-    worker.ended["b"] = "error"
-    queue.step()  # and the config is still away
-    if is_removed:
-        queue.remove(second)
-    worker.wrong.clear()
-    queue.step()
-    assert (worker.started, queue.find(first).after) == (["b", "a"], "" if is_removed else "b: error")
 
 
 def test_jobs_move_and_leave(queue: Queue) -> None:

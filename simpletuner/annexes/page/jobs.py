@@ -71,11 +71,6 @@ class RunWorker:
         """The folder of a run in progress on this machine."""
         return next((str(run.folder) for run in self.runs.all() if run.pid is not None), "")
 
-    def outcome(self, folder: str) -> str:
-        """The name and the state of a run."""
-        run = self.runs.at(Path(folder))
-        return f"{run.name}: {run.status()['status']}"
-
 
 def log_of(job: Job) -> Path:
     """The file with the output of a job."""
@@ -147,14 +142,13 @@ def show_queue(request: Request) -> Response:
         jobs = queue.read()
     except (UserError, OSError) as error:
         problem = str(error)
-    titles = {job.id: job.title for job in jobs}
+    busy = next((job.title for job in jobs if job.state == RUNNING), "") or Path(queue.worker.at_work()).name
     newest = {log_of(job): job.id for job in jobs if job.command != "train"}
     rows = [
         {
             "job": job, "run": runs.at(Path(job.folder)).id,
-            "waits_for": titles.get(job.waits_for) or Path(job.waits_for).name,
             "log": printed(log_of(job)).rpartition(PROMPT)[2] if newest.get(log_of(job)) == job.id else "",
         }
         for job in jobs
     ]  # fmt: skip
-    return HTMLResponse(html.render("page/queue.html.jinja", rows=rows, problem=problem))
+    return HTMLResponse(html.render("page/queue.html.jinja", rows=rows, problem=problem, busy=busy))
