@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import math
 import sys
 from array import array
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
-from itertools import repeat
 from typing import Any
 
 from simpletuner.config.schema import NOISE_LEVELS
@@ -213,7 +211,7 @@ def reached(phase: events.PhaseStarted, done: int) -> str:
 
 @dataclass(eq=False)
 class Columns:
-    """The metrics of all steps by name, at 8 bytes a value; rows would take fifty times as much.
+    """The metrics of all steps by name, at 16 bytes a value; rows would take twenty times as much.
 
     Attributes:
         steps: oldest first.
@@ -222,7 +220,7 @@ class Columns:
 
     steps: array[int] = field(default_factory=lambda: array("q"))
     timesteps: Counter[int] = field(default_factory=Counter)
-    _values: dict[str, array[float]] = field(default_factory=dict)
+    _curves: dict[str, tuple[array[int], array[float]]] = field(default_factory=dict)
 
     @classmethod
     def of(cls, rows: Iterable[Mapping[str, Any]]) -> Columns:
@@ -236,15 +234,14 @@ class Columns:
         """Add a row; rows of the same step are merged (losses, then an evaluation)."""
         if not self.steps or row["step"] != self.steps[-1]:
             self.steps.append(row["step"])
-        place = len(self.steps) - 1
         for name, value in row.items():
             if name != "step" and is_number(value):
-                column = self._values.get(name) or self._values.setdefault(name, array("d"))
-                if len(column) < place:
-                    # Columns are indexed as `steps`, with NaN for missing values; a column may be shorter.
-                    column.extend(repeat(math.nan, place - len(column)))
-                del column[place:]  # a second row of the step replaces the value of the first
-                column.append(value)
+                steps, values = self._curves.get(name) or self._curves.setdefault(name, (array("q"), array("d")))
+                if steps and steps[-1] == row["step"]:
+                    values[-1] = value
+                else:
+                    steps.append(row["step"])
+                    values.append(value)
         drawn = row.get(TIMESTEPS)
         for timestep in filter(is_number, drawn if isinstance(drawn, list) else ()):
             # Pure noise, 1000, falls into the last bin.
@@ -253,17 +250,15 @@ class Columns:
     @property
     def names(self) -> list[str]:
         """The names of all metrics, in order of first appearance."""
-        return list(self._values)
+        return list(self._curves)
 
     def points(self, name: str) -> list[Point]:
         """(step, value) for all steps that have the metric."""
-        # Not strict: a column ends at the last step that has its metric.
-        pairs = zip(self.steps, self._values.get(name, ()), strict=False)
-        return [(step, value) for step, value in pairs if not math.isnan(value)]
+        return list(zip(*self._curves.get(name, ((), ())), strict=True))
 
     def only(self, names: Collection[str]) -> Columns:
         """The columns with these names."""
-        return Columns(self.steps, _values={name: self._values[name] for name in self.names if name in names})
+        return Columns(self.steps, _curves={name: self._curves[name] for name in self.names if name in names})
 
 
 def evaluation_names(metrics: Columns) -> list[str]:
