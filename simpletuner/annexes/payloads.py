@@ -200,9 +200,9 @@ class EventLog:
 
     def __init__(self, folder: Path, payloads: Payloads) -> None:
         self.path, self._payloads = folder / EVENTS_FILE, payloads
-        with writing_to(self.path), self.path.open("a+b") as file:
+        with writing_to(self.path), self.path.open("ab") as file:
             # Otherwise the first event would be appended to an incomplete line, and both would be lost.
-            incomplete = _tail(file).rpartition(b"\n")[2]
+            incomplete = b"".join(last_lines(self.path, TAIL)).rpartition(b"\n")[2]
             file.truncate(file.tell() - len(incomplete))
         self._last = last_id(self.path)
 
@@ -245,22 +245,19 @@ def append_whole(path: Path, content: bytes) -> None:
 TAIL = 1 << 18  # bytes; maximum length of a line
 
 
-def _tail(file: BinaryIO) -> bytes:
-    """Read the last bytes of a file; the file position is then its end."""
-    file.seek(-min(TAIL, file.seek(0, os.SEEK_END)), os.SEEK_END)
-    return file.read()
+def last_lines(path: Path, size: int) -> list[bytes]:
+    """The last lines of a file within `size` bytes, including an incomplete one; empty if it does not exist."""
+    if not path.is_file():
+        return []
+    with path.open("rb") as file:
+        start = max(0, file.seek(0, os.SEEK_END) - size)
+        file.seek(start)
+        return file.read().splitlines(keepends=True)[1 if start else 0 :]
 
 
 def last_id(path: Path) -> int:
     """The id of the newest event in a log; 0 if there is none."""
-    if not path.is_file():
-        return 0
-    with path.open("rb") as file:
-        return _last_id(file)
-
-
-def _last_id(file: BinaryIO) -> int:
-    return max((event["id"] for event in _rows(_tail(file).splitlines(keepends=True))), default=0)
+    return max((event["id"] for event in _rows(last_lines(path, TAIL))), default=0)
 
 
 def _rows(lines: Iterable[bytes]) -> Iterator[Payload]:
@@ -281,7 +278,7 @@ def offset_after(file: BinaryIO, number: int) -> int:
             file.readline()
         return next((event["id"] for event in _rows(file)), sys.maxsize)
 
-    if number > _last_id(file):
+    if number > last_id(Path(file.name)):
         return 0
     # Bisects byte offsets: about thirty reads for a log of a gigabyte.
     return bisect_right(range(file.seek(0, os.SEEK_END)), number, key=next_id)

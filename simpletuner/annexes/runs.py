@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, Literal
 
 from simpletuner.annexes.figures import Columns
-from simpletuner.annexes.payloads import EVENTS_FILE
+from simpletuner.annexes.payloads import EVENTS_FILE, last_lines
 from simpletuner.config.values import read_json
 from simpletuner.distributed.requests import FOLDER, REQUESTS
 from simpletuner.errors import UserError, result_of
@@ -126,22 +126,12 @@ record_in = lru_cache(maxsize=3)(Record)
 def last_step(path: Path) -> dict[str, Any]:
     """The metrics of the last step in a record."""
     metrics = dict[str, Any]()
-    for row in filter(None, map(parse_row, reversed(ending(path, PART)))):
+    for row in filter(None, map(parse_row, reversed(last_lines(path, PART)))):
         # Rows of a step are merged: on resume, an evaluation has a separate row.
         if metrics and row["step"] != metrics["step"]:
             break
         metrics = row | metrics
     return metrics
-
-
-def ending(path: Path, size: int) -> list[bytes]:
-    """The last lines of a file, including an incomplete one; empty if it does not exist."""
-    if not path.is_file():
-        return []
-    with path.open("rb") as file:
-        start = max(0, file.seek(0, os.SEEK_END) - size)
-        file.seek(start)
-        return file.read().splitlines(keepends=True)[1 if start else 0 :]
 
 
 @dataclass
@@ -264,7 +254,7 @@ class Run:
     @property
     def recent(self) -> list[dict[str, Any]]:
         """The newest events."""
-        lines = ending(self.folder / EVENTS_FILE, PART)[-RECENT:]
+        lines = last_lines(self.folder / EVENTS_FILE, PART)[-RECENT:]
         return [event for line in lines if (event := parse_row(line, "id"))]
 
     @property
@@ -447,7 +437,7 @@ def over(stages: Mapping[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
 
 def printed(file: Path) -> str:
     """The end of a command's output, without secrets and overwritten progress bars."""
-    lines = b"".join(ending(file, CONSOLE_PART)).decode(errors="replace").split("\n")
+    lines = b"".join(last_lines(file, CONSOLE_PART)).decode(errors="replace").split("\n")
     return redact("\n".join(line.rstrip("\r").rpartition("\r")[2] for line in lines))
 
 
