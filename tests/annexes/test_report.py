@@ -23,7 +23,6 @@ from simpletuner.annexes.report.html import (
     breakable,
     build_grid,
     charts_of,
-    choose_steps,
     is_noisy,
     smoothed,
     thin,
@@ -280,10 +279,9 @@ def test_names_wrap_after_separators_and_stay_escaped() -> None:
 
 
 def test_first_and_last_step_are_always_shown() -> None:
-    assert choose_steps([0, 5, 10], 4) == [0, 5, 10]
-    chosen = choose_steps(range(0, 10_001, 50), 6)
-    assert chosen == [0, 2000, 4000, 6000, 8000, 10_000]
-    uneven = choose_steps([0, 1, 2, 3, 1000], 4)
+    assert thin([0, 5, 10], 4) == [0, 5, 10]
+    assert thin(range(0, 10_001, 50), 6) == [0, 2000, 4000, 6000, 8000, 10_000]
+    uneven = thin([0, 1, 2, 3, 1000], 4)
     assert (uneven[0], uneven[-1]) == (0, 1000)
 
 

@@ -279,8 +279,6 @@ BUDGET = 6_000_000
 SIDES = (1024, 768, 512, 384, 256, 128)
 QUALITY = 82
 THUMBNAIL_SIDE = 320
-# Size of a smooth photograph at this quality, to skip sides that cannot fit the allowance.
-FEWEST_BYTES_PER_PIXEL = 0.08
 
 
 @dataclass(frozen=True)
@@ -339,7 +337,7 @@ def build_grid(
     ordered = grid_rows(records)
     shown = ordered[:ROWS]
     all_steps = steps_of(shown)
-    steps = choose_steps(all_steps, columns_beside(shown))
+    steps = thin(all_steps, columns_beside(shown))
     count = sum(record.step in steps for row in shown for record in row)
     # Bytes per preview. Changes only when the number of previews doubles, since a change re-encodes all of them.
     allowance = BUDGET // (1 << max(0, count - 1).bit_length())
@@ -401,15 +399,6 @@ def thumbnail(picture: Image.Image, side: int = THUMBNAIL_SIDE) -> str:
     return _data_uri("image/webp", webp(picture.convert("RGB"), side))
 
 
-def choose_steps(steps: Sequence[int], limit: int) -> list[int]:
-    """At most `limit` of the sorted steps: the first, the last and evenly spaced ones in between."""
-    if len(steps) <= limit:
-        return list(steps)
-    span = steps[-1] - steps[0]
-    wanted = (steps[0] + index * span / (limit - 1) for index in range(limit))
-    return sorted({min(steps, key=lambda step: (abs(step - target), step)) for target in wanted})
-
-
 def _source(record: MediaRecord, output_dir: Path, allowance: int) -> str:
     path = output_dir / record.path
     try:
@@ -436,9 +425,7 @@ def _pack(path: Path, relative: str, modified: int, allowance: int) -> str:
             picture = file.convert("RGB")
     except (OSError, ValueError):
         return ""
-    # Skips sides that cannot fit.
-    sides = [side for side in SIDES if side**2 * FEWEST_BYTES_PER_PIXEL <= allowance] or SIDES[-1:]
-    for side in sides:
+    for side in SIDES:
         content = webp(picture, side)
         if len(content) <= allowance:
             break
