@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import time
 from collections import defaultdict
 from collections.abc import Hashable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
+from pathlib import Path
 from statistics import fmean, median
 
 from simpletuner.budget.budget import Budget, round_seconds
@@ -19,6 +21,7 @@ from simpletuner.run.companions import Companion, Ledger
 from simpletuner.run.session import Session
 
 FEWEST = 10  # minimum number of steps for a comparison
+CONTENDED = 0.25  # maximum share of time spent waiting for a core; beyond it, other programs distort the measurement
 
 
 @dataclass
@@ -31,12 +34,13 @@ class Comparison(Companion):
     rounds: list[float] = field(default_factory=list, init=False)
     peak: float = field(default=0.0, init=False)
     planned: Budget | None = field(default=None, init=False)
+    began: tuple[float, float] = field(default=(0.0, 0.0), init=False)
 
     def begin(self, plan: Plan, step: int) -> None:
         self.events.subscribe(self._note)
 
     def around(self, session: Session, budget: Budget) -> AbstractContextManager[object]:
-        self.planned = budget
+        self.planned, self.began = budget, (time.perf_counter(), _seconds_without_core())
         return nullcontext()
 
     def _note(self, event: Event) -> None:
@@ -70,9 +74,15 @@ class Comparison(Companion):
         # The next estimate uses the measured densities, so the correction covers only the rest of the difference.
         informed = replace(budget, parts=budget.parts.with_densities(densities))
         outcome = Outcome(day, known.step * step / informed.step_seconds, previews, densities)
-        if problem := _stored(budget, outcome):
+        if problem := self._problem() or _stored(budget, outcome):
             parts.append(f"not stored for the next estimate: {problem}")
         return f"Estimate and run: {'; '.join(parts)}."
+
+    def _problem(self) -> str:
+        """Why the measurement is not representative; empty if it is."""
+        began, waited = self.began
+        share = (_seconds_without_core() - waited) / (time.perf_counter() - began)
+        return f"other programs used its CPU core for {share:.0%} of the time" if share > CONTENDED else ""
 
 
 def _stored(budget: Budget, outcome: Outcome) -> str:
@@ -82,6 +92,14 @@ def _stored(budget: Budget, outcome: Outcome) -> str:
     except (OSError, WriteError) as error:
         return str(error)
     return ""
+
+
+def _seconds_without_core() -> float:
+    """Seconds that this thread has waited for a core since it started; 0 if the system does not report them."""
+    try:
+        return int(Path("/proc/thread-self/schedstat").read_text().split()[1]) / 1e9
+    except OSError:
+        return 0.0
 
 
 def _compared(what: str, seconds: float, predicted: float) -> str:

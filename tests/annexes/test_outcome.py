@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import subprocess
+import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
@@ -16,9 +20,17 @@ from simpletuner.budget import outcomes
 from simpletuner.budget.outcomes import LATEST, Outcome, find_outcome, remember
 from simpletuner.reporting.events import EventStream, StepReport
 from tests.annexes.test_fit import CLIP, PRO, budget, gpu
+from tests.processes import PATIENCE
 from tests.workspace import Workspace
 
 KEPT = "cache/outcomes.json"
+WITHOUT_CORE = outcome._seconds_without_core
+
+
+@pytest.fixture(autouse=True)
+def quiet(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other programs on the machine that runs the tests change nothing."""
+    monkeypatch.setattr(outcome, "_seconds_without_core", lambda: 0.0)
 
 
 def kept(workspace: Workspace) -> dict[str, Any]:
@@ -80,6 +92,37 @@ def test_the_usual_one_of_the_latest_runs_corrects(tmp_path: Path, monkeypatch: 
     assert [each.step for each in found] == [1.2, 1.2, 1.3, 1.3, 1.3, 1.3, 1.1, 0.6]
     assert [each.previews for each in found] == [2 * each.step for each in found]
     assert max(len(each.latest) for each in found) == LATEST
+
+
+@pytest.mark.parametrize(("share", "is_stored"), [(0.2, True), (0.4, False)])
+def test_a_run_beside_other_programs_is_not_stored(
+    workspace: Workspace,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    share: float,
+    is_stored: bool,
+) -> None:
+    monkeypatch.setattr(outcome, "_seconds_without_core", lambda: share * time.perf_counter())
+    assert workspace.train("max_train_steps=10", "validation_disable=true") == 0
+    told = f"not stored for the next estimate: other programs used its CPU core for {share:.0%} of the time."
+    assert (told not in capsys.readouterr().out, workspace.path(KEPT).exists()) == (is_stored, is_stored)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems do not tell")
+def test_time_without_a_core_is_counted() -> None:
+    """A program that shares a core with another one has to wait for it."""
+    cores, ends, before = os.sched_getaffinity(0), time.monotonic() + PATIENCE, WITHOUT_CORE()
+    busy = "import time\nwhile time.process_time() < 10: pass"
+    with subprocess.Popen([sys.executable, "-c", busy]) as other:
+        try:
+            for process in (0, other.pid):
+                os.sched_setaffinity(process, {min(cores)})
+            while WITHOUT_CORE() - before < 0.05 and time.monotonic() < ends:
+                pass
+        finally:
+            other.kill()
+            os.sched_setaffinity(0, cores)
+    assert WITHOUT_CORE() - before >= 0.05
 
 
 def test_a_file_that_cannot_be_written_ends_no_run(workspace: Workspace, capsys: pytest.CaptureFixture[str]) -> None:
