@@ -96,9 +96,10 @@ def test_a_poisoned_sample_is_named_found_again_and_gone_when_mended(
     assert json.loads((folder / "config.json").read_text())["learning_rate"] == 2e-3
 
     before = files_of(workspace)
-    assert workspace.train("--replay", str(folder)) == 1
+    assert workspace.train("--replay", str(folder), "--bisect") == 1
     shown = capsys.readouterr().out
     assert "fails again, with the same cause" in shown
+    assert "Fails on its own: pictures/p7.png" in shown
     assert "was" not in shown, "nothing has changed"
     assert files_of(workspace) == before
 
@@ -161,11 +162,15 @@ def test_the_folder_is_written_when_every_call_to_the_gpu_fails(
     assert all(sample["name"].startswith("pictures/") for sample in batch["samples"])
     assert [row["step"] for row in failure["metrics"]] == [1, 2]
     assert failure["facts"]["max_train_steps"] == 8
-    assert (failure["memory"]["allocator"], failure["facts"]["device"]) == (None, "unknown")
+    assert failure["unread"] == (
+        "Could not be read (CUDA error: an illegal memory access was encountered): "
+        "the peak of memory, the state of the allocator, the name of the device."
+    )
     assert json.loads((folder / "config.json").read_text())["max_train_steps"] == 8
     assert "break_the_device" in (folder / "traceback.txt").read_text()
     shown = capsys.readouterr().err
     assert "AcceleratorError: CUDA error: an illegal memory access was encountered" in shown
+    assert failure["unread"] in shown.strip().splitlines()[-1]
 
 
 def test_a_gpu_that_does_not_answer_hides_no_error_of_a_phase(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -189,9 +194,10 @@ def test_memory_that_only_the_whole_batch_exceeds(
     folder, failure = only_failure(workspace)
     assert failure["cause"] == "Out of memory in step 2."
     assert "train_batch_size" in capsys.readouterr().err.splitlines()[-1]
-    assert workspace.train("--replay", str(folder)) == 1
+    assert workspace.train("--replay", str(folder), "--bisect") == 1
     shown = capsys.readouterr().out
     assert "with the same cause: Out of memory" in shown
+    assert "No sample fails on its own, but together: pictures/" in shown
 
 
 def test_a_file_damaged_after_the_plan_and_then_a_module(
@@ -238,9 +244,10 @@ def test_two_processes_leave_one_folder_and_one_process_repeats_their_step(
     assert workspace.train("--replay", str(folder)) == 2
     advice = "num_processes=1 train_batch_size=2"
     assert advice in capsys.readouterr().err
-    assert workspace.train("--replay", str(folder), *advice.split()) == 1
+    assert workspace.train("--replay", str(folder), "--bisect", *advice.split()) == 1
     shown = capsys.readouterr().out
     assert "fails again" in shown
+    assert "Fails on its own: pictures/p7.png" in shown
 
 
 def fail_in_the_second(rank: int, port: int) -> None:
@@ -295,6 +302,8 @@ def test_a_folder_that_cannot_be_replayed(
     folder.mkdir()
     if content is not None:
         (folder / "failure.json").write_text(content)
+    assert workspace.train("--bisect") == 2
+    assert "--replay FOLDER" in capsys.readouterr().err
     assert workspace.train("--replay", str(folder)) == 2
     (line,) = capsys.readouterr().err.strip().splitlines()
     assert expected in line
