@@ -9,32 +9,100 @@ import json
 import re
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 
-from simpletuner.atomic import TEMPORARY_SUFFIX
+from pydantic import TypeAdapter, ValidationError
+
+from simpletuner.atomic import TEMPORARY_SUFFIX, write_atomically
 from simpletuner.caching.catalogue import Catalogue, LatentEntry, TextEntry
 from simpletuner.caching.entry import ENTRY_NAME, DamagedEntryError, entry_path, list_keys, read_entry, read_provenance
 from simpletuner.caching.keys import CacheKey, Ingredients
 from simpletuner.data.sample import Sample
+from simpletuner.errors import WriteError
 
+VERIFIED_NAME = "verified.json"
+SAVED_EVERY = 5.0  # seconds
 # An older temporary file no longer belongs to a running writer.
 LEFTOVER_AGE_SECONDS = 3600.0
-LEFTOVER_NAME = re.compile(rf"\.{ENTRY_NAME.pattern}\.[0-9a-f]+{re.escape(TEMPORARY_SUFFIX)}")
+# Temporary files, and uncompressed entries in the format of older versions.
+LEFTOVER_NAME = re.compile(
+    rf"\.{ENTRY_NAME.pattern}\.[0-9a-f]+{re.escape(TEMPORARY_SUFFIX)}|[0-9a-f]{{64}}\.safetensors"
+)
 
 
-def damaged_entries(folder: Path, keys: Sequence[str], advance: Callable[[], None]) -> dict[str, str]:
-    """Read entries in full, and return the reasons of damaged ones by key; calls `advance` after every entry."""
-    damaged = {}
-    for key in keys:
+@dataclass
+class Verification:
+    """A pass over all entries of a folder, recorded in the folder so that it can resume.
+
+    Attributes:
+        started, finished: times; `finished` is None until the last entry has been read.
+        last: the largest key that has been read; entries are read in the order of their keys.
+        entries: number of entries read.
+        damaged: reasons, by key.
+    """
+
+    started: datetime = field(default_factory=partial(datetime.now, UTC))
+    finished: datetime | None = None
+    last: str = ""
+    entries: int = 0
+    damaged: dict[str, str] = field(default_factory=dict)
+
+    def remaining(self, folder: Path) -> list[str]:
+        """The keys after the last one read, and earlier keys of entries that were damaged or written since."""
+        return [key for key in list_keys(folder) if key > self.last or key in self.damaged or self._is_new(folder, key)]
+
+    def _is_new(self, folder: Path, key: str) -> bool:
+        path = entry_path(folder, key)
+        return path.is_file() and path.stat().st_mtime > self.started.timestamp()
+
+    def read(self, folder: Path, keys: Sequence[str], advance: Callable[[], None]) -> None:
+        """Read entries in full and record damaged ones; calls `advance` after every entry."""
+        saved = time.monotonic()
+        try:
+            for key in keys:
+                self._read(folder, key)
+                advance()
+                if time.monotonic() - saved > SAVED_EVERY:
+                    self._save(folder)
+                    saved = time.monotonic()
+            self.finished = datetime.now(UTC)
+        finally:
+            self._save(folder)
+
+    def _read(self, folder: Path, key: str) -> None:
+        # A damaged entry may have been encoded again.
+        self.damaged.pop(key, None)
         try:
             read_entry(folder, key)
         except DamagedEntryError as error:
-            damaged[key] = str(error)
+            self.damaged[key] = str(error)
         except FileNotFoundError:  # removed concurrently
-            pass
-        advance()
-    return damaged
+            return
+        self.entries, self.last = self.entries + (key > self.last), max(self.last, key)
+
+    def _save(self, folder: Path) -> None:
+        with suppress(WriteError):  # a read-only folder can still be verified
+            write_atomically(folder / VERIFIED_NAME, _VERIFICATION.dump_json(self), durable=False)
+
+
+_VERIFICATION = TypeAdapter(Verification)
+
+
+def begin_verifications(folders: Iterable[Path]) -> dict[Path, Verification]:
+    """A verification per folder: the recorded ones if a pass was interrupted, otherwise new ones."""
+    known: dict[Path, Verification] = {}
+    for folder in folders:
+        known[folder] = Verification()
+        with suppress(OSError, ValidationError):
+            known[folder] = _VERIFICATION.validate_json((folder / VERIFIED_NAME).read_bytes())
+    # One pass covers all folders: after an interruption, finished folders are not read again.
+    if all(each.finished or not each.last for each in known.values()):
+        return {folder: Verification() for folder in known}
+    return known
 
 
 @dataclass(frozen=True)

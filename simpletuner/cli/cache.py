@@ -38,22 +38,28 @@ def fill(context: typer.Context, shard: Shard = "1/1") -> None:
 
 @app.command(context_settings=PASS_THROUGH)
 def verify(context: typer.Context) -> None:
-    """Read every entry of the configuration's caches and compare it with its checksum."""
+    """Read every entry of the configuration's caches and compare it with its checksum.
+
+    A verification stopped by Ctrl-C resumes where it stopped: verified.json in each cache folder records its progress.
+    """
     plan = planned(context.args)
     from simpletuner.annexes.display.progress import shown_events
-    from simpletuner.annexes.inspection import damaged_entries
-    from simpletuner.caching.entry import list_keys
+    from simpletuner.annexes.inspection import begin_verifications
     from simpletuner.plan.entries import cache_folders
 
     folders, damaged = cache_folders(plan), 0
-    for folder in folders:
-        keys = list(list_keys(folder))
+    for folder, verification in begin_verifications(folders).items():
         # Progress goes to stderr; stdout lists only the damaged entries, so that it can be piped.
-        with shown_events(sys.stderr) as events, events.phase(f"Verifying {folder}", len(keys), "entries") as phase:
-            reasons = damaged_entries(folder, keys, phase.advance)
-        for key, reason in reasons.items():
+        with shown_events(sys.stderr) as events:
+            if verification.last:
+                since = f"{verification.entries:,} entries, read since {verification.started:%c} UTC"
+                events.say(f"Continuing after {since}.")
+            keys = verification.remaining(folder)
+            with events.phase(f"Verifying {folder}", len(keys), "entries") as phase:
+                verification.read(folder, keys, phase.advance)
+        for key, reason in verification.damaged.items():
             typer.echo(f"{folder}/{key}: {reason}")
-        damaged += len(reasons)
+        damaged += len(verification.damaged)
     if damaged:
         raise UserError(f"{damaged} damaged entries; the next run encodes them again.")
     typer.echo(f"Every entry in {', '.join(map(str, folders))} is intact." if folders else "There are no caches yet.")

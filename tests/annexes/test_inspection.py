@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import os
+import shutil
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 import torch
 
 from simpletuner.annexes.inspection import (
+    VERIFIED_NAME,
+    Verification,
+    begin_verifications,
     compare,
-    damaged_entries,
     explain_miss,
     find_garbage,
     origin_of,
@@ -42,23 +47,65 @@ def file_of(store: CacheStore, key: LatentKey | TextKey) -> Path:
     return path
 
 
-def damaged(folder: Path) -> dict[str, str]:
-    return damaged_entries(folder, list(list_keys(folder)), lambda: None)
+def verify(folder: Path, stop_after: int | None = None) -> tuple[Verification, int]:
+    """The verification as it ends or is interrupted, and how many entries it read."""
+    verification = begin_verifications([folder])[folder]
+    count = itertools.count(1)
+
+    def advance() -> None:
+        if next(count) == stop_after:
+            raise KeyboardInterrupt
+
+    with suppress(KeyboardInterrupt):
+        verification.read(folder, verification.remaining(folder), advance)
+    return verification, next(count) - 1
 
 
 def test_verify_lists_what_is_damaged_and_nothing_else(store: CacheStore) -> None:
-    assert damaged(store.folder) == {}
+    assert verify(store.folder)[0].damaged == {}
     path = file_of(store, LARGE)
     path.write_bytes(path.read_bytes()[:-5])
-    ((key, reason),) = damaged(store.folder).items()
+    ((key, reason),) = verify(store.folder)[0].damaged.items()
     assert key == LARGE.digest()
     assert str(path) in reason
 
 
-def test_verify_passes_over_an_entry_that_is_removed_meanwhile(store: CacheStore) -> None:
-    keys = list(list_keys(store.folder))
-    file_of(store, LARGE).unlink()
-    assert damaged_entries(store.folder, keys, lambda: None) == {}
+def test_verify_goes_on_where_it_stopped(store: CacheStore) -> None:
+    first, second, *_ = sorted(each.digest() for each in (SMALL, LARGE, OTHER, TEXT))
+    for path in store.folder.rglob("*.zst"):
+        os.utime(path, (0, 0))
+    good = entry_path(store.folder, second).read_bytes()
+    entry_path(store.folder, second).write_bytes(b"")
+    os.utime(entry_path(store.folder, second), (0, 0))
+    stopped, count = verify(store.folder, stop_after=2)
+    assert (count, stopped.entries, stopped.finished, [*stopped.damaged]) == (2, 2, None, [second])
+    assert begin_verifications([store.folder]) == {store.folder: stopped}
+    # The damaged one is read again, and so is what has been written since.
+    entry_path(store.folder, second).write_bytes(good)
+    entry_path(store.folder, first).touch()
+    os.utime(entry_path(store.folder, first), (2e9, 2e9))
+    ended, count = verify(store.folder)
+    assert (count, ended.entries, ended.damaged) == (4, 4, {})
+    assert ended.finished is not None
+    assert verify(store.folder)[1] == 4, "the next one begins anew"
+
+
+def test_a_complete_folder_is_not_read_again_while_another_is_under_way(store: CacheStore, tmp_path: Path) -> None:
+    other = shutil.copytree(store.folder, tmp_path / "other")
+    for path in tmp_path.rglob("*.zst"):
+        os.utime(path, (0, 0))
+    complete, _ = verify(store.folder)
+    assert begin_verifications([store.folder, other])[store.folder] != complete
+    verify(other, stop_after=1)
+    begun = begin_verifications([store.folder, other])
+    assert begun[store.folder] == complete
+    assert [len(each.remaining(folder)) for folder, each in begun.items()] == [0, 3]
+
+
+@pytest.mark.parametrize("content", ["", "{", '{"started": 1, "last": 2}', "[]"])
+def test_a_foreign_record_is_ignored(store: CacheStore, content: str) -> None:
+    (store.folder / VERIFIED_NAME).write_text(content)
+    assert verify(store.folder)[1] == 4
 
 
 def test_gc_lists_first_and_removes_only_what_it_listed(store: CacheStore) -> None:
@@ -108,7 +155,7 @@ def test_foreign_files_in_a_cache_folder_are_left_alone(store: CacheStore) -> No
         path.write_bytes(b"mine")
         os.utime(path, (0, 0))
     assert len(list(list_keys(store.folder))) == 4
-    assert damaged(store.folder) == {}
+    assert verify(store.folder)[1] == 4
     garbage = find_garbage(store.folder, [], FAMILY)
     assert len(garbage.entries) == 4
     assert not garbage.leftovers
