@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import subprocess
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,6 +17,7 @@ import pytest
 from PIL import Image
 
 from simpletuner.annexes.page.project import CONFIG_NAME
+from simpletuner.annexes.start.receive import receive
 from simpletuner.annexes.start.recipe import Material, Recipe, Start, checkpoint_interval
 from simpletuner.budget import device
 from simpletuner.budget.device import Gpu
@@ -340,6 +343,16 @@ def test_nothing_that_is_there_is_replaced(
         "config/cat-tmp/config.json", "config/cat/config.json"
     ]  # fmt: skip
     assert Path("config/cat/config.json").read_text() == "theirs"
+
+
+def test_what_a_killed_server_left_of_an_upload_goes_with_the_next_one(tmp_path: Path) -> None:
+    for name, age in (("old", 7200), ("new", 0)):
+        (folder := tmp_path / f".upload-{name}").mkdir()
+        (folder / "0.zip").write_bytes(b"half")
+        for path in (folder / "0.zip", folder):
+            os.utime(path, (time.time() - age,) * 2)
+    assert receive(tmp_path, "a.txt", [b"a cat"]) == (["a.txt"], {})
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".upload-new", "a.txt"]
 
 
 def test_a_failed_command_ends_it_and_says_how_to_go_on(

@@ -10,9 +10,11 @@ import lzma
 import os
 import re
 import shutil
+import time
 import unicodedata
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from zipfile import BadZipFile, ZipFile, ZipInfo
@@ -36,6 +38,7 @@ LONGEST_NAME = 200  # bytes; file systems take 255, and temporary files add to a
 UNSAFE = re.compile(r'[\x00-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff<>:"|?*]')
 RESERVED = re.compile(r"(con|prn|aux|nul|com\d|lpt\d)(\.|$)", re.IGNORECASE)  # devices of Windows
 SEPARATORS = re.compile(r"[/\\]")
+LEFT_SECONDS = 3600.0  # seconds without data after which an upload counts as abandoned by a killed server
 
 
 def receive(folder: Path, name: str, parts: Iterable[bytes]) -> tuple[list[str], dict[str, str]]:
@@ -55,6 +58,7 @@ def receive(folder: Path, name: str, parts: Iterable[bytes]) -> tuple[list[str],
     is_zip, received = name.lower().endswith(ZIP), 0
     if not is_zip and (reason := why_unused(name)):
         return [], {name: reason}
+    _sweep(folder)
     with writing_to(folder / name), TemporaryDirectory(prefix=HIDDEN, dir=folder) as hidden:
         # Not fsynced: training detects files damaged by a power cut.
         file = Path(hidden, f"0{Path(name).suffix.lower()}")
@@ -66,6 +70,14 @@ def receive(folder: Path, name: str, parts: Iterable[bytes]) -> tuple[list[str],
                 target.write(part)
         files, skipped = unpack(file, name) if is_zip else ({name: file}, {})
         return _place(files, folder, skipped)
+
+
+def _sweep(folder: Path) -> None:
+    """Remove unfinished uploads of a killed server."""
+    for left in folder.glob(f"{HIDDEN}*/"):
+        with suppress(FileNotFoundError):  # the upload has just ended
+            if max(path.stat().st_mtime for path in (left, *left.iterdir())) < time.time() - LEFT_SECONDS:
+                shutil.rmtree(left)
 
 
 def _place(files: Mapping[str, Path], folder: Path, skipped: dict[str, str]) -> tuple[list[str], dict[str, str]]:
