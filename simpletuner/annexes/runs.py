@@ -59,12 +59,14 @@ class Tail:
         number: a key that every object must have, with an integer value.
         begin: returns the start offset, in the file and in every file that replaces it.
         renew: called before a replaced or truncated file is read again.
+        damage: describes the first invalid complete line; empty if there is none.
     """
 
     path: Path
     number: str
     begin: Callable[[BinaryIO], int] = lambda file: 0
     renew: Callable[[], None] = lambda: None
+    damage: str = field(default="", init=False)
     _file: int = field(default=0, init=False)
     _offset: int = field(default=0, init=False)
 
@@ -92,13 +94,30 @@ class Tail:
         return part[:end].splitlines(keepends=True)
 
     def _restart(self, file: int, offset: int) -> None:
-        self._file, self._offset = file, offset
+        self._file, self._offset, self.damage = file, offset, ""
         self.renew()
 
     def rows(self) -> Iterator[dict[str, Any]]:
-        """The objects in all new lines; other lines are skipped."""
+        """The objects in all new lines."""
         while lines := self.lines():
-            yield from filter(None, (parse_row(line, self.number) for line in lines))
+            yield from filter(None, map(self.parse, lines))
+
+    def parse(self, line: bytes) -> dict[str, Any] | None:
+        """The object in a line; None if the line is invalid."""
+        row = parse_row(line, self.number)
+        if row is None:
+            self.reject(line)
+        return row
+
+    def reject(self, line: bytes) -> None:
+        """Record an invalid line; only the first one is reported."""
+        self.damage = self.damage or damage_of(self.path, line)
+
+
+def damage_of(path: Path, line: bytes) -> str:
+    """The message about an invalid line."""
+    text = redact(line.decode(errors="replace").strip())
+    return f"{path.name} has an invalid line: {text:.200}"
 
 
 class Record:
@@ -111,27 +130,29 @@ class Record:
     def _begin(self) -> None:
         self._columns = Columns()
 
-    def read(self) -> Columns:
-        """The metrics of all steps."""
+    def read(self) -> tuple[Columns, str]:
+        """The metrics of all steps, and a message about an invalid line."""
         with self._lock:
             for row in self._tail.rows():
                 self._columns.add(row)
-            return self._columns
+            return self._columns, self._tail.damage
 
 
 # The columns of 100,000 steps take about 15 MB, so only those of recently viewed runs are cached.
 record_in = lru_cache(maxsize=3)(Record)
 
 
-def last_step(path: Path) -> dict[str, Any]:
-    """The metrics of the last step in a record."""
-    metrics = dict[str, Any]()
-    for row in filter(None, map(parse_row, reversed(last_lines(path, PART)))):
+def last_step(path: Path) -> tuple[dict[str, Any], str]:
+    """The metrics of the last step in a record, and a message about an invalid line after it."""
+    metrics, damage = dict[str, Any](), ""
+    for line in reversed(last_lines(path, PART)):
+        row = parse_row(line)
         # Rows of a step are merged: on resume, an evaluation has a separate row.
-        if metrics and row["step"] != metrics["step"]:
+        if row and metrics and row["step"] != metrics["step"]:
             break
-        metrics = row | metrics
-    return metrics
+        metrics = (row or {}) | metrics
+        damage = damage_of(path, line) if row is None and line.endswith(b"\n") else damage
+    return metrics, damage
 
 
 @dataclass
@@ -171,11 +192,14 @@ class Story:
         while lines := tail.lines():
             for line, after in zip(lines, [*lines[1:], b""], strict=True):
                 # Step events, nearly all events of a long run, are parsed only if no other step event follows.
-                if not (is_step(line) and is_step(after)) and (event := parse_row(line, tail.number)):
-                    self.add(event)
+                if not (is_step(line) and is_step(after)) and (event := tail.parse(line)):
+                    try:
+                        self.add(event)
+                    except Exception:  # noqa: BLE001 - an invalid event may raise any error
+                        tail.reject(line)
 
     def add(self, event: Mapping[str, Any]) -> None:
-        """Add an event."""
+        """Add an event; raises if a field that the page computes with is not a number."""
         if event["job_id"] != self.job_id:
             self.begin(str(event["job_id"]), self.progress)
             self.first = event["id"]
@@ -183,12 +207,14 @@ class Story:
         match event["type"]:
             case "training.status" if "progress" in event:
                 self.status = str(event["data"]["status"])
-                self.progress = self.progress | event["progress"]  # some events have no metrics
+                self.progress = self.progress | progress_of(event["progress"])  # some events have no metrics
                 self.message = str(event.get("message", self.message))
             case "lifecycle.stage":
                 stage = {name: str(event["stage"][name]) for name in ("key", "label", "status")}
-                rest = {"progress": event["stage"]["progress"], "message": str(event.get("message", ""))}
-                self.stages[stage["key"] or stage["label"]] = stage | rest
+                done = event["stage"]["progress"]
+                self.stages[stage["key"] or stage["label"]] = {
+                    **stage, "progress": done and progress_of(done), "message": str(event.get("message", ""))
+                }  # fmt: skip
                 if stage["status"] != "running":
                     self.growing.clear()  # interrupted previews never finish
             case "validation.image":
@@ -203,6 +229,13 @@ class Story:
 def is_step(line: bytes) -> bool:
     """Whether a line contains only step progress."""
     return STEP_STATUS in line and MESSAGE not in line
+
+
+def progress_of(progress: Mapping[str, Any]) -> dict[str, Any]:
+    """The progress in an event; raises a TypeError if a value is not a number."""
+    numbers = {name: progress[name] and progress[name] + 0 for name in ("total", "percent", "eta_seconds")}
+    metrics = {"metrics": dict(progress["metrics"])} if "metrics" in progress else {}
+    return {**progress, "current": progress["current"] + 0, **numbers, **metrics}
 
 
 def growing_preview(event: Mapping[str, Any]) -> dict[str, Any]:
@@ -249,7 +282,7 @@ class Run:
     @property
     def metrics(self) -> Columns:
         """The current metrics of all steps."""
-        return record_in(self.folder).read()
+        return record_in(self.folder).read()[0]
 
     @property
     def recent(self) -> list[dict[str, Any]]:
@@ -344,7 +377,7 @@ class Run:
         """The state of a session that did not report its end; `last` are its last console lines."""
         if last:
             return ("cancelled", INTERRUPTED[0]) if last in INTERRUPTED else ("error", last)
-        step = last_step(self.folder / METRICS_FILE).get("step", 0)
+        step = last_step(self.folder / METRICS_FILE)[0].get("step", 0)
         if was_at_work:
             return "interrupted", f"Ended unexpectedly {f'at step {step:,}' if step else 'before the first step'}."
         if not step:
@@ -374,8 +407,11 @@ class Run:
         return known
 
     def _status(self, blank: dict[str, Any]) -> dict[str, Any]:
-        (state, message, story), last = self.judge(), last_step(self.folder / METRICS_FILE)
-        is_active, idle = state in ACTIVE, self._idleness(state, story)
+        (state, message, story), (last, damage) = self.judge(), last_step(self.folder / METRICS_FILE)
+        is_active, step, damage = state in ACTIVE, last.get("step", 0), self._events.damage or damage
+        if damage and not is_active:
+            state, message = "broken", "\n".join(filter(None, (damage, message)))
+        idle = self._idleness(state, story)
         progress = advanced(blank["progress"] | story.progress, last, goes_on=state == "running" and not idle)
         in_loop = (state, story.status) == ("running", "running")
         asked = requested(self.folder / FOLDER) if in_loop else []
@@ -391,7 +427,7 @@ class Run:
             "can": blank["can"]
             | dict.fromkeys(("save", "preview", "stop_at_epoch_end"), in_loop)
             | {"stop": stop}
-            | ({} if is_active else self._beginnings(last.get("step", 0))),
+            | ({} if is_active else self._beginnings(step)),
         }
 
     def _idleness(self, state: Status, story: Story) -> str:

@@ -29,7 +29,7 @@ from simpletuner.annexes.payloads import EVENTS_FILE, append_whole, last_id, off
 from simpletuner.annexes.report import html
 from simpletuner.annexes.report.html import PreviewGrid, build_grid, hours_of, pages_of, steps_of, thin_extremes
 from simpletuner.annexes.report.sheet import Sheet, samples_in
-from simpletuner.annexes.runs import Run, Tail
+from simpletuner.annexes.runs import Run, Tail, record_in
 from simpletuner.atomic import writing_to
 from simpletuner.errors import UserError
 from simpletuner.headers import join_header, read_head, read_header
@@ -149,7 +149,7 @@ async def event_stream(
         is_over = over.is_set()
         # A part at a time, so that a slow client does not fill memory.
         lines = await run_in_threadpool(tail.lines)
-        for event in filter(None, (parse_row(line, tail.number) for line in lines)):
+        for event in filter(None, (parse_row(line, "id") for line in lines)):
             sent_at = time.monotonic()
             yield f"id: {event['id']}\nevent: {event.get('type')}\ndata: {json.dumps(event)}\n\n"
         # Proxies close idle streams.
@@ -227,8 +227,9 @@ def head(run: Run) -> dict[str, Any]:
     """Template values for the head of a run."""
     status, facts, notices = run.status(), list[tuple[str, str]](), list[str]()
     with suppress(OSError, UserError):  # reported by the status
-        facts, notices = list(key_figures(status["progress"], run.metrics)), run.judge()[2].notices
-    shown = [text for text in notices if text not in status["message"]]
+        columns, damage = record_in(run.folder).read()
+        facts, notices = list(key_figures(status["progress"], columns)), [*run.judge()[2].notices, damage]
+    shown = [text for text in notices if text and text not in status["message"]]
     return {"status": status, "facts": facts, "notices": shown, "has_report": (run.folder / REPORT_FILE).is_file()}
 
 

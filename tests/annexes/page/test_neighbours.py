@@ -52,13 +52,13 @@ def pipe(name: str) -> Damage:
 
 
 KINDS: dict[str, tuple[Damage, str]] = {
-    "a step that is a text": (lines(METRICS_FILE, '{"step": "abc"}'), ""),
-    "a step that is too large": (lines(METRICS_FILE, f'{{"step": {10**30}}}'), ""),
-    "an event without numbers": (event(progress={"current": "abc"}), ""),
-    "an event that is something else": (event(stage=[1], type="lifecycle.stage"), ""),
-    "an event without a session": (lines(EVENTS_FILE, '{"id": 7}'), ""),
-    "an endless nesting": (lines(EVENTS_FILE, "[" * 100_000), ""),
-    "a line without an end": (lines(EVENTS_FILE, "x" * 400_000), ""),
+    "a step that is a text": (lines(METRICS_FILE, '{"step": "abc"}'), '{"step": "abc"}'),
+    "a step that is too large": (lines(METRICS_FILE, f'{{"step": {10**30}}}'), "has an invalid line"),
+    "an event without numbers": (event(progress={"current": "abc"}), '"abc"'),
+    "an event that is something else": (event(stage=[1], type="lifecycle.stage"), "has an invalid line"),
+    "an event without a session": (lines(EVENTS_FILE, '{"id": 7}'), '{"id": 7}'),
+    "an endless nesting": (lines(EVENTS_FILE, "[" * 100_000), "has an invalid line"),
+    "a line without an end": (lines(EVENTS_FILE, "x" * 400_000), "has an invalid line"),
     "what cannot be sent": (event(progress=COUNTS | {"metrics": {"odd": math.nan}}), "not JSON compliant"),
     "half a character": (event(data={"status": "completed"}, progress=COUNTS, message="\ud800"), "surrogates"),
     "a name without an end": (lines(METRICS_FILE, json.dumps({"step": 4, "x" * 200_000: 1})), ""),
@@ -118,12 +118,12 @@ def test_a_broken_neighbour_is_shown_as_broken_beside_a_good_run(browser: Any, t
     with opened(browser, folder, "#run") as page:
         listed = page.locator(".run-list a", has_text="bad")
         sync_api.expect(listed).to_contain_text("completed")
-        KINDS["a lock that is a list"][0](folder / "output" / "bad")
+        KINDS["an event without a session"][0](folder / "output" / "bad")
         page.reload()
         sync_api.expect(listed).to_contain_text("broken")
         sync_api.expect(page.locator(".run-list a", has_text="good")).to_contain_text("completed")
         listed.click()
-        sync_api.expect(page.locator(".message")).to_contain_text("does not say which run")
+        sync_api.expect(page.locator(".message")).to_contain_text("has an invalid line")
 
 
 def test_a_folder_with_a_name_that_is_no_text_is_a_run_as_well(tmp_path: Path) -> None:
