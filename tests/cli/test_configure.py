@@ -54,6 +54,7 @@ class Person:
 
     def _key(self, prompt: str) -> str:
         for words, name in (
+            ("  [none]: ", "recipe"),
             ("Start from it", "start"),
             ("Leave it out", "mend"),
             ("  Leave out ", "others"),
@@ -119,6 +120,21 @@ def test_enter_everywhere_writes_a_config_of_known_keys(configure: Configure) ->
     assert values["data_backend_config"] == "config/multidatabackend.json"
     assert not Path("config/multidatabackend.json").exists()
     assert not Path("config/config.json.bak").exists()
+
+
+@pytest.mark.parametrize(
+    ("recipe", "values"),
+    [
+        ("subject", {"model_flavour": "t2i-lite-sft", "max_train_steps": 1500, "offload": "auto", "lora_rank": 16}),
+        ("3", {"model_family": "kandinsky5-image", "max_train_steps": 1000, "checkpoint_step_interval": 125}),
+        ("motion", {"model_family": "kandinsky5-video", "model_flavour": "t2v-lite-sft-5s", "lora_rank": 32}),
+        ("edit", {"model_flavour": "i2i-lite-sft", "num_eval_images": 2}),
+    ],
+)
+def test_a_recipe_of_start_is_proposed(configure: Configure, recipe: str, values: dict[str, Any]) -> None:
+    assert configure(recipe=recipe)[0] == 0
+    assert written().items() >= values.items()
+    assert "zkt" in written().get("validation_prompt", "zkt")
 
 
 def test_the_dataset_file_that_is_shown_fits_the_clips(configure: Configure, capsys: pytest.CaptureFixture) -> None:
@@ -499,7 +515,7 @@ def test_toml_is_not_written(configure: Configure, capsys: pytest.CaptureFixture
 
 def test_answers_through_click_s_runner(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    result = CliRunner().invoke(app, ["configure"], input="\n\n\noutput/cat\n" + "\n" * 60)
+    result = CliRunner().invoke(app, ["configure"], input="\n\n\n\noutput/cat\n" + "\n" * 60)
     assert result.exit_code == 0, result.output
     assert written()["output_dir"] == "output/cat"
     assert "Next steps" in result.output
@@ -526,6 +542,8 @@ def terminal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> pexpect.spawn:
     monkeypatch.setenv("TERM", "xterm-256color")
     child = pexpect.spawn(sys.executable, ["-m", "simpletuner", "configure"], cwd=str(tmp_path), encoding="utf-8",
                           timeout=PATIENCE, dimensions=(40, 100))  # fmt: skip
+    child.expect(r"\[none\]: ")  # the recipe
+    child.sendline("")
     yield child
     child.close(force=True)
 
@@ -585,7 +603,7 @@ def test_leaving_in_the_middle_writes_nothing(
 # Answers that lead nowhere -------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("answer", ["n", "y", "nonsense", "-", "0", "{", "?"])
+@pytest.mark.parametrize("answer", ["n", "y", "nonsense", "-", "0", "{", "back", "?"])
 def test_one_answer_to_everything_comes_to_an_end(
     configure: Configure, monkeypatch: pytest.MonkeyPatch, answer: str
 ) -> None:
@@ -636,8 +654,8 @@ def test_every_flavour_is_listed_with_what_it_is_for(configure: Configure, capsy
 
 def test_back_returns_to_the_question_before(configure: Configure) -> None:
     _, person = configure(model_family=["back"], output_dir=["wrong", "right"], seed=["back", ""])
-    assert person.asked[:2] == ["model_family", "model_family"]
-    assert person.asked[4:8] == ["output_dir", "seed", "output_dir", "seed"]
+    assert person.asked[:3] == ["recipe", "model_family", "model_family"]
+    assert person.asked[5:9] == ["output_dir", "seed", "output_dir", "seed"]
     assert written()["output_dir"] == "right"
 
 

@@ -43,6 +43,8 @@ EDITS = ("kandinsky5-image-edit-lora",)
 # Tiny models that train in minutes on a CPU and draw simple shapes; by whether they learn clips.
 DEMOS = {True: "demo-video", False: "demo"}
 CLIPS = ("kandinsky5-video-lite-lora", "sanavideo-lora", "kandinsky5-video-pro-lora")
+# Purposes, with the example of the usual model.
+PURPOSES = {"subject": PICTURES[0], "style": PICTURES[0], "motion": CLIPS[0], "edit": EDITS[0]}
 # Names of the folders with pictures before and after an edit.
 PAIRS = (("before", "after"), ("source", "target"), ("input", "output"))
 LOOKED_AT = 200  # files that are opened; a folder may contain thousands

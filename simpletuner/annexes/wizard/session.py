@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from simpletuner.annexes.draft import Draft, key_of
-from simpletuner.annexes.start.recipe import CLIPS, EDITS, PICTURES, Material, read_example
+from simpletuner.annexes.start.recipe import CLIPS, EDITS, PICTURES, PURPOSES, TRIGGER, Material, Recipe, read_example
 from simpletuner.annexes.wizard.questions import QUESTIONS, Question, stale_keys
-from simpletuner.annexes.wizard.talk import Back, Talk
+from simpletuner.annexes.wizard.talk import PATIENCE, Back, InputEnded, Talk
 from simpletuner.atomic import write_atomically
 from simpletuner.budget.device import find_device
 from simpletuner.config.load import canonical
@@ -28,6 +28,8 @@ WELCOME = """\
 Answer the questions, or press Enter for the value in [brackets].
 ? explains a question, - leaves a setting out, back returns to the previous question. Nothing is written until you
 confirm at the end."""
+NO_RECIPE = "none"
+USUAL_FILES = 20  # file count assumed for a recipe's steps, since the wizard does not ask for a folder
 # A property of the machine, not of the run: used for the estimate but not written.
 DEVICE_MEMORY = "plan_device_memory_gb"
 
@@ -56,8 +58,12 @@ def run_session(file: Path, talk: Talk) -> bool:
 
 
 def ask_all(draft: Draft, talk: Talk) -> None:
-    """Ask the questions that apply; `back` returns to the one before."""
-    position, answered, title = 0, list[int](), ""
+    """Ask the questions that apply; `back` returns to the one before.
+
+    Raises:
+        InputEnded: there is no question to return to; piped input could go back forever.
+    """
+    position, answered, title, stuck = 0, list[int](), "", 0
     while position < len(QUESTIONS):
         question = QUESTIONS[position]
         if question.applies(draft):
@@ -68,23 +74,41 @@ def ask_all(draft: Draft, talk: Talk) -> None:
             try:
                 talk.ask(question, draft)
             except Back:
-                if not answered:
-                    talk.refuse("This is the first question.")
-                position = answered.pop() if answered else position
+                if answered:
+                    position = answered.pop()
+                    continue
+                talk.refuse("This is the first question.")
+                stuck += 1
+                if stuck == PATIENCE:
+                    raise InputEnded("There is no question before the first. Nothing was written.") from None
                 continue
             answered.append(position)
         position += 1
 
 
 def start_draft(file: Path, talk: Talk) -> Draft:
-    """The initial draft, from the existing file or defaults."""
+    """The initial draft, from the existing file, a recipe, or defaults."""
     if not file.exists() or not talk.confirm(f"{file} exists. Start from it?", default=True):
-        return Draft(file)
+        return _new_draft(file, talk)
     problems = Problems()
     draft = Draft(file, problems.take(load_values(file)))
     for problem in (each for each in problems if not each.fatal):
         talk.refuse(str(problem))
     return _usable(draft, talk)
+
+
+def _new_draft(file: Path, talk: Talk) -> Draft:
+    """An empty draft, or a draft with the settings of a recipe of `simpletuner start`, which the questions propose."""
+    draft, recipes = Draft(file), {purpose: Recipe.of(purpose) for purpose in PURPOSES}
+    choices = {NO_RECIPE: "the usual defaults", **{purpose: recipe.title for purpose, recipe in recipes.items()}}
+    purpose = talk.pick("Start from a recipe? The questions propose its values.", choices)
+    if purpose == NO_RECIPE:
+        return draft
+    example, recipe = read_example(PURPOSES[purpose]), recipes[purpose]
+    draft.change({"model_family": example["model_family"], **recipe.values(recipe.steps(USUAL_FILES), TRIGGER)})
+    if example["model_flavour"] != draft.spec.flavours[0].name:  # the flavour for edits
+        draft.change({"model_flavour": example["model_flavour"]})
+    return draft
 
 
 def _usable(draft: Draft, talk: Talk) -> Draft:
