@@ -15,7 +15,7 @@ import pytest
 import yaml
 from huggingface_hub import ModelCard
 
-from simpletuner.annexes.payloads import EVENTS_FILE, read_events
+from simpletuner.annexes.payloads import EVENTS_FILE
 from simpletuner.annexes.publishing.uploads import Uploads
 from simpletuner.config.publishing import PublishConfig
 from simpletuner.headers import METADATA, read_header
@@ -26,7 +26,7 @@ from simpletuner.training.manifest import Identity, Manifest, describe_files, pr
 from simpletuner.training.state import TrainState
 from tests.hub import GUEST, OWNER, READ, FakeHub, Repository, used_hub
 from tests.processes import PATIENCE
-from tests.workspace import Workspace
+from tests.workspace import Workspace, read_events
 
 pytestmark = pytest.mark.slow
 
