@@ -74,7 +74,13 @@ class Comparison(Companion):
         # The next estimate uses the measured densities, so the correction covers only the rest of the difference.
         informed = replace(budget, parts=budget.parts.with_densities(densities))
         outcome = Outcome(day, known.step * step / informed.step_seconds, previews, densities)
-        if problem := self._problem() or _stored(budget, outcome):
+        problem = self._problem()
+        if not problem:
+            try:
+                remember(budget.plan, budget.workload, budget.device, outcome)
+            except (OSError, WriteError) as error:  # it ends no run
+                problem = str(error)
+        if problem:
             parts.append(f"not stored for the next estimate: {problem}")
         return f"Estimate and run: {'; '.join(parts)}."
 
@@ -83,15 +89,6 @@ class Comparison(Companion):
         began, waited = self.began
         share = (_seconds_without_core() - waited) / (time.perf_counter() - began)
         return f"other programs used its CPU core for {share:.0%} of the time" if share > CONTENDED else ""
-
-
-def _stored(budget: Budget, outcome: Outcome) -> str:
-    """Store an outcome; returns why that failed, which ends no run."""
-    try:
-        remember(budget.plan, budget.workload, budget.device, outcome)
-    except (OSError, WriteError) as error:
-        return str(error)
-    return ""
 
 
 def _seconds_without_core() -> float:
