@@ -18,7 +18,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import Any, BinaryIO
+from weakref import finalize
 
 from simpletuner.annexes.figures import Pace, ending, line_of
 from simpletuner.atomic import writing_to
@@ -29,6 +31,7 @@ from simpletuner.reporting import events, metrics
 Payload = dict[str, Any]
 
 EVENTS_FILE = "events.jsonl"
+RESERVE = 1 << 16  # bytes on the disk that are kept for the end of a run
 # Names of run states in payloads, where they differ.
 STATUS: Mapping[events.RunState, str] = {"finished": "completed", "interrupted": "cancelled"}
 SEVERITY: Mapping[events.RunState, str] = {"finished": "success", "failed": "error", "interrupted": "warning"}
@@ -196,11 +199,15 @@ class EventLog:
     """Subscriber that appends every payload to `events.jsonl`, with an `id` that grows by 1, also across restarts.
 
     The file's modification time is a sign of life. A line left incomplete by a kill is dropped at the next start.
+    On a disk that fills up, the end of the run is still written, into space that was taken at its start.
     """
 
     def __init__(self, folder: Path, payloads: Payloads) -> None:
         self.path, self._payloads = folder / EVENTS_FILE, payloads
-        with writing_to(self.path), self.path.open("ab") as file:
+        with writing_to(self.path), TemporaryFile(dir=folder, buffering=0) as reserve, self.path.open("ab") as file:
+            # Without a name, so that a kill frees it too; random, since file systems may compress.
+            reserve.write(os.urandom(RESERVE))
+            self._release = finalize(self, os.close, os.dup(reserve.fileno()))
             # Otherwise the first event would be appended to an incomplete line, and both would be lost.
             incomplete = b"".join(last_lines(self.path, TAIL)).rpartition(b"\n")[2]
             file.truncate(file.tell() - len(incomplete))
@@ -216,11 +223,14 @@ class EventLog:
         lines = [self._line(payload) for payload in self._payloads(event)]
         if not lines:
             return
+        is_end = isinstance(event, events.StateChanged) and event.state in events.ENDED
+        if is_end:
+            self._release()
         try:
             with writing_to(self.path):
                 append_whole(self.path, b"".join(lines))
         except WriteError:
-            if not (isinstance(event, events.StateChanged) and event.state in events.ENDED):
+            if not is_end:
                 raise
 
     def _line(self, payload: Payload) -> bytes:

@@ -12,7 +12,9 @@ from pathlib import Path
 import pytest
 
 from simpletuner import atomic
-from simpletuner.annexes.payloads import EVENTS_FILE, EventLog, Payload, Payloads, offset_after
+from simpletuner.annexes import payloads
+from simpletuner.annexes.payloads import EVENTS_FILE, EventLog, Payload, Payloads, append_whole, offset_after
+from simpletuner.annexes.runs import Story, Tail
 from simpletuner.errors import DiskFullError
 from simpletuner.redaction import HIDDEN
 from simpletuner.reporting.events import (
@@ -182,3 +184,26 @@ def test_on_a_full_disk_a_run_ends_for_all_subscribers(tmp_path: Path, monkeypat
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert isinstance(heard[-1], StateChanged), "webhooks hear of it as well"
     assert path.read_bytes() == whole, "nothing is written in part"
+
+
+def test_the_end_is_written_into_space_that_was_kept_for_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The disk is full here for as long as the reserve is open."""
+
+    def held() -> int:
+        files = (path.readlink() for path in Path("/proc/self/fd").iterdir() if path.is_symlink())
+        return sum(file.parent == tmp_path and file.name.endswith("(deleted)") for file in files)
+
+    def append(path: Path, content: bytes) -> None:
+        if held():
+            raise OSError(errno.ENOSPC, "No space left on device")
+        append_whole(path, content)
+
+    stream, story = EventStream(EventLog(tmp_path, Payloads(every=0))), Story()
+    stream.publish(RUNNING)
+    assert [path.name for path in tmp_path.iterdir()] == [EVENTS_FILE]
+    monkeypatch.setattr(payloads, "append_whole", append)
+    with pytest.raises(DiskFullError):
+        stream.publish(Notice("n"))
+    stream.publish(StateChanged("failed", 0, 99, "no space left on the disk"))
+    story.follow(Tail(tmp_path / EVENTS_FILE, "id", renew=story.begin))
+    assert (story.status, story.message) == ("failed", "no space left on the disk")
