@@ -19,6 +19,8 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, BinaryIO, Literal
 
+import psutil
+
 from simpletuner.annexes.figures import Columns
 from simpletuner.annexes.payloads import EVENTS_FILE, last_lines
 from simpletuner.config.values import read_json
@@ -435,6 +437,9 @@ class Run:
         owner = self.owner if state in ACTIVE else None
         if owner is None or owner.host != socket.gethostname() or owner.is_gone:
             return ""
+        with suppress(psutil.NoSuchProcess):
+            if psutil.Process(owner.pid).status() == psutil.STATUS_STOPPED:
+                return f"Process {owner.pid} is stopped. To resume it: kill -CONT {owner.pid}"
         logged = (self.folder / EVENTS_FILE).stat().st_mtime if story.id else 0.0
         silence = time.time() - max(logged, owner.since)
         pace = story.progress.get("metrics", {}).get("seconds_per_step") or 0.0

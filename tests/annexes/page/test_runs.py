@@ -229,6 +229,11 @@ def test_a_killed_process_leaves_no_state_behind(tmp_path: Path) -> None:
     assert (status["status"], run.pid) == ("running", process.pid)
     assert (status["progress"]["current"], status["progress"]["total"]) == (3, 9)
     assert status["progress"]["eta_seconds"] == pytest.approx(12)
+    process.send_signal(signal.SIGSTOP)
+    os.waitid(os.P_PID, process.pid, os.WSTOPPED | os.WNOWAIT)
+    status = run.status()
+    assert status["message"] == f"Process {process.pid} is stopped. To resume it: kill -CONT {process.pid}"
+    assert (status["status"], status["progress"]["eta_seconds"]) == ("running", None)
     process.send_signal(signal.SIGKILL)
     os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)  # nobody has collected it
     status = run.status()
