@@ -15,6 +15,7 @@ import unicodedata
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
+from io import FileIO
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from zipfile import BadZipFile, ZipFile, ZipInfo
@@ -38,6 +39,7 @@ LONGEST_NAME = 200  # bytes; file systems take 255, and temporary files add to a
 UNSAFE = re.compile(r'[\x00-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff<>:"|?*]')
 RESERVED = re.compile(r"(con|prn|aux|nul|com\d|lpt\d)(\.|$)", re.IGNORECASE)  # devices of Windows
 SEPARATORS = re.compile(r"[/\\]")
+LONGEST_LIST = MOST_FILES * 1024  # bytes of the list of files in a zip, which is read into memory
 LEFT_SECONDS = 3600.0  # seconds without data after which an upload counts as abandoned by a killed server
 
 
@@ -111,6 +113,21 @@ def _keep(path: Path, folder: Path, name: str) -> bool:
     return True
 
 
+class Archive(FileIO):
+    """A zip file. `ZipFile` reads its list of files at once, so a forged list could fill the memory."""
+
+    def read(self, size: int | None = -1, /) -> bytes:
+        """Read at most `size` bytes.
+
+        Raises:
+            BadZipFile: these are too many.
+        """
+        if size and size > LONGEST_LIST:
+            allowed = f"at most {gigabytes(LONGEST_LIST)} are allowed"
+            raise BadZipFile(f"its list of files takes {gigabytes(size)}; {allowed}")
+        return super().read(size)
+
+
 def unpack(archive: Path, title: str) -> tuple[dict[str, Path], dict[str, str]]:
     """Unpack a zip into its own folder.
 
@@ -121,7 +138,7 @@ def unpack(archive: Path, title: str) -> tuple[dict[str, Path], dict[str, str]]:
         UserError: the zip is too large, damaged, or needs a password.
     """
     try:
-        with ZipFile(archive) as content:
+        with Archive(archive) as file, ZipFile(file) as content:
             members = [member for member in content.infolist() if not member.is_dir()]
             total = sum(member.file_size for member in members)
             most = min(LARGEST_FILE, max(SMALL, MOST_SHRUNK * archive.stat().st_size))

@@ -176,6 +176,10 @@ def link() -> ZipInfo:
     [
         (zipped(*((f"{number}.txt", b"") for number in range(40))), "40 files, 0 B; at most 30 files and"),
         (zipped(("a.bmp", bytes(2**20))), "1 file, 1.0 MB; at most 30 files and 524 kB are allowed"),
+        (
+            zipped(*((f"{number:0200}.txt", b"") for number in range(30))),
+            "its list of files takes 7.5 kB; at most 4",
+        ),
         (zipped(("a.png", picture(1)))[:-30], "cannot be unpacked"),
         (b"not a zip", "cannot be unpacked: File is not a zip file"),
         (locked(), "password required"),
@@ -186,6 +190,7 @@ def test_a_dangerous_zip_is_refused_whole(
 ) -> None:
     monkeypatch.setattr(receive, "MOST_FILES", 30)
     monkeypatch.setattr(receive, "SMALL", 2**19)
+    monkeypatch.setattr(receive, "LONGEST_LIST", 4000)
     answer = put(page, "cats.zip", content)
     assert answer.status_code == 422
     assert reason in answer.json()["problems"][0]["message"]
