@@ -126,7 +126,7 @@ def test_files_of_a_dataset_are_in_its_folder(context: DataContext, tmp_path: Pa
     (dataset,), _ = build(context, entry)
     assert captions(dataset) == {"0.png": ("a",)}
     assert ["is outside" in file.detail for file in dataset.rejected] == [True]
-    (dataset,), _ = build(context, entry | {"allow_private_urls": True}, retry_failed=True)
+    (dataset,), _ = build(context, entry | {"allow_private_urls": True})
     assert captions(dataset) == {"0.png": ("a",), "1.png": ("b",)}
 
 

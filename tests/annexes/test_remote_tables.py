@@ -122,6 +122,18 @@ def test_a_plan_that_may_not_fetch_takes_what_is_here(context: DataContext, tmp_
     assert "1 of 3 files are not fetched yet" in "".join(problem.message for problem in problems)
 
 
+def test_what_was_refused_as_private_is_tried_again_when_it_is_allowed(
+    context: DataContext, tmp_path: Path, site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = [(site.add("/1.png", picture(1)), "x"), (f"{site.address}/gone.png", "x")]
+    _, problems = build(context, table(tmp_path, rows, allow_private_urls=False))
+    assert fatal(problems)
+    (dataset,), _ = build(context, table(tmp_path, rows))
+    assert len(dataset.samples) == 1
+    build(context, table(tmp_path, rows))
+    assert site.asked == {"/1.png": 1, "/gone.png": 1}, "other failures are still left alone"
+
+
 def test_a_shared_table_names_only_files_beside_it(context: DataContext, tmp_path: Path) -> None:
     folder, elsewhere = tmp_path / "set", tmp_path / "elsewhere"
     for place in (folder / "own", elsewhere):
@@ -138,7 +150,7 @@ def test_a_shared_table_names_only_files_beside_it(context: DataContext, tmp_pat
     assert {line.name: line.detail.partition("; --")[0] for line in dataset.rejected} == dict.fromkeys(
         outside, "is outside of the folder of its table; set allow_private_urls to accept such files"
     )
-    (dataset,), _ = build(context, entry | {"allow_private_urls": True}, retry_failed=True)
+    (dataset,), _ = build(context, entry | {"allow_private_urls": True})
     assert sorted(dataset.folder.listing.origins[sample.name] for sample in dataset.samples) == sorted(inside + outside)
 
 

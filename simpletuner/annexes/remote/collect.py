@@ -35,7 +35,8 @@ def collect(
         if any(problem.fatal and problem.where.startswith(entry.id) for problem in problems):
             continue
         folder, wanted = Path(entry.instance_data_dir or ""), wanted_suffixes(entry, context)
-        store = Store(folder, wanted, context.defaults.retry_failed, fetches)
+        forgiven = "allow_private_urls" if entry.allow_private_urls else ""
+        store = Store(folder, wanted, context.defaults.retry_failed, forgiven, fetches)
         try:
             offers[entry.id] = store, problems.take(LISTERS[entry.type](entry, store))
         except UserError as error:

@@ -101,19 +101,21 @@ class Store:
     Attributes:
         wanted: suffixes that the dataset accepts.
         retry_failed: retry downloads that failed in earlier runs.
+        forgiven: retry downloads that failed for a reason containing this text, since a setting has changed.
         fetches: whether to download missing files.
     """
 
     root: Path
     wanted: frozenset[str]
     retry_failed: bool = False
+    forgiven: str = ""
     fetches: bool = True
 
     def __post_init__(self) -> None:
         self._lock, self._stop = threading.Lock(), threading.Event()
         self._done = {record.key: record for record in _read_records(self.root / DOWNLOADS)}
         failed = [] if self.retry_failed else _read_records(self.root / FAILED)
-        self.failed = {record.key: record for record in failed}
+        self.failed = {line.key: line for line in failed if not (self.forgiven and self.forgiven in line.reason)}
 
     def name_of(self, item: Item) -> str | None:
         """The local file of an item; None if this version is missing or incomplete."""
