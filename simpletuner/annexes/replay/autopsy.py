@@ -104,32 +104,28 @@ class Autopsy(Companion):
             batches = session.loader.planned(before, session.assembly.settings.accumulation)
         cause, advice = cause_of(error, f"step {step}" if batches else self.phase, session, batches, done)
         start, rows = checkpoint_before(plan, done), [*deque(read_rows(plan.output_dir / METRICS_FILE), LAST_STEPS)]
-        unread: dict[str, str] = {}
-
-        def ask(what: str, call: Callable[[], Answer]) -> Answer | None:
-            """Query the device; after some errors, every call to it fails."""
-            try:
-                return call()
-            except RuntimeError as error:
-                unread[what] = str(error).partition("\n")[0]
-                return None
-
         allocator = torch.cuda.memory_summary if torch.cuda.is_available() else str
         memory = {
             "planned": [asdict(phase) for phase in budget.phases],
-            "peaks": {**self.peaks, "at the failure": ask("the peak of memory", peak_memory)},
-            "allocator": ask("the state of the allocator", lambda: allocator().splitlines()),
+            "peaks": {**self.peaks, "at the failure": asked(peak_memory)},
+            "allocator": asked(lambda: allocator().splitlines()),
         }
-        facts = facts_of(plan, ask("the name of the device", describe_device) or "unknown")
+        facts = facts_of(plan, asked(describe_device) or "unknown")
         samples, origin = [describe_batch(batch) for batch in batches], str(start.path) if start else None
-        reason = f"Could not be read ({[*unread.values()][-1]}): {', '.join(unread)}." if unread else ""
-        failure = Failure(cause, advice, step, samples, origin, facts, rows, memory, reason)
+        failure = Failure(cause, advice, step, samples, origin, facts, rows, memory)
         folder = free_path(plan.output_dir / session.assembly.world.named(f"{FOLDER}/step-{step}"))
         with build_folder(folder) as unfinished:
             write_json(unfinished / FAILURE_FILE, redact_settings(asdict(failure)))
             write_json(unfinished / CONFIG_FILE, explicit_settings(plan))
             write_atomically(unfinished / "traceback.txt", redact("".join(traceback.format_exception(error))))
-        return " ".join(filter(None, (advice, failure.unread, f"What happened: {folder}")))
+        return f"{advice} What happened: {folder}".lstrip()
+
+
+def asked(query: Callable[[], Answer]) -> Answer | None:
+    """The answer of the device; None if it fails, as every call does after some errors."""
+    with suppress(RuntimeError):
+        return query()
+    return None
 
 
 def cause_of(
@@ -268,32 +264,18 @@ def changes(failure: Failure, plan: Plan) -> Iterator[str]:
 
 
 def find_guilty(assembly: Assembly, reader: BatchReader, batches: Sequence[PlannedBatch], done: int) -> str:
-    """The samples that fail alone; if none does, the smallest failing slices of a micro-batch."""
+    """The samples that fail alone, run with the random numbers of their whole micro-batch."""
     if assembly.release is not None and assembly.release.is_halfway:
         return "The weights are half-updated: to find the sample, add optimizer_release_gradients=false."
+    names, settings = list[str](), replace(assembly.settings, shared_noise=False)
     for micro_step, planned in enumerate(batches):
-        whole = len(planned.samples)
-        # Slice sizes that divide the batch evenly; of 12: 12, 6 and 3.
-        halves = {whole >> times for times in range(whole.bit_length()) if whole % (1 << times) == 0}
-        for size in sorted({1, *halves}):
-            if names := guilty_names(assembly, reader, planned, size, done, micro_step):
-                how = "Fails on its own" if size == 1 else "No sample fails on its own, but together"
-                return f"{how}: {shorten(names)}"
-    return "No micro-batch of the step fails on its own."
-
-
-def guilty_names(
-    assembly: Assembly, reader: BatchReader, planned: PlannedBatch, size: int, done: int, micro_step: int
-) -> list[str]:
-    """The samples in failing slices of a size, run with the random numbers of the whole micro-batch."""
-    names, count, settings = list[str](), len(planned.samples) // size, replace(assembly.settings, shared_noise=False)
-    for rank in range(count):
-        part = slice(rank * size, (rank + 1) * size)
-        samples, captions, slots = planned.samples[part], planned.captions[part], planned.slots[part]
-        try:
+        for rank, sample in enumerate(planned.samples):
+            part = slice(rank, rank + 1)
+            one = replace(planned, samples=(sample,), captions=planned.captions[part], slots=planned.slots[part])
             # As a process that has this part of a global batch.
-            alone = replace(assembly, world=World(rank, count), settings=settings)
-            attempt(alone, reader, replace(planned, samples=samples, captions=captions, slots=slots), done, micro_step)
-        except Exception:  # noqa: BLE001 - any failure counts
-            names += [sample.full_name for sample in samples]
-    return names
+            alone = replace(assembly, world=World(rank, len(planned.samples)), settings=settings)
+            try:
+                attempt(alone, reader, one, done, micro_step)
+            except Exception:  # noqa: BLE001 - any failure counts
+                names.append(sample.full_name)
+    return f"Fails on its own: {shorten(names)}" if names else "No sample of the step fails on its own."

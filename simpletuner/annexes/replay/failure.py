@@ -38,7 +38,6 @@ class Failure:
         facts: settings, versions, models and data; a replay is exact only if they are unchanged.
         metrics: the last rows of the metrics.
         memory: planned and peak memory by phase in bytes, and the state of the GPU's allocator.
-        unread: device queries that failed, in one line: after some errors, every call to a GPU fails.
     """
 
     cause: str
@@ -49,7 +48,6 @@ class Failure:
     facts: dict[str, Any]
     metrics: list[dict[str, Any]]
     memory: dict[str, Any]
-    unread: str = ""
 
 
 def read_failure(folder: Path) -> Failure:
