@@ -11,8 +11,6 @@ import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from datetime import UTC, datetime
-from functools import partial
 from pathlib import Path
 
 from pydantic import TypeAdapter, ValidationError
@@ -24,8 +22,7 @@ from simpletuner.caching.keys import CacheKey, Ingredients
 from simpletuner.data.sample import Sample
 from simpletuner.errors import WriteError
 
-VERIFIED_NAME = "verified.json"
-SAVED_EVERY = 5.0  # seconds
+VERIFYING_NAME = "verifying.json"
 # An older temporary file no longer belongs to a running writer.
 LEFTOVER_AGE_SECONDS = 3600.0
 # Temporary files, and uncompressed entries in the format of older versions.
@@ -36,73 +33,53 @@ LEFTOVER_NAME = re.compile(
 
 @dataclass
 class Verification:
-    """A pass over all entries of a folder, recorded in the folder so that it can resume.
+    """A pass over the entries of a folder, in the order of their keys; recorded there when it is interrupted.
 
     Attributes:
-        started, finished: times; `finished` is None until the last entry has been read.
-        last: the largest key that has been read; entries are read in the order of their keys.
-        entries: number of entries read.
+        last: the largest key that has been read.
         damaged: reasons, by key.
     """
 
-    started: datetime = field(default_factory=partial(datetime.now, UTC))
-    finished: datetime | None = None
     last: str = ""
-    entries: int = 0
     damaged: dict[str, str] = field(default_factory=dict)
 
-    def remaining(self, folder: Path) -> list[str]:
-        """The keys after the last one read, and earlier keys of entries that were damaged or written since."""
-        return [key for key in list_keys(folder) if key > self.last or key in self.damaged or self._is_new(folder, key)]
+    @classmethod
+    def of(cls, folder: Path) -> Verification:
+        """The interrupted pass of a folder, or else a new one."""
+        with suppress(OSError, ValidationError):
+            return _VERIFICATION.validate_json((folder / VERIFYING_NAME).read_bytes())
+        return cls()
 
-    def _is_new(self, folder: Path, key: str) -> bool:
-        path = entry_path(folder, key)
-        return path.is_file() and path.stat().st_mtime > self.started.timestamp()
+    def remaining(self, folder: Path) -> list[str]:
+        """The keys after the last one read, and those of damaged entries, which may have been encoded again."""
+        return [key for key in list_keys(folder) if key > self.last or key in self.damaged]
 
     def read(self, folder: Path, keys: Sequence[str], advance: Callable[[], None]) -> None:
         """Read entries in full and record damaged ones; calls `advance` after every entry."""
-        saved = time.monotonic()
         try:
             for key in keys:
-                self._read(folder, key)
+                self.damaged.pop(key, None)
+                try:
+                    read_entry(folder, key)
+                except DamagedEntryError as error:
+                    self.damaged[key] = str(error)
+                except FileNotFoundError:  # removed concurrently
+                    pass
+                self.last = max(self.last, key)
                 advance()
-                if time.monotonic() - saved > SAVED_EVERY:
-                    self._save(folder)
-                    saved = time.monotonic()
-            self.finished = datetime.now(UTC)
         finally:
-            self._save(folder)
-
-    def _read(self, folder: Path, key: str) -> None:
-        # A damaged entry may have been encoded again.
-        self.damaged.pop(key, None)
-        try:
-            read_entry(folder, key)
-        except DamagedEntryError as error:
-            self.damaged[key] = str(error)
-        except FileNotFoundError:  # removed concurrently
-            return
-        self.entries, self.last = self.entries + (key > self.last), max(self.last, key)
-
-    def _save(self, folder: Path) -> None:
-        with suppress(WriteError):  # a read-only folder can still be verified
-            write_atomically(folder / VERIFIED_NAME, _VERIFICATION.dump_json(self), durable=False)
+            with suppress(WriteError):  # a read-only folder can still be verified
+                write_atomically(folder / VERIFYING_NAME, _VERIFICATION.dump_json(self), durable=False)
 
 
 _VERIFICATION = TypeAdapter(Verification)
 
 
-def begin_verifications(folders: Iterable[Path]) -> dict[Path, Verification]:
-    """A verification per folder: the recorded ones if a pass was interrupted, otherwise new ones."""
-    known: dict[Path, Verification] = {}
+def forget_verifications(folders: Iterable[Path]) -> None:
+    """Delete the records of a pass that has read all folders, so that the next one begins anew."""
     for folder in folders:
-        known[folder] = Verification()
-        with suppress(OSError, ValidationError):
-            known[folder] = _VERIFICATION.validate_json((folder / VERIFIED_NAME).read_bytes())
-    # One pass covers all folders: after an interruption, finished folders are not read again.
-    if all(each.finished or not each.last for each in known.values()):
-        return {folder: Verification() for folder in known}
-    return known
+        with suppress(OSError):  # there is none in a read-only folder
+            (folder / VERIFYING_NAME).unlink()
 
 
 @dataclass(frozen=True)

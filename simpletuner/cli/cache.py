@@ -40,26 +40,27 @@ def fill(context: typer.Context, shard: Shard = "1/1") -> None:
 def verify(context: typer.Context) -> None:
     """Read every entry of the configuration's caches and compare it with its checksum.
 
-    A verification stopped by Ctrl-C resumes where it stopped: verified.json in each cache folder records its progress.
+    A verification stopped by Ctrl-C resumes where it stopped: verifying.json in each cache folder records its progress.
     """
     plan = planned(context.args)
     from simpletuner.annexes.display.progress import shown_events
-    from simpletuner.annexes.inspection import begin_verifications
+    from simpletuner.annexes.inspection import Verification, forget_verifications
     from simpletuner.plan.entries import cache_folders
 
     folders, damaged = cache_folders(plan), 0
-    for folder, verification in begin_verifications(folders).items():
+    for folder in folders:
+        verification = Verification.of(folder)
+        keys = verification.remaining(folder)
         # Progress goes to stderr; stdout lists only the damaged entries, so that it can be piped.
         with shown_events(sys.stderr) as events:
             if verification.last:
-                since = f"{verification.entries:,} entries, read since {verification.started:%c} UTC"
-                events.say(f"Continuing after {since}.")
-            keys = verification.remaining(folder)
+                events.say(f"Continuing an earlier verification of {folder}.")
             with events.phase(f"Verifying {folder}", len(keys), "entries") as phase:
                 verification.read(folder, keys, phase.advance)
         for key, reason in verification.damaged.items():
             typer.echo(f"{folder}/{key}: {reason}")
         damaged += len(verification.damaged)
+    forget_verifications(folders)
     if damaged:
         raise UserError(f"{damaged} damaged entries; the next run encodes them again.")
     typer.echo(f"Every entry in {', '.join(map(str, folders))} is intact." if folders else "There are no caches yet.")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import os
-import shutil
 from contextlib import suppress
 from pathlib import Path
 
@@ -13,12 +12,12 @@ import pytest
 import torch
 
 from simpletuner.annexes.inspection import (
-    VERIFIED_NAME,
+    VERIFYING_NAME,
     Verification,
-    begin_verifications,
     compare,
     explain_miss,
     find_garbage,
+    forget_verifications,
     origin_of,
     remove_garbage,
 )
@@ -49,7 +48,7 @@ def file_of(store: CacheStore, key: LatentKey | TextKey) -> Path:
 
 def verify(folder: Path, stop_after: int | None = None) -> tuple[Verification, int]:
     """The verification as it ends or is interrupted, and how many entries it read."""
-    verification = begin_verifications([folder])[folder]
+    verification = Verification.of(folder)
     count = itertools.count(1)
 
     def advance() -> None:
@@ -63,6 +62,7 @@ def verify(folder: Path, stop_after: int | None = None) -> tuple[Verification, i
 
 def test_verify_lists_what_is_damaged_and_nothing_else(store: CacheStore) -> None:
     assert verify(store.folder)[0].damaged == {}
+    forget_verifications([store.folder])
     path = file_of(store, LARGE)
     path.write_bytes(path.read_bytes()[:-5])
     ((key, reason),) = verify(store.folder)[0].damaged.items()
@@ -71,40 +71,23 @@ def test_verify_lists_what_is_damaged_and_nothing_else(store: CacheStore) -> Non
 
 
 def test_verify_goes_on_where_it_stopped(store: CacheStore) -> None:
-    first, second, *_ = sorted(each.digest() for each in (SMALL, LARGE, OTHER, TEXT))
-    for path in store.folder.rglob("*.zst"):
-        os.utime(path, (0, 0))
+    _, second, *_ = sorted(each.digest() for each in (SMALL, LARGE, OTHER, TEXT))
     good = entry_path(store.folder, second).read_bytes()
     entry_path(store.folder, second).write_bytes(b"")
-    os.utime(entry_path(store.folder, second), (0, 0))
     stopped, count = verify(store.folder, stop_after=2)
-    assert (count, stopped.entries, stopped.finished, [*stopped.damaged]) == (2, 2, None, [second])
-    assert begin_verifications([store.folder]) == {store.folder: stopped}
-    # The damaged one is read again, and so is what has been written since.
+    assert (count, stopped.last, [*stopped.damaged]) == (2, second, [second])
+    assert Verification.of(store.folder) == stopped
     entry_path(store.folder, second).write_bytes(good)
-    entry_path(store.folder, first).touch()
-    os.utime(entry_path(store.folder, first), (2e9, 2e9))
     ended, count = verify(store.folder)
-    assert (count, ended.entries, ended.damaged) == (4, 4, {})
-    assert ended.finished is not None
+    assert (count, ended.damaged) == (3, {}), "the damaged one is read again"
+    assert verify(store.folder)[1] == 0, "other folders may not have been read yet"
+    forget_verifications([store.folder, store.folder / "without a record"])
     assert verify(store.folder)[1] == 4, "the next one begins anew"
 
 
-def test_a_complete_folder_is_not_read_again_while_another_is_under_way(store: CacheStore, tmp_path: Path) -> None:
-    other = shutil.copytree(store.folder, tmp_path / "other")
-    for path in tmp_path.rglob("*.zst"):
-        os.utime(path, (0, 0))
-    complete, _ = verify(store.folder)
-    assert begin_verifications([store.folder, other])[store.folder] != complete
-    verify(other, stop_after=1)
-    begun = begin_verifications([store.folder, other])
-    assert begun[store.folder] == complete
-    assert [len(each.remaining(folder)) for folder, each in begun.items()] == [0, 3]
-
-
-@pytest.mark.parametrize("content", ["", "{", '{"started": 1, "last": 2}', "[]"])
+@pytest.mark.parametrize("content", ["", "{", '{"damaged": 1, "last": 2}', "[]"])
 def test_a_foreign_record_is_ignored(store: CacheStore, content: str) -> None:
-    (store.folder / VERIFIED_NAME).write_text(content)
+    (store.folder / VERIFYING_NAME).write_text(content)
     assert verify(store.folder)[1] == 4
 
 

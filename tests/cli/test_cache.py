@@ -49,6 +49,7 @@ def test_verify_without_caches(workspace: Workspace, capsys: Capture) -> None:
 
 def test_verify_reads_every_entry(filled: Workspace, capsys: Capture) -> None:
     assert said(filled, capsys, "verify") == f"Every entry in cache/text, {LATENTS} is intact.\n"
+    assert not list(filled.folder.rglob("verifying.json"))
     broken = entries(filled)[3]
     damage(broken)
     assert complaint(filled, capsys, "cache", "verify") == "1 damaged entries; the next run encodes them again."
