@@ -25,10 +25,7 @@ from simpletuner.errors import WriteError
 VERIFYING_NAME = "verifying.json"
 # An older temporary file no longer belongs to a running writer.
 LEFTOVER_AGE_SECONDS = 3600.0
-# Temporary files, and uncompressed entries in the format of older versions.
-LEFTOVER_NAME = re.compile(
-    rf"\.{ENTRY_NAME.pattern}\.[0-9a-f]+{re.escape(TEMPORARY_SUFFIX)}|[0-9a-f]{{64}}\.safetensors"
-)
+LEFTOVER_NAME = re.compile(rf"\.{ENTRY_NAME.pattern}\.[0-9a-f]+{re.escape(TEMPORARY_SUFFIX)}")
 
 
 @dataclass
