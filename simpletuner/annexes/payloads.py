@@ -10,16 +10,14 @@ import errno
 import json
 import math
 import os
-import sys
 import time
 import uuid
-from bisect import bisect_right
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 from tempfile import TemporaryFile
-from typing import Any, BinaryIO
+from typing import Any
 from weakref import finalize
 
 from simpletuner.annexes.figures import Pace, ending, line_of
@@ -267,28 +265,5 @@ def last_lines(path: Path, size: int) -> list[bytes]:
 
 def last_id(path: Path) -> int:
     """The id of the newest event in a log; 0 if there is none."""
-    return max((event["id"] for event in _rows(last_lines(path, TAIL))), default=0)
-
-
-def _rows(lines: Iterable[bytes]) -> Iterator[Payload]:
-    """The events in lines of a log, without incomplete ones."""
-    return filter(None, (metrics.parse_row(line, "id") for line in lines))
-
-
-def offset_after(file: BinaryIO, number: int) -> int:
-    """The byte offset after which the events after an id begin, usually within the line before them.
-
-    0 if all ids are smaller: then the id belongs to an earlier run in this folder.
-    """
-
-    def next_id(start: int) -> int:
-        # From one byte earlier, so that a line that begins at `start` counts.
-        file.seek(max(0, start - 1))
-        if start:
-            file.readline()
-        return next((event["id"] for event in _rows(file)), sys.maxsize)
-
-    if number > last_id(Path(file.name)):
-        return 0
-    # Bisects byte offsets: about thirty reads for a log of a gigabyte.
-    return bisect_right(range(file.seek(0, os.SEEK_END)), number, key=next_id)
+    rows = (metrics.parse_row(line, "id") for line in last_lines(path, TAIL))
+    return max((row["id"] for row in rows if row), default=0)

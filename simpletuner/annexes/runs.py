@@ -17,7 +17,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, BinaryIO, Literal
+from typing import Any, Literal
 
 import psutil
 
@@ -59,14 +59,12 @@ class Tail:
 
     Attributes:
         number: a key that every object must have, with an integer value.
-        begin: returns the start offset, in the file and in every file that replaces it.
         renew: called before a replaced or truncated file is read again.
         damage: describes the first invalid complete line; empty if there is none.
     """
 
     path: Path
     number: str
-    begin: Callable[[BinaryIO], int] = lambda file: 0
     renew: Callable[[], None] = lambda: None
     damage: str = field(default="", init=False)
     _file: int = field(default=0, init=False)
@@ -81,13 +79,13 @@ class Tail:
             file = None
         if file is None:
             if self._file:
-                self._restart(0, 0)
+                self._restart(0)
             return []
         with file:
             status = os.fstat(file.fileno())
             # Detects an atomic replacement and truncation.
             if status.st_ino != self._file or status.st_size < self._offset:
-                self._restart(status.st_ino, self.begin(file))
+                self._restart(status.st_ino)
             file.seek(self._offset)
             part = file.read(PART)
         # A line longer than PART is not an event: it is returned in pieces that do not parse.
@@ -95,8 +93,8 @@ class Tail:
         self._offset += end
         return part[:end].splitlines(keepends=True)
 
-    def _restart(self, file: int, offset: int) -> None:
-        self._file, self._offset, self.damage = file, offset, ""
+    def _restart(self, file: int) -> None:
+        self._file, self._offset, self.damage = file, 0, ""
         self.renew()
 
     def rows(self) -> Iterator[dict[str, Any]]:

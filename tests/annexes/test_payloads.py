@@ -13,7 +13,8 @@ import pytest
 
 from simpletuner import atomic
 from simpletuner.annexes import payloads
-from simpletuner.annexes.payloads import EVENTS_FILE, EventLog, Payload, Payloads, append_whole, offset_after
+from simpletuner.annexes.page.live import events_after
+from simpletuner.annexes.payloads import EVENTS_FILE, EventLog, Payload, Payloads, append_whole, last_id
 from simpletuner.annexes.runs import Story, Tail
 from simpletuner.errors import DiskFullError
 from simpletuner.redaction import HIDDEN
@@ -31,7 +32,7 @@ from simpletuner.reporting.events import (
     StepReport,
     Uploaded,
 )
-from simpletuner.reporting.metrics import MediaRecord, parse_row
+from simpletuner.reporting.metrics import MediaRecord
 from tests.workspace import read_events
 
 PICTURE = MediaRecord(4, "bird", "a bird", "validation_images/step_4_bird_0_64x32.png", 64, 32)
@@ -154,17 +155,16 @@ def test_the_log_goes_on_after_a_kill(tmp_path: Path) -> None:
     ]
 
 
-def test_new_events_are_found_from_the_end_of_a_long_log(tmp_path: Path) -> None:
-    log = EventLog(tmp_path, Payloads(every=0))
-    for number in range(300):
+def test_new_events_are_found_in_a_long_log(tmp_path: Path) -> None:
+    log, ids = EventLog(tmp_path, Payloads(every=0)), list(range(1, 301))
+    for number in ids:
         log(Notice("ä" * (10 + 7 * number)))
-    ids = [event["id"] for event in read_events(log.path)]
-    assert ids == list(range(1, 301))
-    for after in (0, 1, 150, 299, 300, 999):
-        with log.path.open("rb") as file:
-            file.seek(offset_after(file, after))
-            rest = [parse_row(line, "id") for line in file]
-        assert [row["id"] for row in rest if row] == (ids[after:] if after in (0, *ids) else ids)
+    assert last_id(log.path) == 300
+    for after in (0, 1, 150, 299, 300):
+        tail, found = Tail(log.path, "id"), list[int]()
+        while lines := tail.lines():
+            found += [event["id"] for event in events_after(lines, after)]
+        assert found == ids[after:]
 
 
 def test_on_a_full_disk_a_run_ends_for_all_subscribers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

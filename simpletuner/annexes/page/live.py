@@ -25,7 +25,7 @@ from starlette.responses import FileResponse, HTMLResponse, JSONResponse, Redire
 from simpletuner.annexes.figures import Columns, is_number
 from simpletuner.annexes.page.control import Runs, ask, cancel
 from simpletuner.annexes.page.project import SANDBOX_WITH_CLIPS, Refusal, project_of, wanted
-from simpletuner.annexes.payloads import EVENTS_FILE, append_whole, last_id, offset_after
+from simpletuner.annexes.payloads import EVENTS_FILE, append_whole, last_id
 from simpletuner.annexes.report import html
 from simpletuner.annexes.report.html import PreviewGrid, build_grid, hours_of, pages_of, steps_of, thin_extremes
 from simpletuner.annexes.report.sheet import Sheet, samples_in
@@ -123,8 +123,9 @@ async def events(request: Request) -> Response:
     run = await run_in_threadpool(chosen, request)
     last, path = request.headers.get("last-event-id", ""), run.folder / EVENTS_FILE
     # A browser that reconnects sends the id of the last event it received; a new one starts with the next event.
-    # Limited to 18 digits, which fit into 64 bits.
-    after = int(last[:18]) if last.isdecimal() else await run_in_threadpool(last_id, path)
+    newest = await run_in_threadpool(last_id, path)
+    after = int(last[:18]) if last.isdecimal() else newest
+    after = after if after <= newest else 0  # of an earlier run in this folder
     headers = {"Cache-Control": "no-store"}
     stream = event_stream(path, after, request.app.state.over, partial(last_parts, runs_of(request), run))
     return StreamingResponse(stream, media_type="text/event-stream", headers=headers)
@@ -140,7 +141,7 @@ async def event_stream(
 ) -> AsyncIterator[str]:
     """Server-sent events: all after an id, then new ones, until the client disconnects or the run is over. `last`
     returns the final event, since the port is about to close."""
-    tail = Tail(path, "id", partial(offset_after, number=after))
+    tail = Tail(path, "id")
     yield ": connected\n\n"
     sent_at = time.monotonic()
     lines, is_over = list[bytes](), False
@@ -149,7 +150,8 @@ async def event_stream(
         is_over = over.is_set()
         # A part at a time, so that a slow client does not fill memory.
         lines = await run_in_threadpool(tail.lines)
-        for event in filter(None, (parse_row(line, "id") for line in lines)):
+        after = after if lines else 0  # all that follows is new, also the small ids of another run
+        for event in events_after(lines, after):
             sent_at = time.monotonic()
             yield f"id: {event['id']}\nevent: {event.get('type')}\ndata: {json.dumps(event)}\n\n"
         # Proxies close idle streams.
@@ -158,6 +160,13 @@ async def event_stream(
             yield ": alive\n\n"
         await asyncio.sleep(0 if lines else POLL)
     yield f"event: end\ndata: {json.dumps(await run_in_threadpool(last))}\n\n"
+
+
+def events_after(lines: Sequence[bytes], after: int) -> Iterator[dict[str, Any]]:
+    """The events after an id in lines of a log; lines before it are not parsed, but for the last."""
+    newest = parse_row(lines[-1], "id") if lines else None
+    if newest is None or newest["id"] > after:
+        yield from (event for line in lines if (event := parse_row(line, "id")) and event["id"] > after)
 
 
 def recent(request: Request) -> Response:
