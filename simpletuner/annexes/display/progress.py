@@ -21,9 +21,7 @@ from simpletuner.reporting.pace import clock, pace_text, size_text
 # To keep logs readable: about this many lines per run, and at least one in this many seconds.
 TRAINING_LINES = 30
 LONGEST_SILENCE = 60.0
-# A phase prints a line per tenth, and at least one in LONGEST_PAUSE, but never within SHORTEST_PAUSE. Seconds.
-SHORTEST_PAUSE = 2.0
-LONGEST_PAUSE = 15.0
+PHASE_PAUSE = 10.0  # seconds between the lines of a phase
 
 
 class Display:
@@ -146,12 +144,12 @@ class PlainDisplay(Display):
     def __init__(self, stream: TextIO | LastingStream, now: Callable[[], float] = time.monotonic) -> None:
         self._stream, self._now = stream, now
         self._every, self._printed_at = 1, 0.0
-        self._printed: dict[events.PhaseStarted, tuple[float, int]] = {}  # time and tenth of a phase's last line
+        self._printed: dict[events.PhaseStarted, float] = {}  # time of a phase's last line
 
     def show(self, event: events.Event) -> None:
         match event:
             case events.PhaseStarted():
-                self._printed[event] = self._now(), 0
+                self._printed[event] = self._now()
             case events.PhaseAdvanced():
                 self._advance(event)
             case events.PhaseEnded():
@@ -172,10 +170,8 @@ class PlainDisplay(Display):
 
     def _advance(self, event: events.PhaseAdvanced) -> None:
         """Print the progress of a phase if a line is due."""
-        (printed_at, printed_tenth), now, total = self._printed[event.phase], self._now(), event.phase.total
-        tenth = event.done * 10 // total if total else printed_tenth
-        if now - printed_at >= (SHORTEST_PAUSE if tenth != printed_tenth else LONGEST_PAUSE):
-            self._printed[event.phase] = now, tenth
+        if (now := self._now()) - self._printed[event.phase] >= PHASE_PAUSE:
+            self._printed[event.phase] = now
             note = f" ({event.note})" if event.note else ""
             self.say(f"{event.phase.title}: {reached(event.phase, event.done)}{note}")
 
