@@ -10,15 +10,14 @@ import re
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from pydantic import TypeAdapter, ValidationError
-
-from simpletuner.atomic import TEMPORARY_SUFFIX, write_atomically
+from simpletuner.atomic import TEMPORARY_SUFFIX, write_json
 from simpletuner.caching.catalogue import Catalogue, LatentEntry, TextEntry
 from simpletuner.caching.entry import ENTRY_NAME, DamagedEntryError, entry_path, list_keys, read_entry, read_provenance
 from simpletuner.caching.keys import CacheKey, Ingredients
+from simpletuner.config.values import read_stored
 from simpletuner.data.sample import Sample
 from simpletuner.errors import WriteError
 
@@ -43,9 +42,7 @@ class Verification:
     @classmethod
     def of(cls, folder: Path) -> Verification:
         """The interrupted pass of a folder, or else a new one."""
-        with suppress(OSError, ValidationError):
-            return _VERIFICATION.validate_json((folder / VERIFYING_NAME).read_bytes())
-        return cls()
+        return read_stored(folder / VERIFYING_NAME, Verification) or cls()
 
     def remaining(self, folder: Path) -> list[str]:
         """The keys after the last one read, and those of damaged entries, which may have been encoded again."""
@@ -66,10 +63,7 @@ class Verification:
                 advance()
         finally:
             with suppress(WriteError):  # a read-only folder can still be verified
-                write_atomically(folder / VERIFYING_NAME, _VERIFICATION.dump_json(self), durable=False)
-
-
-_VERIFICATION = TypeAdapter(Verification)
+                write_json(folder / VERIFYING_NAME, asdict(self), durable=False)
 
 
 def forget_verifications(folders: Iterable[Path]) -> None:

@@ -15,13 +15,10 @@ import json
 import os
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path, PurePosixPath
 from typing import Any
-
-from pydantic import TypeAdapter, ValidationError
 
 from simpletuner.annexes.remote.store import CHUNK, DownloadError, Item, Offer, Store, UnfetchedError
 from simpletuner.annexes.remote.web import read_url
@@ -30,7 +27,7 @@ from simpletuner.config.datasets import DatasetConfig
 from simpletuner.config.option import Package, check_installed
 from simpletuner.config.publishing import BOTO3
 from simpletuner.config.remote import CompositeImage, HubKeys, RowFilter
-from simpletuner.config.values import home_path
+from simpletuner.config.values import home_path, read_stored
 from simpletuner.data.captions import check_columns, first_texts, texts_in
 from simpletuner.data.discovery import classify, name_problem
 from simpletuner.data.files import LARGEST_CLIP, LARGEST_PICTURE, MediaError, check_regular, read_file
@@ -160,11 +157,10 @@ def list_rows(config: DatasetConfig, store: Store) -> Reading[Offer]:
         return Offer([])
     commit = _commit(config, asks=store.fetches)
     identity = _digest(commit, config.model_dump(include=set(HubKeys.model_fields), mode="json"))
-    with suppress(OSError, ValidationError):
-        rows = TypeAdapter(Rows).validate_json((store.root / SAVED).read_bytes())
+    if (saved := read_stored(store.root / SAVED, Rows)) is not None and saved.identity == identity:
         # The table is needed only to read media, and not if all files are downloaded.
-        offer = _offer(rows, config, commit, None)
-        if rows.identity == identity and not (store.fetches and store.missing(offer.items)):
+        offer = _offer(saved, config, commit, None)
+        if not (store.fetches and store.missing(offer.items)):
             return offer
     if not store.fetches:
         raise UnfetchedError("its rows are")
