@@ -35,7 +35,10 @@ from simpletuner.training.manifest import PIPELINE_FOLDER
 
 WRITTEN_DATASETS = "data_backend_config.json"  # in the output folder: datasets passed as a list
 
-PARAMETERS = {"prompt": "prompts", "image": "images"}  # list parameters of `sample`
+# Parameters of `sample`, by their flags on the command line.
+PARAMETERS = {
+    "--prompt": "prompts", "--image": "images", "--strength": "strength", "--checkpoint": "checkpoint", "--ema": "ema",
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
