@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -69,7 +70,7 @@ def _check(material: Material, name: str, given: Mapping[str, str | None], *, ca
     if re.search(r"[/\\\x00-\x1f]", name):
         yield Problem("", f"--name {name!r} is not the name of a folder.")
     elif target.exists() or target.is_symlink():
-        message = f"{target} exists already: continue with `simpletuner train env={name}`, or set --name."
+        message = f"{target} exists already: continue with `simpletuner train env={shlex.quote(name)}`, or set --name."
         yield Problem("", message)
     for option, names in (("purpose", material.purposes), ("model", [*material.models])):
         if (value := given[option]) is not None and value not in names:
