@@ -20,7 +20,7 @@ from simpletuner.config.values import home_path, read_json
 from simpletuner.errors import Problem, Reading, UserError, counted, did_you_mean, shorten
 from simpletuner.headers import EXPONENTS, METADATA, not_finite, read_head, read_header
 from simpletuner.models.cost import Shape, Shapes
-from simpletuner.models.source import HUB_ID, WeightsError, tensor_shapes, weights_header
+from simpletuner.models.source import HUB_ID, WeightsError, hub_fault, tensor_shapes, weights_header
 from simpletuner.models.spec import FamilySpec
 
 LORA_TARGETS = "peft_lora_target_modules"
@@ -305,7 +305,7 @@ def find_lora(location: str, *, fetch: bool = False) -> Path | None:
         return Path(hf_hub_download(repo, name or LORA_FILE, local_files_only=not fetch))
     except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
         if fetch:
-            raise UserError(f"{location!r} is no file, and could not be downloaded: {error}") from error
+            raise UserError(f"{location!r} is no file, and could not be downloaded: {hub_fault(error)}.") from error
     return None
 
 

@@ -241,6 +241,17 @@ def test_a_model_folder_without_a_part(workspace: Workspace, capsys: Capture, tm
     assert f"lacks a usable {part} (it is not there)." in problem
 
 
+def test_a_model_that_cannot_be_downloaded_offline(
+    workspace: Workspace, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    assert workspace.run("plan", "pretrained_model_name_or_path=me/model") == 0, "a plan needs no weights"
+    problem = complaint(workspace, capsys, "train", "pretrained_model_name_or_path=me/model", "--yes")
+    assert problem.startswith(
+        "pretrained_model_name_or_path: 'me/model' is not on this machine, and the hub is offline"
+    )
+
+
 def test_a_checkpoint_of_the_other_task(workspace: Workspace, capsys: Capture) -> None:
     problems = complaints(workspace, capsys, "plan", "model_flavour=i2i-lite-sft")
     assert any(problem.startswith("model_flavour: i2i-lite-sft does not fit") for problem in problems)
