@@ -12,12 +12,12 @@ from simpletuner.caching.keys import hash_file
 from simpletuner.config.load import Layer, canonical
 from simpletuner.config.schema import CHOSEN, NOT_SET_BY_USER, option_names
 from simpletuner.config.sources import Arguments, Located, configured, locate
-from simpletuner.config.values import home_path, read_json
+from simpletuner.config.values import absence_of, home_path, read_json
 from simpletuner.data.buckets import Geometry
 from simpletuner.data.files import MediaError, content_hash
 from simpletuner.data.media import probe
 from simpletuner.data.sample import Sample
-from simpletuner.errors import ConfigError, Problem, Reading, did_you_mean, result_of, warning
+from simpletuner.errors import ConfigError, Problem, Reading, result_of, warning
 from simpletuner.headers import METADATA, read_header
 from simpletuner.models import lora_keys
 from simpletuner.models.source import Part, tensor_shapes
@@ -161,8 +161,7 @@ def find_weights(request: SampleRequest) -> Reading[tuple[list[Sampled], Checkpo
         return [Sampled("base model")], None
     path = home_path(request.source)
     if not path.exists():
-        beside = [str(each) for each in path.parent.glob("*") if each.exists()]
-        yield Problem("source", f"{str(path)!r} does not exist.{did_you_mean(str(path), beside)}")
+        yield Problem("source", absence_of(path))
         return [], None
     return (yield from _weights_in_file(request, path) if path.is_file() else _weights_of_run(request, path))
 

@@ -307,6 +307,13 @@ def test_a_folder_that_cannot_be_replayed(
     assert workspace.train("--replay", str(folder)) == 2
     (line,) = capsys.readouterr().err.strip().splitlines()
     assert expected in line
+    assert "failed runs write it to <output_dir>/failures." in line
+    failed = workspace.path("output/failures/step-4")
+    failed.mkdir(parents=True)
+    (failed / "failure.json").write_text("{}")
+    for near in (workspace.path("output"), failed.with_name("step-3")):
+        assert workspace.train("--replay", str(near)) == 2
+        assert f"{failed}?" in capsys.readouterr().err
 
 
 def test_a_wrong_folder_is_reported_before_torch_is_loaded() -> None:
