@@ -193,12 +193,13 @@ def test_few_files_are_enlarged(sizes: list[tuple[int, int]], square: bool, trai
 
 
 def test_unusable_files_are_neither_held_out_nor_counted(commands: list[list[str]], capsys: Capture) -> None:
-    put_pictures(Path("cat"), 15)
+    put_pictures(Path("cat"), 16)
+    Path("cat/7.txt").write_text(" ")
     Path("cat/broken.png").write_bytes(b"broken")
     Path("cat/broken.txt").write_text("it stands there")
     assert main(["start", "cat", "--yes"]) == 0
     shown = capsys.readouterr().out
-    assert "with a caption: 16; not usable: broken.png" in shown
+    assert "with a caption: 17; not usable: 7.png, broken.png" in shown
     assert "Held out" not in shown
     config, (trained, _) = written("cat"), written("cat", "multidatabackend.json")
     # Sixteen files would be enough to hold out two.

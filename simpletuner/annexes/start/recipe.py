@@ -136,8 +136,16 @@ class Material:
 
     @cached_property
     def unusable(self) -> set[str]:
-        """Those of the first `LOOKED_AT` files that cannot be read."""
-        return {*self.files.files[:LOOKED_AT]} - (self._clips if self.holds_clips else self._pictures).keys()
+        """Those of the first `LOOKED_AT` files that cannot be read, or whose caption file cannot."""
+        names = {*self.files.files[:LOOKED_AT]}
+        captions = {name: caption for name in names if (caption := self.files.captions.get(pair_key(name)))}
+        unread = {name for name, caption in captions.items() if caption not in self._captions}
+        return names - (self._clips if self.holds_clips else self._pictures).keys() | unread
+
+    @cached_property
+    def _captions(self) -> dict[str, tuple[str, ...]]:
+        texts = (self.files.captions.get(pair_key(name)) for name in self.files.files)
+        return self._read(filter(None, texts), read_caption_file)
 
     def _read(self, names: Iterable[str], read: Callable[[Path], T]) -> dict[str, T]:
         """Read the first `LOOKED_AT` files, by name; unreadable files are skipped, since the plan reports them."""
@@ -149,9 +157,9 @@ class Material:
 
     def mentions(self, words: str) -> bool:
         """Whether most captions contain these words."""
-        captions = self._read(self.files.captions.values(), read_caption_file).values()
         whole = re.compile(rf"(?<!\w){re.escape(words)}(?!\w)", re.IGNORECASE)
-        return sum(whole.search(" ".join(texts)) is not None for texts in captions) * 2 > len(captions)
+        named = [texts for texts in self._captions.values() if whole.search(" ".join(texts))]
+        return len(named) * 2 > len(self._captions)
 
     @cached_property
     def _clips(self) -> dict[str, ClipFacts]:
