@@ -33,7 +33,9 @@ def ask(
     talk.tell(f"{folder}: {material.describe()}")
     if others := material.describe_others():
         talk.refuse(others)
-    Problems(_check(material, name, given, captions=captions)).raise_if_fatal()
+    problems = Problems(_check_output(folder, name, settings))
+    problems.extend(_check(material, name, given, captions=captions))
+    problems.raise_if_fatal()
     purposes = {purpose: Recipe.of(purpose).title for purpose in material.purposes}
     purpose = _choose(talk, "What should be learned?", purposes, given["purpose"])
     trigger = (given["trigger"] or "").strip() or _ask_trigger(talk, purpose)
@@ -62,6 +64,14 @@ def _ask_trigger(talk: Talk, purpose: str) -> str:
     while (answer := talk.read_line(question)) == HELP:
         talk.say("    It names what is learned, in captions now and later in your prompts.", "cyan")
     return answer or TRIGGER
+
+
+def _check_output(folder: Path, name: str, settings: Mapping[str, object]) -> Iterator[Problem]:
+    """Refuse to write the previews into the folder of the training files, usually the working folder."""
+    output, inner = Path(str(settings.get("output_dir", f"output/{name}"))), folder.resolve()
+    if output.resolve().is_relative_to(inner):
+        way = f"cd {shlex.quote(str(inner.parent))} && simpletuner start {shlex.quote(inner.name)}"
+        yield Problem("", f"{output} is inside {folder}, so previews would be trained. Start outside of it: {way}")
 
 
 def _check(material: Material, name: str, given: Mapping[str, str | None], *, captions: bool) -> Iterator[Problem]:
