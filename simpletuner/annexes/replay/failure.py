@@ -64,9 +64,9 @@ def read_failure(folder: Path) -> Failure:
     except (OSError, ValidationError) as error:
         why = f"cannot be read ({error.strerror})" if isinstance(error, OSError) else "is damaged"
         # Of a run's folder, its failures; of a misspelt failure, those beside it.
-        near = {*folder.glob(f"{FOLDER}/*/{FAILURE_FILE}"), *folder.parent.glob(f"*/{FAILURE_FILE}")} - {path}
-        names = shorten([str(file.parent) for file in sorted(near)])
-        hint = f"did you mean {names}?" if near else "failed runs write it to <output_dir>/failures."
+        near = {file for each in (folder, folder / FOLDER, folder.parent) for file in each.glob(f"*/{FAILURE_FILE}")}
+        names = shorten([str(file.parent) for file in sorted(near - {path})])
+        hint = f"did you mean {names}?" if names else "failed runs write it to <output_dir>/failures."
         raise UserError(f"--replay: {str(path)!r} {why}; {hint}") from None
     if not failure.batches:
         raise UserError(f"--replay: {folder} has no step to repeat: the run failed between two of them.")
