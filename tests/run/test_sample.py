@@ -177,7 +177,10 @@ def test_losses_that_would_not_fit_are_not_measured(trained: Workspace, capsys: 
         (["output/cache", *PROMPT], ["contains no result (pytorch_lora_weights.safetensors). It has no checkpoints"]),
         (["bare", *PROMPT], ["Its checkpoints: checkpoint-2; choose one with --checkpoint"]),
         (["output", *PROMPT, "--checkpoint", "3"], ["'3' is not a complete checkpoint", "checkpoint-2, checkpoint-4"]),
-        (["output", *PROMPT, "--image", "datasets/held/p0.png", "gudance=3"], ["starts from noise", "gudance"]),
+        (
+            ["output", *PROMPT, "--image", "datasets/held/p0.png", "gudance=3"],
+            ["starts from noise", "mean 'guidance'?"],
+        ),
         (["output", *PROMPT, "model_family=sanavideo"], ["was trained on kandinsky5-image, not on sanavideo"]),
         (["other.safetensors", *PROMPT], ["1 of 1 layers in 'other.safetensors' are not in this model (blocks.0)"]),
         (["wide.safetensors", *PROMPT], ["is for other layers"]),
