@@ -365,7 +365,9 @@ def check_datasets(plan: Plan) -> Iterator[Problem]:
     for technique in config.techniques_in_use:
         yield from technique.check_datasets(config, datasets)
     evaluation = config.evaluation
-    if evaluation.measures_loss and not any(each.config.dataset_type == "eval" for each in datasets):
+    # A dataset that could not be read, or of which no file could be held out, has errors of its own.
+    is_evaluated = any(each.config.dataset_type == "eval" or each.config.hold_out for each in datasets)
+    if evaluation.measures_loss and datasets and not is_evaluated:
         key = "eval_steps_interval" if evaluation.eval_steps_interval else "eval_epoch_interval"
         yield warning(key, "has no effect: no dataset has dataset_type eval, on which to measure the loss.")
     for dataset in datasets:

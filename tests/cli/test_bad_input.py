@@ -96,6 +96,15 @@ def test_missing_dataset_folders_are_one_problem(workspace: Workspace, capsys: C
     change_dataset(workspace, instance_data_dir="datasets/gone")
     problem = complaint(workspace, capsys)
     assert "pictures: 'datasets/gone'" in problem
+    change_dataset(workspace, instance_data_dir="datasets/picturse", hold_out=2)
+    assert workspace.train("eval_steps_interval=5") == 2
+    told = capsys.readouterr().err
+    assert "pictures: 'datasets/picturse'. Did you mean 'datasets/pictures'?" in told
+    assert "hold_out" not in told, "a consequence"
+    assert "eval_steps_interval" not in told, "a consequence"
+    change_dataset(workspace, instance_data_dir="datasets/pictures", caption_strategy="text")
+    assert workspace.train("eval_steps_interval=5") == 2
+    assert "hold_out" not in capsys.readouterr().err, "a consequence"
 
 
 def test_missing_captions(workspace: Workspace, capsys: Capture) -> None:
