@@ -4,6 +4,7 @@ file or a configuration. Loads no weights, imports no torch and writes nothing.
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -143,10 +144,12 @@ def _prompts(texts: Sequence[str]) -> list[ValidationPrompt]:
 
 
 def _check_strengths(request: SampleRequest, weights: Sequence[Sampled]) -> Iterator[Problem]:
-    """Check strengths: a full fine-tune has none, and a DoRA between 0 and 1 does not interpolate two models."""
+    """Check strengths: only LoRAs have one, and a DoRA between 0 and 1 does not interpolate two models."""
     flag, strengths = request.flag("--strength"), request.strengths
-    if weights[0].transformer is not None and list(strengths) != [1.0]:
-        yield Problem(flag, "is for LoRAs: a full fine-tune replaces the weights, so it has no strength.")
+    if weights[0].lora is None and list(strengths) != [1.0]:
+        is_full = weights[0].transformer is not None
+        why = "a full fine-tune replaces the weights, so it" if is_full else "the base model"
+        yield Problem(flag, f"is for LoRAs: {why} has no strength.")
     names = (name for each in weights if each.lora for name in tensor_shapes(each.lora))
     if set(strengths) != {1.0} and any("magnitude" in (lora_keys.role_of(name) or "") for name in names):
         message = "scales the update of a DoRA but not its magnitudes, as in the stock pipeline."
@@ -158,6 +161,8 @@ def find_weights(request: SampleRequest) -> Reading[tuple[list[Sampled], Checkpo
     if request.source is None:
         if request.sweeps:
             raise ConfigError([Problem("sweep", "needs the output folder of a run: simpletuner sweep OUTPUT_DIR")])
+        for flag in _flags_of_runs(request):
+            yield Problem(flag, "needs the output folder of a run: simpletuner sample OUTPUT_DIR")
         return [Sampled("base model")], None
     path = home_path(request.source)
     if not path.exists():
@@ -166,10 +171,15 @@ def find_weights(request: SampleRequest) -> Reading[tuple[list[Sampled], Checkpo
     return (yield from _weights_in_file(request, path) if path.is_file() else _weights_of_run(request, path))
 
 
-def _weights_in_file(request: SampleRequest, path: Path) -> Reading[tuple[list[Sampled], Checkpoint | None]]:
+def _flags_of_runs(request: SampleRequest) -> list[str]:
+    """The given flags that choose among the weights of a run."""
     flags = {request.flag("--checkpoint"): request.checkpoints is not None, "--ema": request.ema}
-    for key in filter(flags.get, flags):
-        yield Problem(key, f"has no effect on a single file; name the run's folder, not {str(path)!r}.")
+    return [flag for flag, is_given in flags.items() if is_given]
+
+
+def _weights_in_file(request: SampleRequest, path: Path) -> Reading[tuple[list[Sampled], Checkpoint | None]]:
+    for flag in _flags_of_runs(request):
+        yield Problem(flag, f"has no effect on a single file; name the run's folder, not {str(path)!r}.")
     # The file may be in a checkpoint, in a checkpoint's folder ema/, or beside the checkpoints.
     run = next((each for folder in path.parents[:2] for each in _checkpoints(folder)[-1:]), None)
     return [Sampled(path.stem, lora=path, content=hash_file(path))], run
@@ -246,7 +256,16 @@ def _layers(request: SampleRequest, weights: Sampled, run: Checkpoint | None) ->
     # Problems of the arguments are collected later, with those of other layers.
     if selectors or not (layers[1:] or "model_family" in result_of(canonical(request.arguments.layer()))):
         layers += (yield from locate(selectors)).layers
+        yield from _check_result(layers)
     return layers
+
+
+def _check_result(layers: Sequence[Layer]) -> Iterator[Problem]:
+    """Warn that the base model of a configuration is rendered, not the LoRA that was trained with it."""
+    folders = [str(value) for layer in layers for key, value in layer.values if key == "output_dir"]
+    if folders and (home_path(folders[-1]) / lora_keys.LORA_FILE).is_file():
+        command = f"simpletuner sample {shlex.quote(folders[-1])}"
+        yield warning("source", f"the base model is rendered; for the result of this configuration: {command}")
 
 
 def plan_evaluation(run: Path, arguments: Arguments) -> Plan:

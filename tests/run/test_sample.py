@@ -175,6 +175,10 @@ def test_losses_that_would_not_fit_are_not_measured(trained: Workspace, capsys: 
         (["~nouser/x", *PROMPT, "--image", "~nouser/y.png"], ["'~nouser/x' does not exist", "'~nouser/y.png' cannot"]),
         (["output", *PROMPT, "--output", "~nouser/x"], ["--output: '~nouser/x' starts with the home folder"]),
         (["output/cache", *PROMPT], ["contains no result (pytorch_lora_weights.safetensors). It has no checkpoints"]),
+        (
+            [*PROMPT, "--strength", "0.5", "--ema", "--checkpoint", "2"],
+            ["--strength: is for LoRAs", "--ema: needs the output", "--checkpoint: needs", "simpletuner sample output"],
+        ),
         (["bare", *PROMPT], ["Its checkpoints: checkpoint-2; choose one with --checkpoint"]),
         (["output", *PROMPT, "--checkpoint", "3"], ["'3' is not a complete checkpoint", "checkpoint-2, checkpoint-4"]),
         (
