@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import Any
 
 from simpletuner.config.schema import RunConfig
-from simpletuner.config.values import home_path
-from simpletuner.errors import Problem, UserError, shorten
+from simpletuner.config.values import absence_of, home_path
+from simpletuner.errors import Problem, UserError, did_you_mean, shorten, warning
 from simpletuner.headers import METADATA, read_head
 from simpletuner.models.cost import Shape, Shapes
 from simpletuner.models.spec import FamilySpec, Flavour
@@ -334,10 +334,18 @@ class ModelSource:
                 if not HUB_ID.fullmatch(location):
                     problems.append(Problem(key, f"{location!r} is neither an existing folder nor a valid hub id."))
             elif not home_path(location).is_dir():
-                problems.append(Problem(key, f"the model folder {location!r} does not exist."))
+                problems.append(Problem(key, f"the model folder {absence_of(home_path(location))}"))
             elif faults := [f"{part.folder} ({fault})" for part in parts if (fault := part.fault()) is not None]:
                 problems.append(Problem(key, f"the model folder {location!r} lacks a usable {', '.join(faults)}."))
         return problems
+
+    def doubts(self) -> Iterator[Problem]:
+        """Warn about names of hub models that are probably misspelt folders."""
+        for location, key in {part.location: part.key for part in self.parts.values()}.items():
+            folder = Path(location)
+            if HUB_ID.fullmatch(location) and not folder.exists() and folder.parent.is_dir():
+                guess = did_you_mean(location, map(str, folder.parent.glob("*/")))
+                yield warning(key, f"there is no folder {location!r}, so it is taken for a model of the hub.{guess}")
 
 
 def looks_like_path(location: str) -> bool:

@@ -84,7 +84,7 @@ def findings(plan: Plan, purpose: Purpose) -> list[Problem]:
     else:
         found += check_flavour(config, spec, flavour)
         # Skip content checks if the checkpoint cannot be found or read.
-        found += source.problems() or check_parts(spec, flavour, source)
+        found += [*source.doubts(), *(source.problems() or check_parts(spec, flavour, source))]
     return [*found, *check_packages(config.precision)]
 
 

@@ -114,8 +114,12 @@ def test_what_is_meant_as_a_path(location: str, is_path: bool) -> None:
 def test_a_folder_that_looks_like_a_hub_name_is_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     assert not looks_like_path("models/tiny")
+    named = source(pretrained_model_name_or_path="models/tinny")
+    assert [*named.doubts()] == []
     Path("models/tiny").mkdir(parents=True)
     assert looks_like_path("models/tiny")
+    told = "there is no folder 'models/tinny', so it is taken for a model of the hub. Did you mean 'models/tiny'?"
+    assert [str(doubt) for doubt in named.doubts()] == [f"{BASE}: {told}"]
 
 
 @pytest.mark.parametrize("location", ["org/na@me", "org/", "-org/name", "org/name-", "a b/c", f"org/{'x' * 200}"])
