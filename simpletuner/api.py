@@ -20,7 +20,7 @@ from simpletuner.annexes.fitting.ready import ready_plan, weigh_plan
 from simpletuner.annexes.fitting.show import plan_json
 from simpletuner.annexes.sampling import SampleRequest
 from simpletuner.atomic import write_json
-from simpletuner.cli.sample import SHORT, prepared_samples
+from simpletuner.cli.sample import SHORT, parse_strengths, prepared_samples, write_out
 from simpletuner.cli.settings import command_settings, prepare_output, set_environment
 from simpletuner.cli.train import agreed, configure_torch, recorded_events, run_checked
 from simpletuner.config.schema import all_options
@@ -35,7 +35,10 @@ from simpletuner.training.manifest import PIPELINE_FOLDER
 
 WRITTEN_DATASETS = "data_backend_config.json"  # in the output folder: datasets passed as a list
 
-PARAMETERS = {"prompt": "prompts", "image": "images"}  # list parameters of `sample`
+# Parameters of `sample`, by their flags on the command line.
+PARAMETERS = {
+    "--prompt": "prompts", "--image": "images", "--strength": "strength", "--checkpoint": "checkpoint", "--ema": "ema",
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -138,15 +141,17 @@ def sample(
     """
     if isinstance(prompts, str):
         raise ConfigError([Problem("prompts", f"is a list: [{prompts!r}].")])
-    arguments = _arguments({SHORT.get(key, key): value for key, value in settings.items()}, label="settings")
+    arguments = _arguments(settings, label="settings")
+    write_out(arguments)
+    strengths = parse_strengths("strength", [strength], arguments.problems)
     folder, chosen = None if source is None else str(source), None if checkpoint is None else [str(checkpoint)]
-    asked = SampleRequest(folder, str(output), arguments, prompts, [*map(str, images)], [strength], chosen, ema)
+    asked = SampleRequest(folder, str(output), arguments, prompts, [*map(str, images)], strengths, chosen, ema)
     names = PARAMETERS | {SHORT[key]: key for key in settings if key in SHORT}
     try:
         with prepared_samples(asked, _events(on_event, show)) as (plan, weights, events):
             from simpletuner.annexes.sweep import render_samples
 
-            return render_samples(plan, weights[0], [strength], events)
+            return render_samples(plan, weights[0], strengths, events)
     except ConfigError as error:
         # With the caller's parameter names.
         raise ConfigError(replace(each, where=names.get(each.where, each.where)) for each in error.problems) from None

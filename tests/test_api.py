@@ -115,10 +115,11 @@ def test_sampling_returns_the_files(trained: Workspace, capfd: Capture) -> None:
     with trained.inside():
         paths = simpletuner.sample(Path("output"), ["a cat", "a dog"], checkpoint=2, steps=1, resolution="128x128")
         with pytest.raises(ConfigError) as error:
-            simpletuner.sample("output", ["a cat"], images=["no.png"], stesp=3, guidance="much")
+            simpletuner.sample("output", ["a cat"], images=["no.png"], stesp=3, guidance="much", strength="x")
     assert [path.name for path in paths] == ["a_cat_7_128x128.png", "a_dog_7_128x128.png"]
     assert all(trained.path(str(path)).is_file() for path in paths)
-    assert problems(error) == {"stesp", "guidance", "images"}
+    assert problems(error) == {"stesp", "guidance", "images", "strength"}
+    assert "stesp: is not a known key. Did you mean 'steps'? (settings)" in str(error.value)
     assert str(error.value).count("(settings)") == 2
     assert "command line" not in str(error.value)
     assert capfd.readouterr() == ("", "")

@@ -196,10 +196,10 @@ def line_of(event: events.Event) -> str:
 
 
 def ending(event: events.PhaseEnded) -> str:
-    """`1,204 captions in 4:05`, or `stopped at 12/40 pictures (30 %)`."""
+    """`1,204 captions in 4:05`, `stopped at 12/40 pictures (30 %)`, or `stopped`, of a phase that counts nothing."""
     if event.complete:
         return f"{amount(event.done, event.phase.unit)} in {clock(event.seconds)}"
-    return f"stopped at {reached(event.phase, event.done)}"
+    return f"stopped at {reached(event.phase, event.done)}" if event.phase.total or event.done else "stopped"
 
 
 def reached(phase: events.PhaseStarted, done: int) -> str:

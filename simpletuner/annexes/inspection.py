@@ -18,6 +18,7 @@ from simpletuner.caching.catalogue import Catalogue, LatentEntry, TextEntry
 from simpletuner.caching.entry import ENTRY_NAME, DamagedEntryError, entry_path, list_keys, read_entry, read_provenance
 from simpletuner.caching.keys import CacheKey, Ingredients
 from simpletuner.config.values import read_stored
+from simpletuner.data.dataset import Dataset
 from simpletuner.data.sample import Sample
 from simpletuner.errors import WriteError
 
@@ -132,6 +133,15 @@ def entries_of(
     # By key, since a caption shared by files has only the first of them as its source.
     captions = {text_of(sample.dataset_id, text, sample.partner).key for sample in samples for text in sample.captions}
     return [*encoded, *(entry for entry in texts if entry.source == file or entry.key in captions)]
+
+
+def why_left_out(file: str, datasets: Iterable[Dataset]) -> str | None:
+    """Why a file, given as for `entries_of`, has no entries; None unless a dataset rejects it."""
+    place = Path(file).absolute()
+    for each, root in ((each, data.folder.root) for data in datasets for each in data.rejected):
+        if file in (f"{each.dataset_id}/{each.name}", each.name) or place == (root / each.name).absolute():
+            return each.detail
+    return None
 
 
 def explain(entry: LatentEntry | TextEntry) -> Iterator[str]:

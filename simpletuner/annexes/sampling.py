@@ -4,6 +4,7 @@ file or a configuration. Loads no weights, imports no torch and writes nothing.
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -12,12 +13,12 @@ from simpletuner.caching.keys import hash_file
 from simpletuner.config.load import Layer, canonical
 from simpletuner.config.schema import CHOSEN, NOT_SET_BY_USER
 from simpletuner.config.sources import Arguments, Located, configured, locate
-from simpletuner.config.values import home_path, read_json
+from simpletuner.config.values import absence_of, home_path, read_json
 from simpletuner.data.buckets import Geometry
 from simpletuner.data.files import MediaError, content_hash
 from simpletuner.data.media import probe
 from simpletuner.data.sample import Sample
-from simpletuner.errors import ConfigError, Problem, Reading, did_you_mean, result_of, warning
+from simpletuner.errors import ConfigError, Problem, Reading, result_of, warning
 from simpletuner.headers import METADATA, read_header
 from simpletuner.models import lora_keys
 from simpletuner.models.source import Part, tensor_shapes
@@ -55,6 +56,10 @@ class SampleRequest:
     ema: bool = False
     sweeps: bool = False
 
+    def flag(self, name: str) -> str:
+        """The name of a flag that takes one value in `sample`, and a list in `sweep`."""
+        return f"{name}s" if self.sweeps else name
+
 
 @dataclass(frozen=True)
 class Sampled:
@@ -89,7 +94,7 @@ def plan_samples(request: SampleRequest) -> tuple[Plan, list[Sampled]]:
     """
     problems = request.arguments.problems
     if not request.prompts and not request.sweeps:
-        problems.append(Problem("prompt", "is required; it may be given several times."))
+        problems.append(Problem("--prompt", "is required; it may be given several times."))
     pictures = problems.take(_pictures(request))
     weights, run = problems.take(find_weights(request))
     # Unreadable files are reported here; the checks below need readable ones.
@@ -99,7 +104,7 @@ def plan_samples(request: SampleRequest) -> tuple[Plan, list[Sampled]]:
     if not weights:
         problems.take(canonical(request.arguments.layer()))  # also reports unknown keys
         raise ConfigError(problems)
-    problems.extend(_check_strengths(request.strengths, weights))
+    problems.extend(_check_strengths(request, weights))
     arguments = replace(request.arguments, base=Located(problems.take(_layers(request, weights[0], run))))
     rendering = Rendering(request.output, _prompts(request.prompts), pictures, weights[0].transformer)
     plan = make_plan(arguments, "sample", rendering)
@@ -121,7 +126,7 @@ def _pictures(request: SampleRequest) -> Reading[tuple[Sample, ...]]:
             whole = Geometry("", size := probe(path), size, (0, 0))
             samples.append(Sample("image", path.name, path.parent, content_hash(path), size, whole))
         except MediaError as error:
-            yield Problem("image", f"{str(path)!r} {error}.")
+            yield Problem("--image", f"{str(path)!r} {error}.")
     return tuple(samples)
 
 
@@ -138,15 +143,17 @@ def _prompts(texts: Sequence[str]) -> list[ValidationPrompt]:
     return [ValidationPrompt(unique(file_safe(text[:LONGEST_STEM]), taken), text, text) for text in texts]
 
 
-def _check_strengths(strengths: Sequence[float], weights: Sequence[Sampled]) -> Iterator[Problem]:
-    """Check strengths: a full fine-tune has none, and a DoRA between 0 and 1 does not interpolate two models."""
-    if weights[0].transformer is not None and list(strengths) != [1.0]:
-        message = "is for LoRAs: a full fine-tune replaces the weights, so it has no strength."
-        yield Problem("strength", message)
+def _check_strengths(request: SampleRequest, weights: Sequence[Sampled]) -> Iterator[Problem]:
+    """Check strengths: only LoRAs have one, and a DoRA between 0 and 1 does not interpolate two models."""
+    flag, strengths = request.flag("--strength"), request.strengths
+    if weights[0].lora is None and list(strengths) != [1.0]:
+        is_full = weights[0].transformer is not None
+        why = "a full fine-tune replaces the weights, so it" if is_full else "the base model"
+        yield Problem(flag, f"is for LoRAs: {why} has no strength.")
     names = (name for each in weights if each.lora for name in tensor_shapes(each.lora))
     if set(strengths) != {1.0} and any("magnitude" in (lora_keys.role_of(name) or "") for name in names):
         message = "scales the update of a DoRA but not its magnitudes, as in the stock pipeline."
-        yield warning("strength", f"{message} At 0 the base model is rendered, unlike in the stock pipeline.")
+        yield warning(flag, f"{message} At 0 the base model is rendered, unlike in the stock pipeline.")
 
 
 def find_weights(request: SampleRequest) -> Reading[tuple[list[Sampled], Checkpoint | None]]:
@@ -154,19 +161,25 @@ def find_weights(request: SampleRequest) -> Reading[tuple[list[Sampled], Checkpo
     if request.source is None:
         if request.sweeps:
             raise ConfigError([Problem("sweep", "needs the output folder of a run: simpletuner sweep OUTPUT_DIR")])
+        for flag in _flags_of_runs(request):
+            yield Problem(flag, "needs the output folder of a run: simpletuner sample OUTPUT_DIR")
         return [Sampled("base model")], None
     path = home_path(request.source)
     if not path.exists():
-        beside = [str(each) for each in path.parent.glob("*") if each.exists()]
-        yield Problem("source", f"{str(path)!r} does not exist.{did_you_mean(str(path), beside)}")
+        yield Problem("source", absence_of(path))
         return [], None
     return (yield from _weights_in_file(request, path) if path.is_file() else _weights_of_run(request, path))
 
 
+def _flags_of_runs(request: SampleRequest) -> list[str]:
+    """The given flags that choose among the weights of a run."""
+    flags = {request.flag("--checkpoint"): request.checkpoints is not None, "--ema": request.ema}
+    return [flag for flag, is_given in flags.items() if is_given]
+
+
 def _weights_in_file(request: SampleRequest, path: Path) -> Reading[tuple[list[Sampled], Checkpoint | None]]:
-    flags = {"checkpoint": request.checkpoints is not None, "ema": request.ema}
-    for key in filter(flags.get, flags):
-        yield Problem(key, f"has no effect on a single file; name the run's folder, not {str(path)!r}.")
+    for flag in _flags_of_runs(request):
+        yield Problem(flag, f"has no effect on a single file; name the run's folder, not {str(path)!r}.")
     # The file may be in a checkpoint, in a checkpoint's folder ema/, or beside the checkpoints.
     run = next((each for folder in path.parents[:2] for each in _checkpoints(folder)[-1:]), None)
     return [Sampled(path.stem, lora=path, content=hash_file(path))], run
@@ -177,7 +190,7 @@ def _weights_of_run(request: SampleRequest, path: Path) -> Reading[tuple[list[Sa
     run = whole[-1] if whole else None
     is_full = run is not None and run.manifest.identity.model_type == "full"
     if request.sweeps or request.checkpoints is not None or (run is not None and run.path == path):
-        chosen = yield from _choose(request.checkpoints, whole, path)
+        chosen = yield from _choose(request, whole, path)
         weights = []
         for checkpoint in chosen:
             weights.append((yield from _weights(checkpoint.path, checkpoint.step, request.ema, is_full)))
@@ -213,15 +226,17 @@ def _weights(folder: Path, step: int | None, ema: bool, is_full: bool) -> Readin
     return Sampled(folder.name, step, transformer=part, content=f"{path.resolve()} {folder.stat().st_mtime_ns}")
 
 
-def _choose(wanted: Sequence[str] | None, whole: Sequence[Checkpoint], folder: Path) -> Reading[list[Checkpoint]]:
-    """The checkpoints with these steps or names, or `latest`; all checkpoints if `wanted` is None."""
+def _choose(request: SampleRequest, whole: Sequence[Checkpoint], folder: Path) -> Reading[list[Checkpoint]]:
+    """The checkpoints with the wanted steps or names, or `latest`; all checkpoints if none is wanted."""
     names = ", ".join(each.path.name for each in whole) or "none"
     known = {name: each for each in whole for name in ("latest", str(each.step), each.path.name)}
-    # Without checkpoints, `latest` yields the problem below.
-    asked = [str(each.step) for each in whole] or ["latest"] if wanted is None else wanted
+    asked = [str(each.step) for each in whole] if request.checkpoints is None else request.checkpoints
+    if not asked:
+        yield Problem("source", f"{request.source!r} contains no complete checkpoints.")
     for name in asked:
         if name not in known:
-            yield Problem("checkpoint", f"{name!r} is not a complete checkpoint. Checkpoints in {folder}: {names}.")
+            message = f"{name!r} is not a complete checkpoint. Checkpoints in {folder}: {names}."
+            yield Problem(request.flag("--checkpoint"), message)
     # By step, so that a checkpoint named twice (`latest` and its step) is rendered once.
     return list({known[name].step: known[name] for name in asked if name in known}.values())
 
@@ -241,7 +256,16 @@ def _layers(request: SampleRequest, weights: Sampled, run: Checkpoint | None) ->
     # Problems of the arguments are collected later, with those of other layers.
     if selectors or not (layers[1:] or "model_family" in result_of(canonical(request.arguments.layer()))):
         layers += (yield from locate(selectors)).layers
+        yield from _check_result(layers)
     return layers
+
+
+def _check_result(layers: Sequence[Layer]) -> Iterator[Problem]:
+    """Warn that the base model of a configuration is rendered, not the LoRA that was trained with it."""
+    folders = [str(value) for layer in layers for key, value in layer.values if key == "output_dir"]
+    if folders and (home_path(folders[-1]) / lora_keys.LORA_FILE).is_file():
+        command = f"simpletuner sample {shlex.quote(folders[-1])}"
+        yield warning("source", f"the base model is rendered; for the result of this configuration: {command}")
 
 
 def plan_evaluation(run: Path, arguments: Arguments) -> Plan:
@@ -271,4 +295,4 @@ def _layer_of(run: Checkpoint, without: Sequence[str] = (*CACHES, "output_dir"))
 def _check_pictures(flavour: Flavour, *, given: bool) -> Iterator[Problem]:
     if (flavour.task in ("i2i", "i2v")) != given:
         why = "has no effect: {} starts from noise." if given else "is required: {} starts from a picture."
-        yield Problem("image", why.format(flavour.name))
+        yield Problem("--image", why.format(flavour.name))

@@ -42,7 +42,7 @@ for command in WITH_SETTINGS:
     app.command(cls=help.SettingsCommand, context_settings=PASS_THROUGH)(command)
 app.command()(plan.configure)
 app.command()(server.server)
-app.command("help")(help.show_help)
+app.command("help", context_settings={"ignore_unknown_options": True})(help.show_help)  # help --lora_rank
 app.add_typer(cache.app, name="cache")
 app.add_typer(help.examples, name="examples")
 # Cached, since typer would inspect all signatures in each call, which takes longer than most plans.

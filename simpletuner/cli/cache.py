@@ -70,8 +70,9 @@ def verify(context: typer.Context) -> None:
 def gc(context: typer.Context, remove: Annotated[bool, typer.Option("--remove", help="Delete them.")] = False) -> None:
     """List entries that this configuration does not refer to; delete them only with --remove.
 
-    Entries of other model families in a shared folder are kept. Entries of other configurations of the same family are
-    listed too: do not remove them while you need those configurations.
+    Entries of other model families in a shared folder are kept.
+
+    Those of other configurations of the same family are listed too: keep them while you need these configurations.
     """
     plan, listing = _listing(context.args)
     from simpletuner.annexes.inspection import find_garbage, remove_garbage
@@ -101,11 +102,13 @@ def explain_file(context: typer.Context, file: str) -> None:
     """
     if file.startswith("--") or "=" in file:
         raise UserError(f"{file!r} is a setting; the file comes first, settings after it.")
-    _, listing = _listing(context.args)
-    from simpletuner.annexes.inspection import entries_of, explain
+    plan, listing = _listing(context.args)
+    from simpletuner.annexes.inspection import entries_of, explain, why_left_out
 
     entries = entries_of(file, listing.latents, listing.texts, listing.catalogue)
     if not entries:
+        if reason := why_left_out(file, plan.datasets):
+            raise UserError(f"{file!r} is not used: it {reason}.")
         raise UserError(f"{file!r} is not used by this configuration; `simpletuner plan` lists every file.")
     for line in (line for entry in entries for line in explain(entry)):
         typer.echo(line)

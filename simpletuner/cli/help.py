@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import inspect
 import json
+import shlex
 import shutil
 import textwrap
 from collections.abc import Iterator, Sequence
-from itertools import chain
+from itertools import chain, pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from typer.core import TyperCommand
+from typer.core import TyperCommand, TyperOption
 
 from simpletuner.errors import UserError, did_you_mean, nearest
 
@@ -36,8 +37,13 @@ class SettingsCommand(TyperCommand):
         """Pass unknown options through as settings, except misspelt options of the command.
 
         Raises:
-            UserError: an option is misspelt; names the nearest one.
+            UserError: an option is misspelt (the nearest is named), or lacks its value.
         """
+        options = {name: param for param in self.params if isinstance(param, TyperOption) for name in param.opts}
+        for name, following in pairwise(args):
+            # Otherwise the next option would be taken for the value.
+            if name in options and following in options and not options[name].is_flag:
+                raise UserError(f"{name} needs a value, and {following} is an option.")
         rest = super().parse_args(ctx, args)
         if words := [token.partition("=")[0] for token in rest if token.startswith("--") or "=" in token]:
             from simpletuner.cli.sample import SHORT
@@ -45,7 +51,7 @@ class SettingsCommand(TyperCommand):
             from simpletuner.config.sources import SELECTORS
             from simpletuner.config.values import plain_key
 
-            flags = {plain_key(name): name for param in self.params for name in param.opts if name.startswith("--")}
+            flags = {plain_key(name): name for name in options}
             flags |= {name: f"--{name}" for name in SELECTORS}
             settings = {*option_names(), *SHORT, *SELECTORS}
             for word in words:
@@ -200,5 +206,5 @@ def copy_example(
                 write_atomically(path, text)
     except OSError as error:
         raise UserError(f"{folder} cannot be written: {error.strerror}.") from None
-    chosen = name if dest is None else folder
+    chosen = shlex.quote(str(name if dest is None else folder))
     typer.echo(f"Copied to {folder}; its runs write to {output}. Run it with: simpletuner train env={chosen}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -9,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from simpletuner.cli.settings import Cached, command_settings, uncollected
-from simpletuner.errors import ConfigError
+from simpletuner.errors import ConfigError, UserError
 
 if TYPE_CHECKING:
     from simpletuner.config.sources import Arguments
@@ -69,6 +70,10 @@ def configure(
     defaults: Annotated[bool, typer.Option("--defaults", help="Ask nothing: take every default.")] = False,
 ) -> None:
     """Write config.json by answering questions; ? explains a question. An existing dataset file is not changed."""
+    name = str(file).removeprefix("env=")
+    named = Path("config", name, "config.json")  # as the other commands find it
+    if name != str(file) or (named.is_file() and not file.exists()):
+        raise UserError(f"{str(file)!r} is not a file: write simpletuner configure {shlex.quote(str(named))}")
     from simpletuner.annexes.wizard.session import run_session
     from simpletuner.annexes.wizard.talk import Talk
 

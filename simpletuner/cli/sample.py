@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -12,10 +12,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from simpletuner.cli.settings import command_settings, logged_events, prepare_output, uncollected
-from simpletuner.errors import Problem
+from simpletuner.errors import Problem, Problems, nearest
 
 if TYPE_CHECKING:
     from simpletuner.annexes.sampling import Sampled, SampleRequest
+    from simpletuner.config.sources import Arguments
     from simpletuner.plan.build import Plan
     from simpletuner.reporting.events import EventStream
 
@@ -94,18 +95,13 @@ def _planned(
 ) -> Iterator[tuple[SampleRequest, Plan, list[Sampled], EventStream]]:
     """Parse a command line and prepare its request, with a display; see `prepared_samples`."""
     from simpletuner.annexes.sampling import SampleRequest
-    from simpletuner.config.values import parse_number, parse_path, plain_key
+    from simpletuner.config.values import parse_path
 
     # The first word is the source unless it is a setting; an existing file may be called `a=b`.
     source = tokens[0] if tokens and (Path(tokens[0]).exists() or not re.match("--|[^=]+=", tokens[0])) else None
     arguments = command_settings(tokens[source is not None :])
-    arguments.settings = [(SHORT.get(plain_key(key), key), value) for key, value in arguments.settings]
-    asked["strengths"] = []
-    for text in strengths:
-        try:
-            asked["strengths"].append(parse_number(text))
-        except ValueError as error:
-            arguments.problems.append(Problem(key, f"{text.strip()!r} {error} such as 0.5 or 1.0."))
+    write_out(arguments)
+    asked["strengths"] = parse_strengths(key, strengths, arguments.problems)
     folder = str(output or sweep_folder(Path(source or "")))
     try:
         parse_path(folder)
@@ -115,6 +111,35 @@ def _planned(
     request = SampleRequest(source, folder, arguments, **asked)
     with prepared_samples(request, logged_events()) as (plan, weights, events):
         yield request, plan, weights, events
+
+
+def write_out(arguments: Arguments) -> None:
+    """Replace the short names of settings; those of misspelt ones become problems."""
+    from simpletuner.config.load import unknown_key
+    from simpletuner.config.schema import option_names
+    from simpletuner.config.values import plain_key
+
+    names, given = {*option_names(), *SHORT}, arguments.settings
+    arguments.settings = []
+    for key, value in given:
+        if (plain := plain_key(key)) not in names and nearest(plain, names) in SHORT:
+            arguments.problems.append(Problem(key, f"{unknown_key(plain, names)} ({arguments.label})"))
+        else:
+            arguments.settings.append((SHORT.get(plain, key), value))
+
+
+def parse_strengths(key: str, strengths: Iterable[object], problems: Problems) -> list[float]:
+    """The strengths as numbers; others become problems of `key`."""
+    from simpletuner.config.values import parse_number
+
+    numbers = []
+    for each in strengths:
+        try:
+            numbers.append(parse_number(each))
+        except ValueError as error:
+            shown = each.strip() if isinstance(each, str) else each
+            problems.append(Problem(key, f"{shown!r} {error} such as 0.5 or 1.0."))
+    return numbers
 
 
 @contextmanager

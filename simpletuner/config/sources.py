@@ -132,6 +132,8 @@ def _stray(token: str) -> Problem:
         return Problem(token, f"is not a setting. Did you mean env={token}?")
     if token in example_names():
         return Problem(token, f"is not a setting. Did you mean example={token}?")
+    if option := option_names().get(plain_key(token)):
+        return Problem(token, f"needs a value: {token}={'true' if option.is_flag else 'VALUE'}.")
     return Problem(token, "is not a setting; write key=value, --key value or --flag.")
 
 

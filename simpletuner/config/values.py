@@ -21,7 +21,7 @@ from typing import Annotated, Any, TypeVar
 from pydantic import BeforeValidator, PlainSerializer, TypeAdapter, ValidationError
 from pydantic_core import PydanticCustomError
 
-from simpletuner.errors import Problem, Problems, Reading, warning
+from simpletuner.errors import Problem, Problems, Reading, did_you_mean, warning
 from simpletuner.redaction import SECRET_NAME, hide, hide_secrets
 
 # A comma before a closing bracket, and every string (so that commas inside strings are left alone).
@@ -303,6 +303,12 @@ def typed(value: Any) -> str:
 def home_path(text: str) -> Path:
     """A path with `~` expanded if possible; unlike `Path.expanduser`, it never raises."""
     return Path(os.path.expanduser(text))  # noqa: PTH111
+
+
+def absence_of(path: Path) -> str:
+    """`'x' does not exist. Did you mean 'y'?`, with the nearest name beside it."""
+    beside = [str(each) for each in path.parent.glob("*") if each.exists()]
+    return f"{str(path)!r} does not exist.{did_you_mean(str(path), beside)}"
 
 
 def parse_path(value: object) -> object:

@@ -228,6 +228,8 @@ def _hold_out(dataset: Dataset) -> Reading[tuple[Dataset, list[Dataset]]]:
     """Splits off the samples of `hold_out`: the rest of the dataset, and an eval dataset of the held-out samples."""
     count = dataset.config.hold_out
     if count >= len(dataset.samples):
+        if not dataset.samples:  # which is an error already
+            return dataset, []
         yield Problem("hold_out", f"{count} of {len(dataset.samples)} samples would leave nothing to train on.")
         return dataset, []
     # Ranked by hash with another key than in `_choose`, whose last ranks would always be held out.

@@ -14,7 +14,7 @@ from simpletuner.config.datasets import MASKS, DatasetConfig
 from simpletuner.config.remote import check_source
 from simpletuner.config.schema import CachingConfig, DatasetDefaults, RunConfig
 from simpletuner.data.discovery import Scan, is_readable, load_index
-from simpletuner.errors import Problem, Problems, Reading, not_one_of, warning
+from simpletuner.errors import Problem, Problems, Reading, did_you_mean, not_one_of, warning
 from simpletuner.models.registry import FAMILIES
 from simpletuner.models.spec import FamilySpec, Task
 
@@ -243,10 +243,12 @@ def _check_folders(configs: Configs, context: DataContext) -> Iterator[Problem]:
     """Folders must exist, unless an index may stand in, and must not contain the previews, which are pictures."""
     local = [config for config in configs if config.type == "local" and config.instance_data_dir]
     named = [(config, Path(config.instance_data_dir or "")) for config in local]
-    missing = [f"{config.id}: {str(folder)!r}" for config, folder in named if _is_missing(config, folder, context)]
+    missing = [(config, folder) for config, folder in named if _is_missing(config, folder, context)]
     if missing:
         hint = "paths are relative to the working directory"
-        message = f"these folders do not exist or cannot be listed ({hint}): {'; '.join(missing)}."
+        listed = "; ".join(f"{config.id}: {str(folder)!r}" for config, folder in missing)
+        guesses = [did_you_mean(str(folder), map(str, folder.parent.glob("*/"))) for _, folder in missing]
+        message = f"these folders do not exist or cannot be listed ({hint}): {listed}.{''.join(dict.fromkeys(guesses))}"
         yield Problem("instance_data_dir", message)
     for config, folder in named:
         # Resolved, since either path may contain a link.

@@ -16,11 +16,11 @@ from pathlib import Path
 from typing import Any, Literal
 
 from simpletuner.config.lora import LoraConfig
-from simpletuner.config.values import home_path, read_json
+from simpletuner.config.values import absence_of, home_path, read_json
 from simpletuner.errors import Problem, Reading, UserError, counted, did_you_mean, shorten
 from simpletuner.headers import EXPONENTS, METADATA, not_finite, read_head, read_header
 from simpletuner.models.cost import Shape, Shapes
-from simpletuner.models.source import HUB_ID, WeightsError, tensor_shapes, weights_header
+from simpletuner.models.source import HUB_ID, WeightsError, hub_fault, tensor_shapes, weights_header
 from simpletuner.models.spec import FamilySpec
 
 LORA_TARGETS = "peft_lora_target_modules"
@@ -217,9 +217,10 @@ def _check_coverage(path: Path, wanted: Set[str], held: Set[str]) -> Iterator[Pr
 
 def read_shapes(key: str, path: Path) -> Reading[dict[str, Shape]]:
     """Names and shapes in the LoRA file of a key; empty, with a problem, if the file cannot be used."""
+    if not path.is_file():
+        yield Problem(key, absence_of(path))
+        return {}
     try:
-        if not path.is_file():
-            raise WeightsError("does not exist")
         shapes, status = tensor_shapes(path), path.stat()
         if fault := _fault(path, status.st_size, status.st_mtime_ns) if shapes else "holds no weights":
             raise WeightsError(fault)
@@ -305,7 +306,7 @@ def find_lora(location: str, *, fetch: bool = False) -> Path | None:
         return Path(hf_hub_download(repo, name or LORA_FILE, local_files_only=not fetch))
     except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
         if fetch:
-            raise UserError(f"{location!r} is no file, and could not be downloaded: {error}") from error
+            raise UserError(f"{location!r} is no file, and could not be downloaded: {hub_fault(error)}.") from error
     return None
 
 

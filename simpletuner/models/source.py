@@ -19,14 +19,15 @@ from pathlib import Path
 from typing import Any
 
 from simpletuner.config.schema import RunConfig
-from simpletuner.config.values import home_path
-from simpletuner.errors import Problem, UserError, shorten
+from simpletuner.config.values import absence_of, home_path
+from simpletuner.errors import Problem, UserError, did_you_mean, shorten, warning
 from simpletuner.headers import METADATA, read_head
 from simpletuner.models.cost import Shape, Shapes
 from simpletuner.models.spec import FamilySpec, Flavour
 
 INDEX_SUFFIX = ".safetensors.index.json"
 DIFFUSERS_WEIGHTS = "diffusion_pytorch_model"
+INDEX_FILE = "model_index.json"  # of a pipeline
 MODEL_KEY, VAE_KEY = "pretrained_model_name_or_path", "pretrained_vae_model_name_or_path"
 WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt")
 
@@ -109,6 +110,19 @@ def read_object(path: Path) -> dict[str, Any] | None:
     except (OSError, ValueError, RecursionError):
         return None
     return content if isinstance(content, dict) else None
+
+
+OFFLINE = "the hub is offline (HF_HUB_OFFLINE)"
+
+
+def hub_fault(error: Exception) -> str:
+    """Why the hub returned nothing, in one line."""
+    from huggingface_hub import is_offline_mode
+    from huggingface_hub.errors import LocalEntryNotFoundError
+
+    is_unreached = isinstance(error, LocalEntryNotFoundError)
+    reason = " ".join(str(error.__cause__ or error if is_unreached else error).split()).rstrip(".")
+    return reason if not is_unreached else OFFLINE if is_offline_mode() else f"the hub cannot be reached ({reason})"
 
 
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[\w.-]{0,95}[\w]", re.ASCII)  # owner/name
@@ -217,18 +231,20 @@ class Part:
         """Why a part that is not on this machine cannot be downloaded either; None if a download can be tried."""
         from huggingface_hub import is_offline_mode
 
-        if not is_offline_mode():
-            return None
+        return f"{self._absent(OFFLINE)} Or unset HF_HUB_OFFLINE." if is_offline_mode() else None
+
+    def _absent(self, why: str) -> str:
+        revision = f" --revision {self.revision}" if self.revision else ""
         return (
-            f"is not on this machine, and the hub is offline (HF_HUB_OFFLINE). Unset it to download the model, or set "
-            f"{self.key} to a folder."
+            f"is not on this machine, and {why}. Download it on another one with `hf download {self.location}{revision}"
+            f" --local-dir FOLDER`, and set {self.key} to that folder."
         )
 
     def _download(self, *, local_files_only: bool = False) -> Path:
         from huggingface_hub import snapshot_download
 
         # The part's files, without older formats that single-model repositories also contain.
-        wanted = [f"{self.folder}/*"] if self.folder else ["*.json", "*.safetensors"]
+        wanted = [f"{self.folder}/*", INDEX_FILE] if self.folder else ["*.json", "*.safetensors"]
         folder = snapshot_download(
             self.location, revision=self.revision, allow_patterns=wanted, local_files_only=local_files_only
         )
@@ -253,12 +269,28 @@ class Part:
                 f"The hub has no model {self.location!r}, or it is private: log in with `hf auth login`."
             ) from None
         except LocalEntryNotFoundError as error:
-            raise UserError(f"{self.location!r} {self.absence() or f'could not be downloaded: {error}'}") from error
+            raise UserError(f"{self.location!r} {self.absence() or self._absent(hub_fault(error))}") from error
         except (HfHubHTTPError, OSError) as error:
-            raise UserError(f"{self.location!r} could not be downloaded: {error}") from error
+            raise UserError(f"{self.location!r} could not be downloaded: {hub_fault(error)}.") from error
         if fault := _fault(folder) or _unreadable(folder):
             raise UserError(f"{self.location!r} was downloaded, but its part {self.folder!r} cannot be used: {fault}.")
         return folder
+
+    def fetch_index(self) -> Path:
+        """The file that lists the parts of the pipeline, downloaded if necessary.
+
+        Raises:
+            UserError: as for `fetch`.
+        """
+        from huggingface_hub import hf_hub_download
+        from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+
+        if self.is_local:
+            return home_path(self.location) / INDEX_FILE
+        try:
+            return Path(hf_hub_download(self.location, INDEX_FILE, revision=self.revision))
+        except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
+            raise UserError(f"{INDEX_FILE} of {self.location!r} {self._absent(hub_fault(error))}") from error
 
 
 @dataclass(frozen=True)
@@ -302,10 +334,18 @@ class ModelSource:
                 if not HUB_ID.fullmatch(location):
                     problems.append(Problem(key, f"{location!r} is neither an existing folder nor a valid hub id."))
             elif not home_path(location).is_dir():
-                problems.append(Problem(key, f"the model folder {location!r} does not exist."))
+                problems.append(Problem(key, f"the model folder {absence_of(home_path(location))}"))
             elif faults := [f"{part.folder} ({fault})" for part in parts if (fault := part.fault()) is not None]:
                 problems.append(Problem(key, f"the model folder {location!r} lacks a usable {', '.join(faults)}."))
         return problems
+
+    def doubts(self) -> Iterator[Problem]:
+        """Warn about names of hub models that are probably misspelt folders."""
+        for location, key in {part.location: part.key for part in self.parts.values()}.items():
+            folder = Path(location)
+            if HUB_ID.fullmatch(location) and not folder.exists() and folder.parent.is_dir():
+                guess = did_you_mean(location, map(str, folder.parent.glob("*/")))
+                yield warning(key, f"there is no folder {location!r}, so it is taken for a model of the hub.{guess}")
 
 
 def looks_like_path(location: str) -> bool:

@@ -13,7 +13,7 @@ from typing import Any
 from simpletuner.config.alignment import PATCH
 from simpletuner.config.values import home_path
 from simpletuner.errors import Problem, did_you_mean
-from simpletuner.models.source import HUB_ID, Part
+from simpletuner.models.source import HUB_ID, OFFLINE, Part
 
 KINDS = ("dinov2", "dinov2_with_registers")
 # Name, width and layers of DINOv2's sizes (Oquab et al., arXiv 2304.07193, table 17); each head is 64 wide.
@@ -104,6 +104,6 @@ class VisionEncoder:
             message = f"{self.name!r} is neither one of {', '.join(ENCODERS)} nor a model folder{fault} or hub id."
             yield Problem(self.key, message + did_you_mean(self.name, ENCODERS))
         elif is_offline_mode():
-            places = f"{constants.HF_HUB_CACHE!r} or {str(self.torch_hub_file)!r}"
-            message = f"{self.name!r} ({location}) is neither in {places}, and the hub is offline (HF_HUB_OFFLINE)."
+            places = f"neither in {constants.HF_HUB_CACHE!r} nor {str(self.torch_hub_file)!r}"
+            message = f"{self.name!r} ({location}) is {places}, and {OFFLINE}."
             yield Problem(self.key, f"{message} {self.otherwise}".rstrip())

@@ -252,8 +252,10 @@ def make_plan(arguments: Arguments, purpose: Purpose = "train", rendering: Rende
         raise ConfigError([*problems, *checks.check_config(config, purpose)])
     plan, entries = problems.take(_find_model(config, spec, entries, rendering))
     found = checks.findings(plan, purpose)
-    # Of samples, the run has given its warnings.
-    problems.extend(each for each in checks.worth_reporting(found, plan.config) if each.fatal or purpose != "sample")
+    # Of samples, the run has given its warnings; those of the command line are new.
+    origins, known = plan.config.origins, purpose == "sample"
+    reported = checks.worth_reporting(found, plan.config)
+    problems.extend(each for each in reported if each.fatal or not known or origins.get(each.where) == arguments.label)
     texts = [entry for entry in entries if entry.is_text_embeds]
     plan = replace(plan, without_effect=checks.without_effect(found), dataset_file=file, text_caches=texts)
     # So far, settings and headers of weights; from here on, files that the settings name.

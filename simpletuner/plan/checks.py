@@ -84,7 +84,7 @@ def findings(plan: Plan, purpose: Purpose) -> list[Problem]:
     else:
         found += check_flavour(config, spec, flavour)
         # Skip content checks if the checkpoint cannot be found or read.
-        found += source.problems() or check_parts(spec, flavour, source)
+        found += [*source.doubts(), *(source.problems() or check_parts(spec, flavour, source))]
     return [*found, *check_packages(config.precision)]
 
 
@@ -365,7 +365,9 @@ def check_datasets(plan: Plan) -> Iterator[Problem]:
     for technique in config.techniques_in_use:
         yield from technique.check_datasets(config, datasets)
     evaluation = config.evaluation
-    if evaluation.measures_loss and not any(each.config.dataset_type == "eval" for each in datasets):
+    # A dataset that could not be read, or of which no file could be held out, has errors of its own.
+    is_evaluated = any(each.config.dataset_type == "eval" or each.config.hold_out for each in datasets)
+    if evaluation.measures_loss and datasets and not is_evaluated:
         key = "eval_steps_interval" if evaluation.eval_steps_interval else "eval_epoch_interval"
         yield warning(key, "has no effect: no dataset has dataset_type eval, on which to measure the loss.")
     for dataset in datasets:

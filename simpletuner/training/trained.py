@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 import torch
 from diffusers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFETENSORS_WEIGHTS_NAME
-from huggingface_hub import hf_hub_download, split_torch_state_dict_into_shards
+from huggingface_hub import split_torch_state_dict_into_shards
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
@@ -25,7 +25,7 @@ from simpletuner.errors import UserError, shorten
 from simpletuner.memory.offload.image import wraps
 from simpletuner.models.adapter import FamilyAdapter
 from simpletuner.models.cost import NO_ADAPTERS, Adapters
-from simpletuner.models.source import ModelSource
+from simpletuner.models.source import INDEX_FILE, ModelSource
 from simpletuner.training.ema import Ema
 from simpletuner.training.guard import not_finite, refuse_not_finite
 from simpletuner.training.manifest import NOTE_FILE, PIPELINE_FOLDER, STATE_FOLDER
@@ -212,7 +212,6 @@ def open_weights(files: Iterable[Path]) -> Iterator[dict[str, Any]]:
 
 
 FOLDER, AVERAGED = "transformer", "transformer_ema"
-INDEX_FILE = "model_index.json"
 WEIGHTS_PATTERN = SAFETENSORS_WEIGHTS_NAME.replace(".", "{suffix}.")
 
 
@@ -305,9 +304,7 @@ def copy_parts(publication: Publication, folder: Path) -> None:
             # Files in the hub's cache are links to blobs; the result must not depend on them.
             shutil.copytree(part.fetch(), folder / part.folder, symlinks=False)
     scheduler = publication.source["scheduler"]
-    here = Path(scheduler.location).expanduser() / INDEX_FILE  # of the pipeline that the part belongs to
-    index = here if scheduler.is_local else hf_hub_download(scheduler.location, INDEX_FILE, revision=scheduler.revision)
-    shutil.copyfile(index, folder / INDEX_FILE)
+    shutil.copyfile(scheduler.fetch_index(), folder / INDEX_FILE)
     if publication.shift is not None:  # the shift of previews
         path = folder / scheduler.folder / "scheduler_config.json"
         write_json(path, {**json.loads(path.read_bytes()), "shift": publication.shift})

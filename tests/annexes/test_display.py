@@ -15,7 +15,7 @@ from rich.console import Console
 from simpletuner.annexes.display.log import setup_logging
 from simpletuner.annexes.display.progress import PlainDisplay, make_display, shown_events
 from simpletuner.annexes.display.terminal import LiveDisplay, sparkline, training_panel
-from simpletuner.annexes.figures import Pace, RunningMean
+from simpletuner.annexes.figures import Pace, RunningMean, ending
 from simpletuner.reporting.events import (
     CACHING,
     EVALUATION,
@@ -112,6 +112,7 @@ def test_an_interrupted_phase_says_where_it_stopped() -> None:
     with pytest.raises(KeyboardInterrupt):
         interrupted()
     assert stream.getvalue() == "Loading: stopped at 1/4 files (25 %)\n"
+    assert ending(PhaseEnded(PhaseStarted("Loading torch"), 0, 1.0, complete=False)) == "stopped"
 
 
 def test_a_finished_run_started_again_says_so() -> None:

@@ -190,11 +190,14 @@ def test_few_files_are_enlarged(sizes: list[tuple[int, int]], square: bool, trai
 
 
 def test_unusable_files_are_neither_held_out_nor_counted(commands: list[list[str]], capsys: Capture) -> None:
-    put_pictures(Path("cat"), 15)
+    put_pictures(Path("cat"), 16)
+    Path("cat/7.txt").write_text(" ")
     Path("cat/broken.png").write_bytes(b"broken")
     Path("cat/broken.txt").write_text("it stands there")
     assert main(["start", "cat", "--yes"]) == 0
-    assert "Held out" not in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert "with a caption: 17; not usable: 7.png, broken.png" in shown
+    assert "Held out" not in shown
     config, (trained, _) = written("cat"), written("cat", "multidatabackend.json")
     # Sixteen files would be enough to hold out two.
     assert "hold_out" not in trained
@@ -259,6 +262,10 @@ def test_captions_that_name_the_subject_stay_as_they_are(commands: list[list[str
     ("arguments", "told"),
     [
         (["nowhere"], "nowhere is not a folder."),
+        (["."], "output/test_what_cannot_be_started"),
+        (["."], "is inside ., so previews would be trained. Start outside of it: cd "),
+        (["cat", "output_dir=cat/out"], "cat/out is inside cat, so previews would be trained."),
+        (["hlaf"], "hlaf is not a folder. Did you mean 'half'?"),
         (["empty"], "empty contains no pictures and no clips."),
         (["run"], "It has a config: simpletuner train --config run/config.json."),
         (["mixed", "--purpose", "motion"], "--purpose 'motion' is not one of: subject, style."),
@@ -274,25 +281,25 @@ def test_captions_that_name_the_subject_stay_as_they_are(commands: list[list[str
         (["cat", "learning_rat=1"], "learning_rat: is not a known key. Did you mean 'learning_rate'?"),
         (["cat", "env=other"], "env: has no effect: start writes a config of its own."),
         (["cat", "--name", "a/b"], "--name 'a/b' is not the name of a folder."),
-        (
-            ["cat", "--name", "old"],
-            "config/old exists already: continue with `simpletuner train env=old`, or set --name.",
-        ),
+        (["cat", "--name", "old"], "config/old exists already: continue with `simpletuner train env=old`, or set"),
+        (["cat", "--name", "ol d"], "config/ol d exists already: continue with `simpletuner train env='ol d'`, or set"),
+        (["cat", "--trigger", "--dry-run"], "--trigger needs a value, and --dry-run is an option."),
     ],
 )
 def test_what_cannot_be_started(arguments: list[str], told: str, commands: list[list[str]], capsys: Capture) -> None:
     put_pictures(Path("cat"), 1)
     put_pictures(Path("half"), 2, captions=1)
     Path("half/0-link.png").symlink_to("nowhere.png")  # the plan lists it; it needs no caption
+    Path("half/0-broken.png").write_bytes(b"broken")
     put_pictures(Path("mixed"), 1)
     write_clip(Path("mixed/a.mp4"), seconds=0.5, size=(64, 48))
-    for folder in ("empty", "run", "config/old", "pairs/before", "pairs/after"):
+    for folder in ("empty", "run", "config/old", "config/ol d", "pairs/before", "pairs/after"):
         Path(folder).mkdir(parents=True)
     Path("run/config.json").write_text("{}")
     assert main(["start", *arguments, "--yes"]) == 2
     assert told in capsys.readouterr().err
     assert not commands
-    assert [path.name for path in Path("config").iterdir()] == ["old"]
+    assert {path.name for path in Path("config").iterdir()} == {"old", "ol d"}
 
 
 def test_captions_come_from_a_model_that_can_write_them(

@@ -32,7 +32,13 @@ def test_a_processor_that_emulates_a_precision_is_not_kept_busy(monkeypatch: pyt
 
     monkeypatch.setattr(measure, "matmul_flops", slow)
     assert measure._measure_cpu(torch.bfloat16).matmul_flops == 1e9
-    assert sides == [measure.SMALL_SIDE]
+    assert sides == [measure.SMALL_SIDE] * measure.SMALL_TRIES
+
+
+def test_one_interrupted_measurement_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    rates = iter([1e9, 1e11, 2e11])
+    monkeypatch.setattr(measure, "matmul_flops", lambda *given, **named: next(rates))
+    assert measure._measure_cpu(torch.float32).matmul_flops == 2e11
 
 
 def test_it_is_measured_once_per_device_and_precision(tmp_path: Path) -> None:

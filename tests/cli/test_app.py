@@ -72,10 +72,12 @@ def test_help_of_a_run_is_short_and_leads_to_every_setting(capsys: Capture) -> N
         (["start"], "Missing argument 'folder'. See `"),
         (["cache", "clean"], "cache -h`."),
         (["caption", "--style", "poem"], "Invalid value for '--style': 'poem' is not one of 'short', 'long', 'tags'."),
-        (["sample", "--steps", "4"], "prompt: is required"),
+        (["sample", "--steps", "4"], "--prompt: is required"),
         (["sweep"], "sweep: needs the output folder of a run: simpletuner sweep OUTPUT_DIR\n1 problem to fix"),
         (["train", "env=dmeo"], "the environment 'dmeo' was not found; tried config/dmeo/config.json"),
         (["train", "env=dmeo"], "Did you mean 'demo'?"),
+        (["help", "--flikcer"], "no setting mentions '--flikcer'. Did you mean 'flicker'?"),
+        (["publish", "confg"], "'confg' does not exist. Did you mean 'config'?"),
         (["help", "flikcer"], "no setting mentions 'flikcer'. Did you mean 'flicker'?"),
     ],
 )

@@ -96,6 +96,15 @@ def test_missing_dataset_folders_are_one_problem(workspace: Workspace, capsys: C
     change_dataset(workspace, instance_data_dir="datasets/gone")
     problem = complaint(workspace, capsys)
     assert "pictures: 'datasets/gone'" in problem
+    change_dataset(workspace, instance_data_dir="datasets/picturse", hold_out=2)
+    assert workspace.train("eval_steps_interval=5") == 2
+    told = capsys.readouterr().err
+    assert "pictures: 'datasets/picturse'. Did you mean 'datasets/pictures'?" in told
+    assert "hold_out" not in told, "a consequence"
+    assert "eval_steps_interval" not in told, "a consequence"
+    change_dataset(workspace, instance_data_dir="datasets/pictures", caption_strategy="text")
+    assert workspace.train("eval_steps_interval=5") == 2
+    assert "hold_out" not in capsys.readouterr().err, "a consequence"
 
 
 def test_missing_captions(workspace: Workspace, capsys: Capture) -> None:
@@ -239,6 +248,17 @@ def test_a_model_folder_without_a_part(workspace: Workspace, capsys: Capture, tm
     shutil.copytree(model, copy, ignore=shutil.ignore_patterns(part))
     problem = complaint(workspace, capsys, "plan", f"pretrained_model_name_or_path={copy}")
     assert f"lacks a usable {part} (it is not there)." in problem
+
+
+def test_a_model_that_cannot_be_downloaded_offline(
+    workspace: Workspace, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    assert workspace.run("plan", "pretrained_model_name_or_path=me/model") == 0, "a plan needs no weights"
+    problem = complaint(workspace, capsys, "train", "pretrained_model_name_or_path=me/model", "--yes")
+    assert problem.startswith(
+        "pretrained_model_name_or_path: 'me/model' is not on this machine, and the hub is offline"
+    )
 
 
 def test_a_checkpoint_of_the_other_task(workspace: Workspace, capsys: Capture) -> None:

@@ -109,6 +109,9 @@ def test_explain_of_a_damaged_entry(filled: Workspace, capsys: Capture) -> None:
 
 def test_explain_of_a_file_that_is_not_used(workspace: Workspace, capsys: Capture) -> None:
     assert complaint(workspace, capsys, "cache", "explain", "other.png").startswith("'other.png' is not used by")
+    workspace.path("datasets/pictures/broken.png").write_bytes(b"")
+    for name in ("broken.png", "pictures/broken.png", "datasets/pictures/broken.png"):
+        assert complaint(workspace, capsys, "cache", "explain", name) == f"{name!r} is not used: it is empty."
     assert "the file comes first" in complaint(workspace, capsys, "cache", "explain", "seed=1")
 
 

@@ -510,6 +510,14 @@ def test_toml_is_not_written(configure: Configure, capsys: pytest.CaptureFixture
     assert "writes JSON" in capsys.readouterr().err
 
 
+def test_the_name_of_a_configuration_is_not_a_file(configure: Configure, capsys: pytest.CaptureFixture) -> None:
+    put({}, Path("config/my cat/config.json"))
+    for name in ("env=my cat", "my cat"):
+        assert configure(name)[0] == 2
+        command = "simpletuner configure 'config/my cat/config.json'"
+        assert capsys.readouterr().err == f"error: {name!r} is not a file: write {command}\n"
+
+
 # Through a pipe ------------------------------------------------------------------------------------------------------
 
 

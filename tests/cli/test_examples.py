@@ -43,10 +43,10 @@ def test_copy_leads_the_paths_to_the_copy(capsys: Capture) -> None:
 
 
 def test_copy_to_a_place_of_ones_own(capsys: Capture, here: Path) -> None:
-    assert main(["examples", "copy", "demo", "--dest", "mine/first"]) == 0
-    assert "env=mine/first" in capsys.readouterr().out
-    config = json.loads((here / "mine/first/config.json").read_text())
-    assert config["data_backend_config"] == "mine/first/multidatabackend.json"
+    assert main(["examples", "copy", "demo", "--dest", "mine/first one"]) == 0
+    assert "env='mine/first one'" in capsys.readouterr().out
+    config = json.loads((here / "mine/first one/config.json").read_text())
+    assert config["data_backend_config"] == "mine/first one/multidatabackend.json"
 
 
 @pytest.mark.parametrize("name", [path.parent.name for path in EXAMPLES.glob("*/config.json")])

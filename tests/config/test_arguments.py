@@ -67,6 +67,8 @@ def test_a_bare_config_is_offered_as_an_environment(tmp_path: Path, monkeypatch:
         assert told == [f"{token}: is not a setting. Did you mean env={token}?"]
     (told_of_example,) = parse_arguments(["demo"]).problems
     assert str(told_of_example) == "demo: is not a setting. Did you mean example=demo?"
+    told = [*map(str, parse_arguments(["push-to-hub", "lora_rank"]).problems)]
+    assert told == ["push-to-hub: needs a value: push-to-hub=true.", "lora_rank: needs a value: lora_rank=VALUE."]
 
 
 def test_a_selector_needs_a_name() -> None:

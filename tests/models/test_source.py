@@ -7,6 +7,7 @@ import os
 import shutil
 import struct
 from collections import OrderedDict
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -113,8 +114,12 @@ def test_what_is_meant_as_a_path(location: str, is_path: bool) -> None:
 def test_a_folder_that_looks_like_a_hub_name_is_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     assert not looks_like_path("models/tiny")
+    named = source(pretrained_model_name_or_path="models/tinny")
+    assert [*named.doubts()] == []
     Path("models/tiny").mkdir(parents=True)
     assert looks_like_path("models/tiny")
+    told = "there is no folder 'models/tinny', so it is taken for a model of the hub. Did you mean 'models/tiny'?"
+    assert [str(doubt) for doubt in named.doubts()] == [f"{BASE}: {told}"]
 
 
 @pytest.mark.parametrize("location", ["org/na@me", "org/", "-org/name", "org/name-", "a b/c", f"org/{'x' * 200}"])
@@ -206,17 +211,31 @@ def test_pickled_code_is_not_run(content: object, tmp_path: Path, monkeypatch: p
     assert not Path("evil").exists()
 
 
-def test_offline_says_the_two_ways_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_offline_says_the_ways_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     part = source()["vae"]
-    told = (
-        "is not on this machine, and the hub is offline (HF_HUB_OFFLINE). Unset it to download the model, or set "
-        f"{BASE} to a folder."
-    )
+    command = f"`hf download {part.location} --local-dir FOLDER`"
+    advice = f"Download it on another one with {command}, and set {BASE} to that folder."
+    told = f"is not on this machine, and the hub is offline (HF_HUB_OFFLINE). {advice} Or unset HF_HUB_OFFLINE."
     assert part.absence() == told
     with pytest.raises(UserError) as refused:
         part.fetch()
     assert str(refused.value) == f"{part.location!r} {told}"
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+    with pytest.raises(UserError, match=rf"^model_index.json of '{part.location}' is not on this machine"):
+        part.fetch_index()
+
+
+def test_without_a_network_the_error_of_the_hub_becomes_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:9")  # the discard port
+    part = replace(source()["vae"], revision="abc")
     assert part.absence() is None
+    with pytest.raises(UserError) as refused:
+        part.fetch()
+    told = str(refused.value)
+    assert told.startswith(f"{part.location!r} is not on this machine, and the hub cannot be reached (")
+    assert f"`hf download {part.location} --revision abc --local-dir FOLDER`" in told
+    assert "\n" not in told

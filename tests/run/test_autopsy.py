@@ -107,7 +107,7 @@ def test_a_poisoned_sample_is_named_found_again_and_gone_when_mended(
         path.unlink()
     assert workspace.train("--replay", str(folder), "lora_dropout=0.2") == 0
     shown = "".join(capsys.readouterr())
-    assert f"Step {failure['step']} does not fail this time." in shown
+    assert shown.index(f"Repeating step {failure['step']} from") < shown.index("does not fail this time.")
     assert "lora_dropout was 0.0 and is 0.2 now." in shown
 
 
@@ -303,6 +303,13 @@ def test_a_folder_that_cannot_be_replayed(
     assert workspace.train("--replay", str(folder)) == 2
     (line,) = capsys.readouterr().err.strip().splitlines()
     assert expected in line
+    assert "failed runs write it to <output_dir>/failures." in line
+    failed = workspace.path("output/failures/step-4")
+    failed.mkdir(parents=True)
+    (failed / "failure.json").write_text("{}")
+    for near in (workspace.path("output"), failed.parent, failed.with_name("step-3")):
+        assert workspace.train("--replay", str(near)) == 2
+        assert f"{failed}?" in capsys.readouterr().err
 
 
 def test_a_wrong_folder_is_reported_before_torch_is_loaded() -> None:

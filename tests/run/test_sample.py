@@ -160,15 +160,22 @@ def test_losses_that_would_not_fit_are_not_measured(trained: Workspace, capsys: 
 @pytest.mark.parametrize(
     ("arguments", "messages"),
     [
-        (["output", "--image", "nowhere.png"], ["prompt: is required", "nowhere.png"]),
+        (["output", "--image", "nowhere.png"], ["--prompt: is required", "--image: 'nowhere.png'"]),
         (["nowhere", *PROMPT], ["'nowhere' does not exist."]),
         (["outptu", *PROMPT], ["'outptu' does not exist. Did you mean 'output'?"]),
         (["~nouser/x", *PROMPT, "--image", "~nouser/y.png"], ["'~nouser/x' does not exist", "'~nouser/y.png' cannot"]),
         (["output", *PROMPT, "--output", "~nouser/x"], ["--output: '~nouser/x' starts with the home folder"]),
         (["output/cache", *PROMPT], ["contains no result (pytorch_lora_weights.safetensors). It has no checkpoints"]),
+        (
+            [*PROMPT, "--strength", "0.5", "--ema", "--checkpoint", "2"],
+            ["--strength: is for LoRAs", "--ema: needs the output", "--checkpoint: needs", "simpletuner sample output"],
+        ),
         (["bare", *PROMPT], ["Its checkpoints: checkpoint-2; choose one with --checkpoint"]),
         (["output", *PROMPT, "--checkpoint", "3"], ["'3' is not a complete checkpoint", "checkpoint-2, checkpoint-4"]),
-        (["output", *PROMPT, "--image", "datasets/held/p0.png", "gudance=3"], ["starts from noise", "gudance"]),
+        (
+            ["output", *PROMPT, "--image", "datasets/held/p0.png", "gudance=3"],
+            ["starts from noise", "mean 'guidance'?"],
+        ),
         (["output", *PROMPT, "model_family=sanavideo"], ["was trained on kandinsky5-image, not on sanavideo"]),
         (["other.safetensors", *PROMPT], ["1 of 1 layers in 'other.safetensors' are not in this model (blocks.0)"]),
         (["wide.safetensors", *PROMPT], ["is for other layers"]),
@@ -177,7 +184,7 @@ def test_losses_that_would_not_fit_are_not_measured(trained: Workspace, capsys: 
         (["empty.safetensors", *PROMPT], ["source: 'empty.safetensors' holds no weights"]),
         (["output", *PROMPT, "--strength", "nan", "--checkpoint", "3"], ["--strength: 'nan'", "'3' is not a complete"]),
         (["output", *PROMPT, "--strength", "0,x, y"], ["--strength: 'x' is not a number", "--strength: 'y' is not"]),
-        ([LORA, *PROMPT, "--checkpoint", "2", "--ema"], ["checkpoint: has no effect", "ema: has no effect"]),
+        ([LORA, *PROMPT, "--checkpoint", "2", "--ema"], ["--checkpoint: has no effect", "--ema: has no effect"]),
     ],
 )
 def test_mistakes_are_told_at_once(
@@ -204,7 +211,11 @@ def test_a_full_fine_tune_has_checkpoints_but_no_strength(workspace: Workspace, 
     cells = {path.read_bytes() for path in workspace.path("sweep/cells").glob("*.png")}
     assert cells == {preview(workspace, 1), preview(workspace, 2)}
     assert workspace.run("sweep", "output", "--strengths", "0.5") == 2
-    assert "strength: is for LoRAs" in capsys.readouterr().err
+    assert "--strengths: is for LoRAs" in capsys.readouterr().err
+    assert workspace.run("sweep", "datasets", "--checkpoints", "9") == 2
+    assert "--checkpoints: '9' is not a complete checkpoint. Checkpoints in datasets: none." in capsys.readouterr().err
+    assert workspace.run("sweep", "datasets") == 2
+    assert "source: 'datasets' contains no complete checkpoints." in capsys.readouterr().err
 
 
 def test_a_run_that_does_not_fit_is_refused_before_torch(trained: Workspace, capsys: Capture) -> None:

@@ -108,8 +108,8 @@ def test_what_failed_is_uploaded_later_without_training(hub: FakeHub, workspace:
 
 
 def test_publish_reports_what_it_cannot_do(hub: FakeHub, workspace: Workspace, capsys: Capture) -> None:
-    assert workspace.run("publish", "nowhere") == 2
-    assert "'nowhere' is not the output folder of a run" in capsys.readouterr().err
+    assert workspace.run("publish", "datasets") == 2
+    assert "'datasets' is not the output folder of a run" in capsys.readouterr().err
     assert workspace.train("max_train_steps=1") == 0, "a run that was not to be uploaded"
     capsys.readouterr()
     assert workspace.run("publish", "output", "lora_rank=4") == 2

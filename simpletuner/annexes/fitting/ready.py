@@ -30,6 +30,7 @@ from simpletuner.config.sources import Arguments
 from simpletuner.config.values import check_unset
 from simpletuner.distributed.world import launched
 from simpletuner.errors import ConfigError, Problem, Problems, Reading, counted, result_of, warning
+from simpletuner.models.source import ModelSource
 from simpletuner.plan.build import Plan, make_plan
 from simpletuner.plan.environment import existing, why_not_writable
 
@@ -51,8 +52,17 @@ def ready_plan(arguments: Arguments) -> Budget:
     problems, budget = arguments.problems, weigh_plan(arguments)
     problems.extend(check_devices(budget.config.launch.local_processes))
     problems.extend(check_unset([*budget.config.publish, *budget.config.webhooks], fatal=True))
+    problems.extend(_check_downloads(budget.plan.source))
     problems.raise_if_fatal()
     return budget
+
+
+def _check_downloads(source: ModelSource) -> Iterator[Problem]:
+    """Report models that are not on this machine while the hub is offline."""
+    absent = {part.location: part for part in source.parts.values() if part.local_folder() is None}
+    for location, part in absent.items():
+        if absence := part.absence():
+            yield Problem(part.key, f"{location!r} {absence}")
 
 
 def check_devices(processes: int) -> Iterator[Problem]:

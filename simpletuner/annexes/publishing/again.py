@@ -13,7 +13,7 @@ from simpletuner.annexes.publishing.uploads import Uploads, prepared_destination
 from simpletuner.config.load import build_group, canonical
 from simpletuner.config.publishing import PUBLISHING_CONFIG, PublishConfig, check_publishing, without_hidden
 from simpletuner.config.sources import Arguments, read_config_file
-from simpletuner.config.values import check_unset, read_json
+from simpletuner.config.values import absence_of, check_unset, read_json
 from simpletuner.distributed.requests import signals_as_interrupt
 from simpletuner.errors import Problem, Problems, Reading, SimpleTunerError, UserError, result_of, warning
 from simpletuner.run.lock import lock_output
@@ -50,7 +50,8 @@ def recorded_settings(output_dir: Path, arguments: Arguments) -> tuple[PublishCo
     whole = find_checkpoints(output_dir)[0]
     recorded = result_of(read_json(whole[-1].path / "config.json")) if whole else None
     if not isinstance(recorded, dict):
-        raise UserError(f"{str(output_dir)!r} is not the output folder of a run: it has no checkpoint.")
+        found = f"{str(output_dir)!r} is not the output folder of a run: it has no checkpoint."
+        raise UserError(found if output_dir.exists() else absence_of(output_dir))
     problems = arguments.problems
     given, keys = problems.take(canonical(arguments.layer())), PublishConfig.model_fields.keys()
     for key in sorted(given.keys() - keys):

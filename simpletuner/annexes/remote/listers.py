@@ -33,6 +33,7 @@ from simpletuner.data.discovery import classify, name_problem
 from simpletuner.data.files import LARGEST_CLIP, LARGEST_PICTURE, MediaError, check_regular, read_file
 from simpletuner.data.media import decode
 from simpletuner.errors import Problem, Reading, UserError, shorten, warning
+from simpletuner.models.source import hub_fault
 from simpletuner.s3 import S3Login
 
 WEB_PICTURE, WEB_CLIP = 10 << 20, 200 << 20  # bytes of one download
@@ -216,7 +217,7 @@ def _refusal(name: str, error: Exception) -> str:
         return f"the hub has no dataset {name!r}, or it is private or gated: {advice}."
     if "scripts are no longer supported" in str(error):
         return f"{name!r} needs a loading script, which is not supported; use a copy with parquet files."
-    return f"{name!r} cannot be loaded: {' '.join(str(error).split())}"
+    return f"{name!r} cannot be loaded: {hub_fault(error)}."
 
 
 def _load(config: DatasetConfig, commit: str, cache: Path) -> Any:

@@ -232,6 +232,7 @@ def replay_step(failure: Failure, plan: Plan, events: EventStream, *, bisect: bo
     assembly, loader, begun = session.assembly, session.loader, session.state.global_step
     assembly.transformer.train()
     origin, count = plan.resume.path.name if plan.resume else "the beginning", failure.step - begun
+    cause = advice = ""
     with closing(loader), events.phase(f"Repeating step {failure.step} from {origin}", count, "steps") as phase:
         for done in range(begun, failure.step):
             batches = loader.planned(loader.state_dict(), assembly.settings.accumulation)
@@ -241,9 +242,9 @@ def replay_step(failure: Failure, plan: Plan, events: EventStream, *, bisect: bo
                 cause, advice = cause_of(error, f"step {done + 1}", session, batches, done)
                 break
             phase.advance()
-        else:
-            events.say(f"Step {failure.step} does not fail this time.")
-            return False
+    if not cause:
+        events.say(f"Step {failure.step} does not fail this time.")
+        return False
     cause = redact(cause)  # as in the recorded failure
     again = "already" if done + 1 < failure.step else "again"
     same = "the same cause" if cause == failure.cause else f"a different cause (before: {failure.cause})"

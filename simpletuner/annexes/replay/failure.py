@@ -17,7 +17,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from simpletuner.annexes.fitting.ready import ready_plan
 from simpletuner.config.sources import Arguments
-from simpletuner.errors import UserError
+from simpletuner.errors import UserError, shorten
 from simpletuner.plan.build import Plan
 from simpletuner.redaction import HIDDEN, redact_settings
 from simpletuner.training.manifest import Checkpoint, find_checkpoints
@@ -61,7 +61,11 @@ def read_failure(folder: Path) -> Failure:
         failure = TypeAdapter(Failure).validate_json(path.read_bytes())
     except (OSError, ValidationError) as error:
         why = f"cannot be read ({error.strerror})" if isinstance(error, OSError) else "is damaged"
-        raise UserError(f"--replay: {str(path)!r} {why}; failed runs write it to <output_dir>/failures.") from None
+        # Of a run's folder, its failures; of a misspelt failure, those beside it.
+        near = {file for each in (folder, folder / FOLDER, folder.parent) for file in each.glob(f"*/{FAILURE_FILE}")}
+        names = shorten([str(file.parent) for file in sorted(near - {path})])
+        hint = f"did you mean {names}?" if names else "failed runs write it to <output_dir>/failures."
+        raise UserError(f"--replay: {str(path)!r} {why}; {hint}") from None
     if not failure.batches:
         raise UserError(f"--replay: {folder} has no step to repeat: the run failed between two of them.")
     return failure

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -32,7 +33,9 @@ def ask(
     talk.tell(f"{folder}: {material.describe()}")
     if others := material.describe_others():
         talk.refuse(others)
-    Problems(_check(material, name, given, captions=captions)).raise_if_fatal()
+    problems = Problems(_check_output(folder, name, settings))
+    problems.extend(_check(material, name, given, captions=captions))
+    problems.raise_if_fatal()
     purposes = {purpose: Recipe.of(purpose).title for purpose in material.purposes}
     purpose = _choose(talk, "What should be learned?", purposes, given["purpose"])
     trigger = (given["trigger"] or "").strip() or _ask_trigger(talk, purpose)
@@ -63,13 +66,21 @@ def _ask_trigger(talk: Talk, purpose: str) -> str:
     return answer or TRIGGER
 
 
+def _check_output(folder: Path, name: str, settings: Mapping[str, object]) -> Iterator[Problem]:
+    """Refuse to write the previews into the folder of the training files, usually the working folder."""
+    output, inner = Path(str(settings.get("output_dir", f"output/{name}"))), folder.resolve()
+    if output.resolve().is_relative_to(inner):
+        way = f"cd {shlex.quote(str(inner.parent))} && simpletuner start {shlex.quote(inner.name)}"
+        yield Problem("", f"{output} is inside {folder}, so previews would be trained. Start outside of it: {way}")
+
+
 def _check(material: Material, name: str, given: Mapping[str, str | None], *, captions: bool) -> Iterator[Problem]:
     """All problems of the folder and the given answers, before the first question."""
     target = Path("config") / name
     if re.search(r"[/\\\x00-\x1f]", name):
         yield Problem("", f"--name {name!r} is not the name of a folder.")
     elif target.exists() or target.is_symlink():
-        message = f"{target} exists already: continue with `simpletuner train env={name}`, or set --name."
+        message = f"{target} exists already: continue with `simpletuner train env={shlex.quote(name)}`, or set --name."
         yield Problem("", message)
     for option, names in (("purpose", material.purposes), ("model", [*material.models])):
         if (value := given[option]) is not None and value not in names:

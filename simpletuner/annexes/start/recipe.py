@@ -31,7 +31,7 @@ from simpletuner.data.clips import CLIP_SUFFIXES, ClipFacts, fitting_frames, pro
 from simpletuner.data.discovery import Scan, is_readable, pair_key, scan
 from simpletuner.data.files import LeftOutError, MediaError
 from simpletuner.data.media import PICTURE_SUFFIXES, probe
-from simpletuner.errors import ConfigError, UserError, shorten
+from simpletuner.errors import ConfigError, UserError, did_you_mean, shorten
 from simpletuner.models.registry import FAMILIES
 from simpletuner.models.spec import FamilySpec
 from simpletuner.validation.prompts import SMALLEST_SIDE
@@ -80,7 +80,8 @@ class Material:
             UserError: the folder contains neither.
         """
         if not is_readable(folder):
-            raise UserError(f"{folder} cannot be read." if folder.is_dir() else f"{folder} is not a folder.")
+            guess = did_you_mean(str(folder), map(str, folder.parent.glob("*/")))
+            raise UserError(f"{folder} cannot be read." if folder.is_dir() else f"{folder} is not a folder.{guess}")
         if pair := _pair(folder):
             if not (pictures := scan(pair[1])).files:
                 raise UserError(f"{pair[1]} contains no pictures.")
@@ -130,37 +131,58 @@ class Material:
     @cached_property
     def uncaptioned(self) -> list[str]:
         names = (name for name in self.files.files if pair_key(name) not in self.files.captions)
-        return [name for name in names if (self.folder / name).is_file()]  # skips broken links
+        # Unusable files need none; of those that were not opened, broken links.
+        return [name for name in names if name not in self.unusable and (self.folder / name).is_file()]
 
-    def _read(self, names: Iterable[str], read: Callable[[Path], T]) -> list[T]:
-        """Read the first `LOOKED_AT` files; unreadable files are skipped, since the plan reports them."""
-        contents = []
+    @cached_property
+    def unusable(self) -> set[str]:
+        """Those of the first `LOOKED_AT` files that cannot be read, or whose caption file cannot."""
+        names = {*self.files.files[:LOOKED_AT]}
+        captions = {name: caption for name in names if (caption := self.files.captions.get(pair_key(name)))}
+        unread = {name for name, caption in captions.items() if caption not in self._captions}
+        return names - (self._clips if self.holds_clips else self._pictures).keys() | unread
+
+    @cached_property
+    def _captions(self) -> dict[str, tuple[str, ...]]:
+        texts = (self.files.captions.get(pair_key(name)) for name in self.files.files)
+        return self._read(filter(None, texts), read_caption_file)
+
+    def _read(self, names: Iterable[str], read: Callable[[Path], T]) -> dict[str, T]:
+        """Read the first `LOOKED_AT` files, by name; unreadable files are skipped, since the plan reports them."""
+        contents = {}
         for name in islice(dict.fromkeys(names), LOOKED_AT):
             with suppress(LeftOutError, MediaError):
-                contents.append(read(self.folder / name))
+                contents[name] = read(self.folder / name)
         return contents
 
     def mentions(self, words: str) -> bool:
         """Whether most captions contain these words."""
-        captions = self._read(self.files.captions.values(), read_caption_file)
         whole = re.compile(rf"(?<!\w){re.escape(words)}(?!\w)", re.IGNORECASE)
-        return sum(whole.search(" ".join(texts)) is not None for texts in captions) * 2 > len(captions)
+        named = [texts for texts in self._captions.values() if whole.search(" ".join(texts))]
+        return len(named) * 2 > len(self._captions)
+
+    @cached_property
+    def _clips(self) -> dict[str, ClipFacts]:
+        return self._read(self.files.files, probe_clip) if self.holds_clips else {}
+
+    @cached_property
+    def _pictures(self) -> dict[str, tuple[int, int]]:
+        return {} if self.holds_clips else self._read(self.files.files, probe)
 
     @cached_property
     def clips(self) -> list[ClipFacts]:
         """The facts of clips; empty for pictures."""
-        return self._read(self.files.files, probe_clip) if self.holds_clips else []
+        return [*self._clips.values()]
 
     @cached_property
     def sizes(self) -> list[tuple[int, int]]:
         """Width and height of the files, smallest first."""
-        clips = [(clip.width, clip.height) for clip in self.clips]
-        return sorted(clips if self.holds_clips else self._read(self.files.files, probe), key=math.prod)
+        return sorted((*self._pictures.values(), *((clip.width, clip.height) for clip in self.clips)), key=math.prod)
 
     @property
     def usable(self) -> int:
         """The number of trainable files: all except unreadable ones among the first `LOOKED_AT`."""
-        return len(self.files.files[LOOKED_AT:]) + len(self.sizes)
+        return len(self.files.files) - len(self.unusable)
 
     def resolution(self, largest: int, *, square: bool) -> int:
         """The resolution, as the edge of a square of equal area, such that few files are enlarged.
@@ -200,7 +222,8 @@ class Material:
         seconds = sorted(clip.seconds for clip in self.clips) if self.holds_clips else []
         lengths = " to ".join(dict.fromkeys(f"{each:.1f}" for each in (*seconds[:1], *seconds[-1:])))
         facts = [f"{len(self.files.files)}{sources}", sizes, lengths and f"{lengths} s"]
-        return f"{self.noun}: {', '.join(filter(None, facts))}; with a caption: {len(self.captioned)}"
+        unusable = f"; not usable: {shorten(sorted(self.unusable), MOST_NAMED)}" if self.unusable else ""
+        return f"{self.noun}: {', '.join(filter(None, facts))}; with a caption: {len(self.captioned)}{unusable}"
 
     def describe_others(self) -> str:
         """A line about files that are not trained; empty if there are none."""
