@@ -106,6 +106,7 @@ def test_new_asks_for_no_config_that_is_not_there(browser: Any, project: Workspa
         dialog.get_by_label("Name, for").fill("mine")
         dialog.get_by_role("button", name="Create").click()
         expect(page.get_by_label("Output Folder", exact=True)).to_have_value("output/mine")
+        page.get_by_role("tab", name="Dataset").click()
         expect(page.locator("#f-data_backend_config")).to_have_value("config/mine/multidatabackend.json")
         assert refused == []
         page.goto(page.url.partition("?")[0] + "?config=gone")

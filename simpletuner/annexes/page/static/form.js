@@ -4,6 +4,10 @@
 // `gone` names a file of the open config that was deleted or moved.
 export const state = { broken: {}, config: "config", opened: "", switched: false, path: "", gone: "", etag: null, file: {}, values: {}, effective: {}, datasets: { etag: null, path: "", file: [], entries: [] } };
 export const page = (selector) => document.querySelector(selector);
+// The panes of the form are templates until they are drawn: `fields` and `inForm` are of both.
+const parts = [document, ...[...document.querySelectorAll("template")].map(({ content }) => content)];
+export const inForm = (selector) => parts.map((part) => part.querySelector(selector)).find(Boolean);
+export const fields = new Map(parts.flatMap((part) => [...part.querySelectorAll(".group .field")]).map((field) => [field.dataset.key, field]));
 export const same = (a, b) => JSON.stringify(a) === JSON.stringify(b);
 const clone = (value) => JSON.parse(JSON.stringify(value));
 export const isObject = (value) => typeof value === "object" && value !== null && !Array.isArray(value);
@@ -152,7 +156,7 @@ export function bindJson(area, told, [fits, kind], take) {
 const KEY = /(?<![\w./'"`{=-])[a-z0-9]+(?:_[a-z0-9]+)+(?![\w/'"`}=-]|\.\w)/g;
 const PREDICATE = /^(and|are|aligns|can|cannot|does|has|have|is|makes|may|must|needs?|takes|was|would)\b/;
 const labelOf = (field) => field?.querySelector("label").textContent;
-const labelled = (key) => labelOf(page(`main .field[data-key="${CSS.escape(key)}"]`)) ?? key;
+const labelled = (key) => labelOf(fields.get(key) ?? inForm(`.field[data-key="${CSS.escape(key)}"]`)) ?? key;
 const linked = (text) => text.split(/(docs\/[\w/]+\.md)/).map((part, index) => (index % 2 ? element("a", { href: `/${part}`, target: "_blank", textContent: part }) : part));
 
 function sentence(field, message) {
