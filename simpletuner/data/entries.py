@@ -243,11 +243,12 @@ def _check_folders(configs: Configs, context: DataContext) -> Iterator[Problem]:
     """Folders must exist, unless an index may stand in, and must not contain the previews, which are pictures."""
     local = [config for config in configs if config.type == "local" and config.instance_data_dir]
     named = [(config, Path(config.instance_data_dir or "")) for config in local]
-    missing = [f"{config.id}: {str(folder)!r}" for config, folder in named if _is_missing(config, folder, context)]
+    missing = {config.id: folder for config, folder in named if _is_missing(config, folder, context)}
     if missing:
         hint = "paths are relative to the working directory"
-        message = f"these folders do not exist or cannot be listed ({hint}): {'; '.join(missing)}."
-        yield Problem("instance_data_dir", message)
+        listed = "; ".join(f"{name}: {str(folder)!r}" for name, folder in missing.items())
+        message = f"these folders do not exist or cannot be listed ({hint}): {listed}."
+        yield Problem("instance_data_dir", message, entries=[*missing])
     for config, folder in named:
         # Resolved, since either path may contain a link.
         if context.output_dir.resolve().is_relative_to(folder.resolve()):

@@ -8,7 +8,7 @@ const tabs = all("[role=tab]"), drawn = () => [...fields].filter(([, field]) => 
 const tabOf = (field) => field.closest("section").id.split("/")[0], FORM = new Set([...fields.values()].map(tabOf));
 const inRun = document.body.classList.contains("in-run"); // the page of a run cannot edit
 const defaults = Object.fromEntries([...fields].map(([key, field]) => [key, defaultOf(field)]));
-let judged = { problems: [], effective: {}, greyed: {} }, planned = [], number = 0, told = "";
+let judged = { problems: [], effective: {}, greyed: {} }, planned = [], number = 0, told = "", refusal = "";
 const timers = {};
 const later = (name, delay, action) => { clearTimeout(timers[name]); timers[name] = setTimeout(action, delay); };
 
@@ -245,7 +245,8 @@ async function saveNow() {
     if (saved) showSaved("Saved");
     return saved;
   } catch (error) {
-    showSaved(`Not saved: ${error.message}`);
+    refusal = `Not saved: ${error.message}`;
+    showSaved(refusal);
     return false;
   }
 }
@@ -280,7 +281,7 @@ async function lookAgain({ type }) {
   if (inRun || document.hidden || page("dialog[open]")) return;
   const wasGone = state.gone, news = await reread();
   if (news === "taken") await refill();
-  if (news in NEWS && !told.startsWith("Not saved")) showSaved(NEWS[news]);
+  if (news in NEWS && (!told || told !== refusal)) showSaved(NEWS[news]);
   else if (state.gone !== wasGone || (!news && told === NEWS.changed)) showSaved("");
   if (!news && type !== "beat") check();
 }

@@ -83,8 +83,8 @@ export function refreshDatasets() {
 // Problems name an entry by its id or number.
 const nameOf = (index) => state.datasets.entries[index].id || `[${index}]`;
 const named = (problem) => problem.key.replace(/^[^:]*\.json: /, "");
-// Missing folders are reported together, after the ids of their entries.
-const isMissing = (problem, id) => problem.key === "instance_data_dir" && problem.message.includes(` ${id}: '`);
+// Missing folders of several entries are one problem.
+const isMissing = ({ entries = [] }, id) => entries.includes(id);
 
 function isOf(index, problem) {
   const id = nameOf(index);
@@ -100,7 +100,7 @@ export function tellDatasets(problems) {
     for (const problem of problems.filter((each) => isOf(index, each))) {
       const key = isMissing(problem, id) ? problem.key : named(problem).slice(id.length + 1), field = fields.find((each) => each.dataset.key === key);
       // Problems of a whole entry (its files), and of keys that are only in its JSON.
-      const place = field ?? (key ? card : (fields.find((each) => each.dataset.key === (/caption/.test(problem.message) ? "caption_strategy" : "")) ?? fields[0]));
+      const place = field ?? (key ? card : (fields.find((each) => problem.kind === "captions" && each.dataset.key === "caption_strategy") ?? fields[0]));
       told.set(place, [...(told.get(place) ?? []), problem]);
     }
     for (const field of fields) tell(field, told.get(field) ?? []);

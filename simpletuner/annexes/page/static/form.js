@@ -159,9 +159,9 @@ const labelOf = (field) => field?.querySelector("label").textContent;
 const labelled = (key) => labelOf(fields.get(key) ?? inForm(`.field[data-key="${CSS.escape(key)}"]`)) ?? key;
 const linked = (text) => text.split(/(docs\/[\w/]+\.md)/).map((part, index) => (index % 2 ? element("a", { href: `/${part}`, target: "_blank", textContent: part }) : part));
 
-function sentence(field, message) {
-  // Such a message repeats the help, which is shown beside the field.
-  const named = message.replace(/^(is required\.).*/s, "$1").replace(KEY, labelled);
+function sentence(field, { kind, message }) {
+  if (kind === "required") return `${labelOf(field)} is required.`; // its message repeats the help beside the field
+  const named = message.replace(KEY, labelled);
   return PREDICATE.test(message) ? `${labelOf(field)} ${named}` : named;
 }
 
@@ -180,7 +180,7 @@ export function problemLine({ key, message, fatal, remedy = {} }, text = `${{ me
 }
 
 export function tell(field, problems, reason = "") {
-  const isMissing = problems.some(({ message }) => message.startsWith("is required."));
+  const isMissing = problems.some(({ kind }) => kind === "required");
   // A missing value shows no problem at its default: defaults are not the user's mistake.
   if (isMissing && control(field).tagName === "SELECT") control(field).options[0].textContent = "choose one";
   const isWrong = isMissing || field.classList.contains("set-here");
@@ -189,7 +189,7 @@ export function tell(field, problems, reason = "") {
   field.classList.toggle("greyed", Boolean(reason));
   control(field).disabled = Boolean(reason);
   control(field).setAttribute("aria-invalid", String(field.classList.contains("wrong")));
-  const lines = problems.map((problem) => problemLine(problem, sentence(field, problem.message)));
+  const lines = problems.map((problem) => problemLine(problem, sentence(field, problem)));
   if (reason && !problems.some(({ message }) => message === reason)) lines.push(element("p", { className: "reason", textContent: reason }));
   field.querySelector(".told").replaceChildren(...lines);
 }
