@@ -16,9 +16,11 @@ import re
 import unicodedata
 from collections.abc import Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 T = TypeVar("T")
+# A required key is missing; files have no usable caption; files of a remote dataset are not downloaded.
+Kind = Literal["required", "captions", "unfetched"]
 
 
 def visible(text: str) -> str:
@@ -34,29 +36,34 @@ class Problem:
     `where` is the key or file; `message` has the wrong value and the allowed values.
     A problem that does not prevent the run is a `warning`.
     `remedy` holds settings that solve it, if known; None removes a key. Page and wizard can apply it.
+    `kind` is for programs that treat a problem in a way of its own, as the page does; `entries` are the ids of the
+    dataset entries that a joint problem is about.
     """
 
     where: str
     message: str
     fatal: bool = True
     remedy: Mapping[str, Any] = field(default_factory=dict, compare=False)
+    kind: Kind | None = field(default=None, compare=False)
+    entries: Sequence[str] = field(default=(), compare=False)
 
     def __str__(self) -> str:
         return visible(f"{self.where}: {self.message}" if self.where else self.message)
 
     def to_json(self) -> dict[str, Any]:
         """The problem as JSON, for programs."""
-        remedy = {"remedy": dict(self.remedy)} if self.remedy else {}
-        return {"key": self.where, "message": self.message, "fatal": self.fatal, **remedy}
+        known = {"remedy": dict(self.remedy), "kind": self.kind, "entries": list(self.entries)}
+        more = {name: value for name, value in known.items() if value}
+        return {"key": self.where, "message": self.message, "fatal": self.fatal, **more}
 
     def within(self, place: str) -> Problem:
         """The problem prefixed with a part that has separate keys, such as a dataset; drops the remedy."""
         return replace(self, where=f"{place}.{self.where}", remedy={})
 
 
-def warning(where: str, message: str) -> Problem:
+def warning(where: str, message: str, kind: Kind | None = None) -> Problem:
     """A problem that does not prevent the run."""
-    return Problem(where, message, fatal=False)
+    return Problem(where, message, fatal=False, kind=kind)
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -116,6 +116,7 @@ class Budget:
         plan: with the settings that are estimated; with `offload: auto` those that were chosen.
         listing: cache entries of the first epoch; None if the checkpoint is not on this machine.
         decisions: choices of `offload: auto`, with reasons.
+        proposals: settings that a decision only proposes, since they change results.
         outcome: outcome of an earlier run of this kind on this device, which corrects the durations.
     """
 
@@ -125,6 +126,7 @@ class Budget:
     device: Device
     listing: Listing | None = None
     decisions: Sequence[str] = ()
+    proposals: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     outcome: Outcome = UNCORRECTED
 
     @property

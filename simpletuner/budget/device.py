@@ -101,6 +101,7 @@ class Device:
         note: which rates are assumed or measured, for the plan.
         taken: bytes of device memory that other programs use now.
         users: these programs, as named by the driver.
+        hint: how to name another device on the command line.
         idle: a GPU of this machine that torch cannot use.
         buffers: bytes of NCCL's buffers; 0 for one process.
     """
@@ -113,6 +114,7 @@ class Device:
     note: str
     taken: float = 0.0
     users: str = ""
+    hint: str = ""
     idle: str = ""
     buffers: float = 0.0
 
@@ -210,8 +212,8 @@ def planned_device(gibibytes: float | None, card: Card | None, gpu: Gpu | None) 
     assert gibibytes is not None
     usual = [name for least, name in USUAL.items() if gibibytes >= least][-1]
     like, rates = (gpu.name, rates_of(gpu.name)) if gpu else (f"an {CARDS[usual].name}", CARDS[usual].rates)
-    note = f"as fast as {like}, assumed" + ("" if gpu else "; --device names another card")
-    return Device(f"a GPU with {gibibytes:g} GiB", gibibytes * 2**30, host, True, rates, note)
+    note, hint = f"as fast as {like}, assumed", "" if gpu else "--device names another card"
+    return Device(f"a GPU with {gibibytes:g} GiB", gibibytes * 2**30, host, True, rates, note, hint=hint)
 
 
 def this_cpu(idle: str = "") -> Device:

@@ -19,7 +19,7 @@ from simpletuner.config import schema
 from simpletuner.config.option import LIMITS, Group, Option, describe, options_of
 from simpletuner.config.upstream import File, foreign_key_problem
 from simpletuner.config.values import expand_environment, plain_key, same_value
-from simpletuner.errors import Problem, Problems, Reading, did_you_mean, nearest, warning
+from simpletuner.errors import Kind, Problem, Problems, Reading, did_you_mean, nearest, warning
 from simpletuner.redaction import hide_secrets
 
 # Sections whose values are needed only when something is sent.
@@ -147,7 +147,8 @@ def problems_of(error: ValidationError, model: type[Group]) -> list[Problem]:
     for details in error.errors():
         path = _key_path(details)
         # pydantic reports every member of a union; the first is enough.
-        problems.setdefault(path, Problem(path, _sentence(details, path, model)))
+        kind: Kind | None = "required" if details["type"] == "missing" else None
+        problems.setdefault(path, Problem(path, _sentence(details, path, model), kind=kind))
     return list(problems.values())
 
 

@@ -25,6 +25,7 @@ from simpletuner.config.values import no_file
 from simpletuner.data.chance import generator
 from simpletuner.data.discovery import FileFacts, Folder, pair_key
 from simpletuner.data.files import LARGEST_CAPTION, LeftOutError, UnreadableError, read_file
+from simpletuner.data.sample import UNCAPTIONED
 from simpletuner.errors import Problem, Reading, UserError, counted, did_you_mean, shorten, warning
 
 COARSEST_CLOCK = 3.0  # seconds; file systems round times, FAT to two seconds
@@ -36,7 +37,7 @@ UNKNOWN = FileFacts(0, 0, "")
 PYARROW = Package("pyarrow", "pyarrow>=21,<27")
 UTF16_MARKS = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
 
-no_caption, bad_caption = partial(LeftOutError, "no caption"), partial(LeftOutError, "unreadable caption")
+no_caption, bad_caption = (partial(LeftOutError, reason) for reason in UNCAPTIONED)
 
 CaptionTable = Mapping[str, tuple[str, ...]]  # by file name
 Edit = Callable[[str], Sequence[str]]  # maps a caption to its replacements

@@ -21,8 +21,8 @@ from simpletuner.data.chance import fraction
 from simpletuner.data.clips import ClipFacts, ClipRules, frames_of, retry_once
 from simpletuner.data.discovery import FileFacts, Folder, pair_key, save_index
 from simpletuner.data.entries import DataContext
-from simpletuner.data.sample import EXPECTED, LedgerEntry, Rejected, Sample, shape_text
-from simpletuner.errors import Problem, Problems, counted, shorten, warning
+from simpletuner.data.sample import EXPECTED, UNCAPTIONED, LedgerEntry, Rejected, Sample, shape_text
+from simpletuner.errors import Kind, Problem, Problems, counted, shorten, warning
 
 # Relative. A partner that takes over a picture's crop is visibly stretched if their ratios differ by more than this.
 STRETCH_TOLERANCE = 0.02
@@ -331,7 +331,13 @@ def summarise_rejected(dataset: Dataset) -> Iterator[Problem]:
         left_out = "; ".join(f"{len(files)} {reason} ({shorten(files)})" for reason, files in names.items())
         total = sum(map(len, names.values()))
         files_are = "file is" if total == 1 else "files are"
-        yield warning(dataset.id, f"{total} {files_are} left out: {left_out}. The plan lists each with its reason.")
+        message = f"{total} {files_are} left out: {left_out}. The plan lists each with its reason."
+        yield warning(dataset.id, message, _kind(names))
+
+
+def _kind(reasons: Collection[str]) -> Kind | None:
+    """The kind of a problem of files that are left out."""
+    return None if set(UNCAPTIONED).isdisjoint(reasons) else "captions"
 
 
 def warn_of_enlarged(dataset: Dataset) -> Iterator[Problem]:
@@ -355,7 +361,7 @@ def check_amount(dataset: Dataset, context: DataContext, problems: Problems) -> 
         # An error in the entry already explains it.
         places = [problem.where for problem in problems if problem.fatal]
         if not any(where == dataset.id or where.startswith(f"{dataset.id}.") for where in places):
-            problems.append(Problem(dataset.id, _nothing_usable(dataset)))
+            problems.append(Problem(dataset.id, _nothing_usable(dataset), kind=_kind(dataset.counts())))
         return dataset
     # Evaluation accepts any number of samples.
     if not dataset.config.is_trained:

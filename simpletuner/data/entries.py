@@ -243,13 +243,13 @@ def _check_folders(configs: Configs, context: DataContext) -> Iterator[Problem]:
     """Folders must exist, unless an index may stand in, and must not contain the previews, which are pictures."""
     local = [config for config in configs if config.type == "local" and config.instance_data_dir]
     named = [(config, Path(config.instance_data_dir or "")) for config in local]
-    missing = [(config, folder) for config, folder in named if _is_missing(config, folder, context)]
+    missing = {config.id: folder for config, folder in named if _is_missing(config, folder, context)}
     if missing:
         hint = "paths are relative to the working directory"
-        listed = "; ".join(f"{config.id}: {str(folder)!r}" for config, folder in missing)
-        guesses = [did_you_mean(str(folder), map(str, folder.parent.glob("*/"))) for _, folder in missing]
+        listed = "; ".join(f"{name}: {str(folder)!r}" for name, folder in missing.items())
+        guesses = [did_you_mean(str(folder), map(str, folder.parent.glob("*/"))) for folder in missing.values()]
         message = f"these folders do not exist or cannot be listed ({hint}): {listed}.{''.join(dict.fromkeys(guesses))}"
-        yield Problem("instance_data_dir", message)
+        yield Problem("instance_data_dir", message, entries=[*missing])
     for config, folder in named:
         # Resolved, since either path may contain a link.
         if context.output_dir.resolve().is_relative_to(folder.resolve()):

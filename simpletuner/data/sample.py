@@ -12,6 +12,7 @@ from simpletuner.config.values import Size
 from simpletuner.data.buckets import Geometry, cover
 from simpletuner.data.clips import ClipFacts, frames_of
 
+UNCAPTIONED = ("no caption", "unreadable caption")  # reasons
 # Reasons that are normal in any folder or follow from the config: listed in the ledger without a warning.
 EXPECTED = {"not a picture", "not a clip", "caption without a file", "unused caption", "hidden", "not chosen"}
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from simpletuner.annexes.fitting import ready
 from simpletuner.annexes.fitting.fit import HEADROOM, STREAMED, check_fit, choose, smallest_change
 from simpletuner.budget.budget import (
     GPU_CONVOLUTIONS,
@@ -634,6 +635,15 @@ def test_a_larger_batch_is_proposed_where_the_gpu_waits_for_the_host() -> None:
     assert free_batch(small(dynamo_mode="reduce-overhead"), math.inf) is None, "a CUDA graph needs no launches"
     assert free_batch(before, batch / 2) == batch // 2, "an epoch has no more samples"
     assert free_batch(before, 1.5) is None
+
+
+def test_a_proposal_carries_its_settings(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ready, "steps_per_epoch", lambda plan: math.inf)
+    before = small()
+    chosen = ready._chosen(before)
+    [(line, settings)] = chosen.proposals.items()
+    assert line == chosen.decisions[-1]
+    assert settings == {"train_batch_size": free_batch(before, math.inf)}
 
 
 def test_a_proposed_batch_fits() -> None:

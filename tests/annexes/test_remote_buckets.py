@@ -65,6 +65,7 @@ def test_a_plan_that_may_not_fetch_asks_no_server(
     assert dataset.samples == fetched.samples
     (problem,) = fatal(build(here, entry(server, aws_data_prefix="other"))[1])
     assert problem.message == "its files are not fetched yet; `simpletuner plan` fetches them."
+    assert problem.kind == "unfetched"
     assert asked == []
 
 

@@ -119,7 +119,8 @@ def test_a_plan_that_may_not_fetch_takes_what_is_here(context: DataContext, tmp_
     (dataset,), problems = build(here, entry)
     assert (len(dataset.samples), site.asked) == (2, asked)
     assert not fatal(problems)
-    assert "1 of 3 files are not fetched yet" in "".join(problem.message for problem in problems)
+    [unfetched] = (problem for problem in problems if problem.kind == "unfetched")
+    assert "1 of 3 files are not fetched yet" in unfetched.message
 
 
 def test_what_was_refused_as_private_is_tried_again_when_it_is_allowed(

@@ -125,6 +125,7 @@ def test_what_is_required_is_explained() -> None:
     problems.take(resolve([Layer("config.json", [])]))
     assert [each.where for each in problems] == ["model_type", "model_family"]
     assert all(each.message.startswith("is required. ") for each in problems)
+    assert [each.to_json()["kind"] for each in problems] == ["required"] * 2
 
 
 def test_a_config_with_metadata_is_unwrapped(tmp_path: Path) -> None:

@@ -92,6 +92,7 @@ def test_every_file_is_used_or_listed_with_its_reason(context: DataContext, phot
     assert dataset.counts()["damaged"] == len(pictures.BROKEN)
     assert not fatal(problems)
     assert "14 files are left out" in str(problems[0])
+    assert problems[0].kind == "captions"
 
 
 def test_captions_beside_pictures_that_nobody_asked_for_are_mentioned(context: DataContext, photos: Path) -> None:
@@ -153,6 +154,7 @@ def test_missing_folders_are_one_problem(context: DataContext, photos: Path) -> 
     (problem,) = fatal(problems)
     assert "set1: " in problem.message
     assert "other: " in problem.message
+    assert problem.to_json()["entries"] == ["set1", "other"]
 
 
 def test_problems_of_several_entries_come_together(context: DataContext, photos: Path, tmp_path: Path) -> None:
@@ -167,6 +169,7 @@ def test_problems_of_several_entries_come_together(context: DataContext, photos:
         folder(photos, crop_style="face"),
     )
     assert {problem.where for problem in fatal(problems)} == {"set0", "set1", "instance_data_dir", "set3.crop_style"}
+    assert {problem.where: problem.kind for problem in fatal(problems)}["set0"] == "captions"
     messages = {problem.where: problem.message for problem in problems}
     assert messages["set0"].startswith("no samples detected in dataset set0")
     assert "6 no caption" in messages["set0"]

@@ -21,7 +21,7 @@ from simpletuner.data.dataset import NOTICEABLE_ENLARGEMENT, Dataset, DatasetFil
 from simpletuner.data.discovery import FileFacts
 from simpletuner.data.files import MediaError
 from simpletuner.data.media import fit
-from simpletuner.data.sample import LedgerEntry
+from simpletuner.data.sample import UNCAPTIONED, LedgerEntry
 from simpletuner.distributed.world import usable_cores
 from simpletuner.plan.build import Plan
 from simpletuner.reporting.events import EventStream
@@ -133,7 +133,7 @@ def look_at_all(survey: Plan, events: EventStream) -> dict[str, list[FileCard]]:
 
 def placed(dataset: Dataset) -> Iterator[LedgerEntry]:
     """The ledger, with crops also for files that are rejected only because they have no usable caption."""
-    silent = {file.name for file in dataset.rejected if file.reason in ("no caption", "unreadable caption")}
+    silent = {file.name for file in dataset.rejected if file.reason in UNCAPTIONED}
     for entry in dataset.ledger():
         if entry.name in silent:
             geometry, _ = dataset.place(entry.name, dataset.facts[entry.name].picture_size, epoch=1)

@@ -153,12 +153,13 @@ def _chosen(budget: Budget) -> Budget:
     """The budget with what `offload: auto` chooses."""
     chosen = choose(budget)
     if batch := free_batch(chosen, steps_per_epoch(chosen.plan)):
-        # It changes results, so that it is only proposed.
         advice = f"with train_batch_size {batch} a step would take as long: the GPU waits for the host"
-        chosen = replace(chosen, decisions=[*chosen.decisions, advice])
+        chosen = replace(chosen, decisions=[*chosen.decisions, advice], proposals={advice: {"train_batch_size": batch}})
     if chosen.config.caching.vae_enable_tiling != budget.config.caching.vae_enable_tiling:
         # Tiled latents have separate cache entries, so the missing ones are listed again.
-        chosen = replace(make_budget(chosen.plan, chosen.device), decisions=chosen.decisions)
+        chosen = replace(
+            make_budget(chosen.plan, chosen.device), decisions=chosen.decisions, proposals=chosen.proposals
+        )
     return chosen
 
 

@@ -188,7 +188,7 @@ def budget_lines(budget: Budget) -> Iterator[str]:
     room = "unknown memory" if device.memory is None else gigabytes(device.memory)
     room = ", ".join(filter(None, [room, device.taken_by_others]))
     host = f", host memory {gigabytes(device.host_memory)}" if device.is_gpu and device.host_memory else ""
-    yield f"Estimate for {device.name}, {room}{host} ({device.note})"
+    yield f"Estimate for {device.name}, {room}{host} ({'; '.join(filter(None, (device.note, device.hint)))})"
     if launch.num_processes > 1:
         where = counted(launch.num_machines, "machine")
         yield f"  {launch.num_processes} processes on {where}, one per device, {way_of(budget.config)}"
@@ -384,6 +384,7 @@ def _described(budget: Budget) -> dict[str, Any]:
             for writing in find_writings(budget)
         ],
         "offload_auto": list(budget.decisions),
+        "proposals": {decision: dict(settings) for decision, settings in budget.proposals.items()},
     }
 
 

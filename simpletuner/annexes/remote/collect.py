@@ -14,7 +14,7 @@ from simpletuner.annexes.remote.store import Offer, Store, UnfetchedError
 from simpletuner.config.datasets import DatasetConfig
 from simpletuner.data.discovery import Scan, classify, wanted_suffixes
 from simpletuner.data.entries import DataContext
-from simpletuner.errors import Problem, Problems, UserError
+from simpletuner.errors import Kind, Problem, Problems, UserError
 
 LISTERS = {"csv": list_table, "aws": list_bucket, "huggingface": list_rows}
 RETRY = "; --retry-failed tries again"
@@ -40,7 +40,8 @@ def collect(
         try:
             offers[entry.id] = store, problems.take(LISTERS[entry.type](entry, store))
         except UserError as error:
-            problems.append(Problem(entry.id, str(error)))
+            kind: Kind | None = "unfetched" if isinstance(error, UnfetchedError) else None
+            problems.append(Problem(entry.id, str(error), kind=kind))
     if problems.are_fatal:
         return {}
     return {name: _download(name, *offer, problems) for name, offer in offers.items()}
@@ -56,7 +57,7 @@ def _download(dataset: str, store: Store, offer: Offer, problems: Problems) -> S
     if missing and not store.fetches:
         error = UnfetchedError(f"{len(missing)} of {len(offer.items)} files are")
         # Some of the files are enough for a plan.
-        problems.append(Problem(dataset, str(error), fatal=len(missing) == len(offer.items)))
+        problems.append(Problem(dataset, str(error), fatal=len(missing) == len(offer.items), kind="unfetched"))
     elif missing:
         try:  # progress goes to stderr, since stdout may be piped
             title, count = f"Downloading {dataset}", len(missing)

@@ -190,11 +190,13 @@ def test_a_required_choice_is_no_default_and_captions_are_told_where_they_are_se
     workspace.path("datasets/pictures/p1.txt").unlink()
     workspace.write_config(my_own_key=None)
     page.reload()
+    page.get_by_role("tab", name="Dataset").click()
     card = page.locator(".dataset-card").first
     expect(card.locator("[data-key=caption_strategy] .told")).to_contain_text("no caption")
     expect(card.locator("[data-key=id] .told p")).to_have_count(0)
     workspace.write_config(model_family=None)
     page.reload()
+    expect(page.get_by_role("tab", name="Basic")).to_contain_text("1")  # counted on a tab that was not opened
     family = page.locator("[data-key=model_family]")
     expect(family.locator(".bad")).to_have_text("Family is required.")
     expect(family.locator("option").first).to_have_text("choose one")
@@ -439,6 +441,7 @@ def test_a_remedy_is_applied_with_one_click_and_waits_to_be_saved(page: Any, wor
     told.get_by_role("button", name="Apply").click()
     expect(page.locator("#verdict")).to_have_text("fits")
     expect(told).to_have_count(0)
+    page.locator("#search").fill("e")  # in every tab
     changed = [each.get_attribute("data-key") for each in page.locator(".field.changed").all()]
     expect(page.locator("#saved")).to_have_text(f"{len(changed)} unsaved")
     assert not saved(workspace).keys() & set(changed)
@@ -448,6 +451,8 @@ def test_a_remedy_is_applied_with_one_click_and_waits_to_be_saved(page: Any, wor
 
 
 def test_search_and_keys_reach_every_option(page: Any) -> None:
+    expect(page.locator("#f-seed")).to_have_count(1)
+    expect(page.locator("#f-huber_c")).to_have_count(0)  # other tabs are drawn when they are needed
     page.keyboard.press("/")
     page.keyboard.type("huber")
     expect(page.locator("#f-huber_c")).to_be_visible()

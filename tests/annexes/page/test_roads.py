@@ -96,6 +96,7 @@ def test_new_asks_for_no_config_that_is_not_there(browser: Any, project: Workspa
     project.write_config(validation_negative_prompt="")
     with opened(browser, project.folder) as page:
         page.on("response", lambda answer: refused.append(answer.url) if answer.status >= 400 else None)
+        page.get_by_role("tab", name="Validation").click()
         expect(page.locator("#f-validation_negative_prompt")).to_have_attribute("placeholder", "empty")
         page.get_by_role("button", name="New", exact=True).click()
         dialog = page.get_by_role("dialog", name="New config")
@@ -105,7 +106,9 @@ def test_new_asks_for_no_config_that_is_not_there(browser: Any, project: Workspa
             expect(dialog.get_by_role("alert")).to_contain_text(words)
         dialog.get_by_label("Name, for").fill("mine")
         dialog.get_by_role("button", name="Create").click()
+        page.get_by_role("tab", name="Basic").click()
         expect(page.get_by_label("Output Folder", exact=True)).to_have_value("output/mine")
+        page.get_by_role("tab", name="Dataset").click()
         expect(page.locator("#f-data_backend_config")).to_have_value("config/mine/multidatabackend.json")
         assert refused == []
         page.goto(page.url.partition("?")[0] + "?config=gone")
@@ -129,8 +132,9 @@ def test_the_plan_tells_a_problem_once_and_has_buttons(
         ).json()
         first = next(each for each in said["problems"] if each["key"] == "train_batch_size")
         fits = {**first, "message": f"{first['message']} This would fit.", "remedy": {"train_batch_size": 2}}
-        planned |= {"problems": [fits, {"key": "instance_data_dir", "message": missing, "fatal": True}]}
-        planned |= {"offload_auto": [batch]}
+        folder = {"key": "instance_data_dir", "message": missing, "fatal": True, "entries": ["pictures"]}
+        planned |= {"problems": [fits, folder]}
+        planned |= {"offload_auto": [batch], "proposals": {batch: {"train_batch_size": 8}}}
         page.reload()
         expect(told).to_contain_text("This would fit. Apply")
         expect(told).to_have_count(1)

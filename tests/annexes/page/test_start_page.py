@@ -23,7 +23,7 @@ PLAN = {
     "ok": True, "problems": [], "device": {"name": "a GPU with 24 GiB", "usable": 25e9, "memory": 26e9, "note": ""},
     "memory": [{"phase": "training", "device": 20e9, "host": 1e9}], "length": {"steps": 1000, "steps_done": 0},
     "seconds": {"step": 2.4, "training": 2400, "previews": 60}, "model": {"download": 2e9}, "datasets": [], "disk": [],
-    "buckets": [], "offload_auto": [], "assumed": [],
+    "buckets": [], "offload_auto": [], "proposals": {}, "assumed": [],
 }  # fmt: skip
 DROP = """
 (files) => {

@@ -1,14 +1,14 @@
 // The page: tabs, search, the open config, and the check after every change.
-import { allConfigs, api, ask, bindField, changes, complete, defaultOf, isDirty, open, page, problemLine, refuseName, remember, reread, save, sentences, showField, state, tell, element } from "./form.js";
-import { refreshDatasets, showDatasets, startDatasets, tellDatasets, tellLedger } from "./datasets.js";
+import { allConfigs, api, ask, bindField, changes, complete, defaultOf, fields, inForm, isDirty, open, page, problemLine, refuseName, remember, reread, save, sentences, showField, state, tell, element } from "./form.js";
+import { isOfDataset, refreshDatasets, showDatasets, startDatasets, tellDatasets, tellLedger } from "./datasets.js";
 import { showPlan } from "./plan.js";
 
 const all = (selector) => [...document.querySelectorAll(selector)];
-const tabs = all("[role=tab]"), fields = all("main .field"), byKey = new Map(fields.map((field) => [field.dataset.key, field]));
-for (const field of fields) complete(field, "f");
+const tabs = all("[role=tab]"), drawn = () => [...fields].filter(([, field]) => field.isConnected);
+const tabOf = (field) => field.closest("section").id.split("/")[0], FORM = new Set([...fields.values()].map(tabOf));
 const inRun = document.body.classList.contains("in-run"); // the page of a run cannot edit
-const defaults = Object.fromEntries(fields.map((field) => [field.dataset.key, defaultOf(field)]));
-let judged = { problems: [], effective: {}, greyed: {} }, planned = [], number = 0, told = "";
+const defaults = Object.fromEntries([...fields].map(([key, field]) => [key, defaultOf(field)]));
+let judged = { problems: [], effective: {}, greyed: {} }, planned = [], number = 0, told = "", refusal = "";
 const timers = {};
 const later = (name, delay, action) => { clearTimeout(timers[name]); timers[name] = setTimeout(action, delay); };
 
@@ -25,7 +25,7 @@ function openTab() {
     each.tabIndex = each === tab ? 0 : -1;
   }
   document.body.dataset.tab = tab.id.slice(4);
-  fill(page(`#pane-${tab.id.slice(4)}`));
+  drawAll([document.body.dataset.tab]);
   filter("");
   const target = document.getElementById(decodeURIComponent(location.hash.slice(1)));
   if (target?.matches("section, .field")) target.scrollIntoView();
@@ -33,14 +33,33 @@ function openTab() {
   tab.scrollIntoView({ block: "nearest", inline: "nearest" });
 }
 
-// Resources of a pane are loaded when it is first shown, with its scripts in order; until then it is empty.
-function fill(pane) {
-  const shell = pane.querySelector(":scope > template"), scripts = [...(shell?.content.querySelectorAll("script") ?? [])];
-  if (!shell) return;
+// A pane is drawn when it is first shown, searched, or has a problem: the whole form takes long. Its scripts are loaded in
+// order; until then it looks empty.
+function draw(name) {
+  const pane = page(`#pane-${name}`), shell = pane.querySelector(":scope > template"), scripts = [...(shell?.content.querySelectorAll("script") ?? [])];
+  if (!shell) return false;
   for (const script of scripts) script.async = false;
-  pane.ariaBusy = "true";
-  scripts.at(-1).addEventListener("load", () => { pane.ariaBusy = null; });
+  if (scripts.length) pane.ariaBusy = "true";
+  scripts.at(-1)?.addEventListener("load", () => { pane.ariaBusy = null; });
   shell.replaceWith(shell.content);
+  for (const [key, field] of drawn().filter(([, field]) => pane.contains(field))) {
+    complete(field, "f");
+    bindField(field, (value) => set(key, value));
+    showField(field, state.values[key], state.effective[key]);
+  }
+  if (name === "dataset") showDatasets();
+  return true;
+}
+
+function drawAll(names) {
+  if (names.filter(draw).length) showProblems();
+}
+
+function set(key, value) {
+  if (value === undefined) delete state.values[key];
+  else state.values[key] = value;
+  showField(fields.get(key), state.values[key], state.effective[key]);
+  edited();
 }
 
 page("[role=tablist]").addEventListener("keydown", (event) => {
@@ -59,11 +78,15 @@ const plain = (text) => ` ${text.toLowerCase().replace(/[^\p{L}\p{N}.]+/gu, " ")
 function filter(query) {
   const wanted = plain(query), words = wanted.split(" ").filter(Boolean), searching = words.length > 0;
   document.body.classList.toggle("searching", searching);
-  let found = 0;
-  for (const field of all("main .field")) {
+  const isMeant = (field) => {
     const { key, words: meant = "" } = field.dataset, group = field.closest(".group")?.dataset.group ?? "";
     const text = plain(`${key} ${meant} ${field.textContent} ${group}`);
-    const isFound = !searching || plain(meant).includes(wanted) || words.every((word) => text.includes(` ${word}`));
+    return plain(meant).includes(wanted) || words.every((word) => text.includes(` ${word}`));
+  };
+  if (searching) drawAll([...FORM]);
+  let found = 0;
+  for (const field of all("main .field")) {
+    const isFound = !searching || isMeant(field);
     field.classList.toggle("unfound", !isFound);
     found += isFound;
   }
@@ -72,7 +95,8 @@ function filter(query) {
     if (part.tagName === "DETAILS") part.open = searching || Boolean(part.querySelector(".set-here, .told .bad"));
   }
   for (const pane of all(".pane")) {
-    pane.hidden = searching ? ["pane-run", "pane-start"].includes(pane.id) : pane.id !== `pane-${document.body.dataset.tab}`;
+    const name = pane.id.slice(5);
+    pane.hidden = searching ? !FORM.has(name) : name !== document.body.dataset.tab;
   }
   page("#no-match").hidden = !searching || found > 0;
 }
@@ -100,11 +124,11 @@ export async function openConfig(name, from = name, configs = null) {
 // `configs`: the project's configs, if they have just been read.
 async function refill(configs = null) {
   remember("config", state.config);
-  page("#look").href = `/dataset?config=${encodeURIComponent(state.config)}`;
+  inForm("#look").href = `/dataset?config=${encodeURIComponent(state.config)}`;
   Object.assign(state, { switched: state.opened !== "", opened: state.config });
   document.dispatchEvent(new CustomEvent("config", { detail: state.config }));
   listConfigs(configs);
-  showDatasets();
+  showDatasets([]);
   await check();
   filter("");
 }
@@ -145,13 +169,13 @@ document.addEventListener("apply", ({ detail }) => {
 });
 
 function offerFlavours(flavours) {
-  const list = page("#f-model_flavour");
+  const list = fields.get("model_flavour").querySelector("select");
   list.replaceChildren(list.options[0], ...Object.entries(flavours).map(([name, about]) => element("option", { value: name, textContent: `${name}: ${about}` })));
 }
 
 function showAll() {
   refreshDatasets();
-  for (const [key, field] of byKey) showField(field, state.values[key], state.effective[key]);
+  for (const [key, field] of drawn()) showField(field, state.values[key], state.effective[key]);
   showProblems();
   showSaved();
   showRaw();
@@ -168,13 +192,18 @@ function showProblems() {
     return !isRepeated && !seen.has(name) && seen.add(name); // the plan adds what would fit
   });
   const keyOf = (problem) => problem.key.split(/[.[]/)[0];
-  for (const [key, field] of byKey) tell(field, problems.filter((problem) => keyOf(problem) === key), judged.greyed[key]);
+  const isBlank = !state.etag && !isDirty(); // an empty new config shows no problems yet
+  for (const problem of isBlank ? [] : problems.filter(({ fatal }) => fatal)) {
+    const field = fields.get(keyOf(problem)); // drawn, so that its tab counts it
+    if (field || isOfDataset(problem)) draw(field ? tabOf(field) : "dataset");
+  }
+  for (const [key, field] of drawn()) tell(field, problems.filter((problem) => keyOf(problem) === key), judged.greyed[key]);
   all("main .group").forEach(shareReason);
   // The plan's panel shows problems of the device.
-  const rest = tellDatasets(problems.filter((problem) => !byKey.has(keyOf(problem)) && problem.key !== "device"));
+  const elsewhere = problems.filter((problem) => !fields.has(keyOf(problem)) && problem.key !== "device"), rest = elsewhere.filter((problem) => !isOfDataset(problem));
+  tellDatasets(elsewhere);
   const unreadable = Object.values(state.broken).flatMap((file) => file?.problems ?? []); // their texts are below all fields
   page("#problems").replaceChildren(...[...unreadable, ...rest].map((problem) => element("li", { className: problem.fatal ? "bad" : "warning" }, problemLine(problem))));
-  const isBlank = !state.etag && !isDirty(); // an empty new config shows no problems yet
   for (const tab of tabs) {
     const count = isBlank ? 0 : all(`#pane-${tab.id.slice(4)} .told .bad`).length, badge = tab.querySelector(".count");
     badge.hidden = !count;
@@ -197,7 +226,7 @@ function shareReason(group) {
 function showSaved(text = told) {
   told = text;
   const changed = changes(), count = Object.keys(changed).length, dirty = isDirty();
-  for (const [key, field] of byKey) field.classList.toggle("changed", key in changed);
+  for (const [key, field] of fields) field.classList.toggle("changed", key in changed);
   page("#save").disabled = !dirty;
   page("#saved").textContent = text || (state.gone ? `${state.gone} was deleted or moved; Save restores it.` : dirty ? (count ? `${count} unsaved` : "Datasets unsaved") : "");
 }
@@ -216,7 +245,8 @@ async function saveNow() {
     if (saved) showSaved("Saved");
     return saved;
   } catch (error) {
-    showSaved(`Not saved: ${error.message}`);
+    refusal = `Not saved: ${error.message}`;
+    showSaved(refusal);
     return false;
   }
 }
@@ -229,16 +259,8 @@ async function listConfigs(configs = null) {
   })));
 }
 
-for (const [key, field] of byKey) {
-  bindField(field, (value) => {
-    if (value === undefined) delete state.values[key];
-    else state.values[key] = value;
-    showField(field, state.values[key], state.effective[key]);
-    edited();
-  });
-}
 startDatasets(edited);
-document.addEventListener("edited", showDatasets);
+document.addEventListener("edited", () => showDatasets());
 document.addEventListener("edited", edited);
 page("#raw").addEventListener("toggle", showRaw);
 page("#search").addEventListener("input", ({ target }) => { filter(target.value); scrollTo(0, 0); });
@@ -259,7 +281,7 @@ async function lookAgain({ type }) {
   if (inRun || document.hidden || page("dialog[open]")) return;
   const wasGone = state.gone, news = await reread();
   if (news === "taken") await refill();
-  if (news in NEWS && !told.startsWith("Not saved")) showSaved(NEWS[news]);
+  if (news in NEWS && (!told || told !== refusal)) showSaved(NEWS[news]);
   else if (state.gone !== wasGone || (!news && told === NEWS.changed)) showSaved("");
   if (!news && type !== "beat") check();
 }

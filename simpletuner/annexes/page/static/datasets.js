@@ -1,11 +1,11 @@
 // The dataset file as cards; keys that a card does not show are edited as JSON.
-import { api, ask, asJson, bindField, bindJson, complete, element, isObject, problemLine, showField, showJson, state, tell } from "./form.js";
+import { api, ask, asJson, bindField, bindJson, complete, element, inForm, isObject, problemLine, showField, showJson, state, tell } from "./form.js";
 
-const list = document.querySelector("#datasets"), template = document.querySelector("#dataset");
+const list = inForm("#datasets"), template = document.querySelector("#dataset");
 const SHORT = new Set(["id", "dataset_type", "type"]); // all that an entry without samples needs
 const part = (entry, key) => key.split(".").reduce((value, name) => value?.[name], entry);
 const cards = () => [...list.children];
-let changed = () => {}, numbers = 0;
+let changed = () => {}, numbers = 0, counted = [];
 
 function put(entry, key, value) {
   const [outer, inner] = key.split(".");
@@ -69,40 +69,49 @@ function makeCard(index) {
   return card;
 }
 
-export function showDatasets() {
-  list.replaceChildren(...state.datasets.entries.map((entry, index) => makeCard(index)));
+// There are no cards until the tab is drawn. `planned`: the plan's results for the folders.
+export function showDatasets(planned = counted) {
+  if (list.isConnected) list.replaceChildren(...state.datasets.entries.map((entry, index) => makeCard(index)));
   refreshDatasets();
+  tellLedger(planned);
 }
 
 export function refreshDatasets() {
   cards().forEach((card, index) => refresh(card, state.datasets.entries[index]));
 }
 
-// Shows problems on cards, by the id or number of their entry; returns the others.
+// Problems name an entry by its id or number.
+const nameOf = (index) => state.datasets.entries[index].id || `[${index}]`;
+const named = (problem) => problem.key.replace(/^[^:]*\.json: /, "");
+// Missing folders of several entries are one problem.
+const isMissing = ({ entries = [] }, id) => entries.includes(id);
+
+function isOf(index, problem) {
+  const id = nameOf(index);
+  return isMissing(problem, id) || named(problem) === id || named(problem).startsWith(`${id}.`) || problem.key.includes(`.json[${index}]`);
+}
+
+export const isOfDataset = (problem) => state.datasets.entries.some((entry, index) => isOf(index, problem));
+
+// Shows problems on the cards of their entries.
 export function tellDatasets(problems) {
-  const left = new Set(problems), named = (problem) => problem.key.replace(/^[^:]*\.json: /, "");
   cards().forEach((card, index) => {
-    const id = state.datasets.entries[index].id || `[${index}]`, fields = [...card.querySelectorAll(".field:not([hidden])")], told = new Map();
-    for (const problem of problems) {
-      // Missing folders are reported together, after the ids of their entries.
-      const isMissing = problem.key === "instance_data_dir" && problem.message.includes(` ${id}: '`);
-      if (!isMissing && named(problem) !== id && !named(problem).startsWith(`${id}.`) && !problem.key.includes(`.json[${index}]`)) continue;
-      const key = isMissing ? problem.key : named(problem).slice(id.length + 1), field = fields.find((each) => each.dataset.key === key);
+    const id = nameOf(index), fields = [...card.querySelectorAll(".field:not([hidden])")], told = new Map();
+    for (const problem of problems.filter((each) => isOf(index, each))) {
+      const key = isMissing(problem, id) ? problem.key : named(problem).slice(id.length + 1), field = fields.find((each) => each.dataset.key === key);
       // Problems of a whole entry (its files), and of keys that are only in its JSON.
-      const place = field ?? (key ? card : (fields.find((each) => each.dataset.key === (/caption/.test(problem.message) ? "caption_strategy" : "")) ?? fields[0]));
+      const place = field ?? (key ? card : (fields.find((each) => problem.kind === "captions" && each.dataset.key === "caption_strategy") ?? fields[0]));
       told.set(place, [...(told.get(place) ?? []), problem]);
-      left.delete(problem);
     }
     for (const field of fields) tell(field, told.get(field) ?? []);
     const hidden = (told.get(card) ?? []).map((problem) => problemLine(problem, `${named(problem).slice(id.length + 1)}: ${problem.message}`));
     card.querySelector(".json .told").replaceChildren(...hidden);
     for (const fold of card.querySelectorAll("details.more")) fold.open ||= Boolean(fold.querySelector(".told .bad"));
   });
-  return [...left];
 }
 
-// The plan's results for the folders.
 export function tellLedger(datasets = []) {
+  counted = datasets;
   cards().forEach((card, index) => {
     const found = datasets.find((each) => each.id === state.datasets.entries[index].id), left = found?.left_out ?? [];
     const badge = card.querySelector(".used"), ledger = card.querySelector(".ledger");
@@ -116,7 +125,7 @@ export function tellLedger(datasets = []) {
 
 export function startDatasets(whenChanged) {
   changed = whenChanged;
-  document.querySelector("#add-dataset").addEventListener("click", () => {
+  inForm("#add-dataset").addEventListener("click", () => {
     state.datasets.entries.push({ id: `dataset-${state.datasets.entries.length + 1}`, type: "local", caption_strategy: "textfile" });
     showDatasets();
     list.lastElementChild.querySelector("input[type=text]").focus();

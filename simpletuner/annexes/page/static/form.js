@@ -4,6 +4,10 @@
 // `gone` names a file of the open config that was deleted or moved.
 export const state = { broken: {}, config: "config", opened: "", switched: false, path: "", gone: "", etag: null, file: {}, values: {}, effective: {}, datasets: { etag: null, path: "", file: [], entries: [] } };
 export const page = (selector) => document.querySelector(selector);
+// The panes of the form are templates until they are drawn: `fields` and `inForm` are of both.
+const parts = [document, ...[...document.querySelectorAll("template")].map(({ content }) => content)];
+export const inForm = (selector) => parts.map((part) => part.querySelector(selector)).find(Boolean);
+export const fields = new Map(parts.flatMap((part) => [...part.querySelectorAll(".group .field")]).map((field) => [field.dataset.key, field]));
 export const same = (a, b) => JSON.stringify(a) === JSON.stringify(b);
 const clone = (value) => JSON.parse(JSON.stringify(value));
 export const isObject = (value) => typeof value === "object" && value !== null && !Array.isArray(value);
@@ -152,12 +156,12 @@ export function bindJson(area, told, [fits, kind], take) {
 const KEY = /(?<![\w./'"`{=-])[a-z0-9]+(?:_[a-z0-9]+)+(?![\w/'"`}=-]|\.\w)/g;
 const PREDICATE = /^(and|are|aligns|can|cannot|does|has|have|is|makes|may|must|needs?|takes|was|would)\b/;
 const labelOf = (field) => field?.querySelector("label").textContent;
-const labelled = (key) => labelOf(page(`main .field[data-key="${CSS.escape(key)}"]`)) ?? key;
+const labelled = (key) => labelOf(fields.get(key) ?? inForm(`.field[data-key="${CSS.escape(key)}"]`)) ?? key;
 const linked = (text) => text.split(/(docs\/[\w/]+\.md)/).map((part, index) => (index % 2 ? element("a", { href: `/${part}`, target: "_blank", textContent: part }) : part));
 
-function sentence(field, message) {
-  // Such a message repeats the help, which is shown beside the field.
-  const named = message.replace(/^(is required\.).*/s, "$1").replace(KEY, labelled);
+function sentence(field, { kind, message }) {
+  if (kind === "required") return `${labelOf(field)} is required.`; // its message repeats the help beside the field
+  const named = message.replace(KEY, labelled);
   return PREDICATE.test(message) ? `${labelOf(field)} ${named}` : named;
 }
 
@@ -176,7 +180,7 @@ export function problemLine({ key, message, fatal, remedy = {} }, text = `${{ me
 }
 
 export function tell(field, problems, reason = "") {
-  const isMissing = problems.some(({ message }) => message.startsWith("is required."));
+  const isMissing = problems.some(({ kind }) => kind === "required");
   // A missing value shows no problem at its default: defaults are not the user's mistake.
   if (isMissing && control(field).tagName === "SELECT") control(field).options[0].textContent = "choose one";
   const isWrong = isMissing || field.classList.contains("set-here");
@@ -185,7 +189,7 @@ export function tell(field, problems, reason = "") {
   field.classList.toggle("greyed", Boolean(reason));
   control(field).disabled = Boolean(reason);
   control(field).setAttribute("aria-invalid", String(field.classList.contains("wrong")));
-  const lines = problems.map((problem) => problemLine(problem, sentence(field, problem.message)));
+  const lines = problems.map((problem) => problemLine(problem, sentence(field, problem)));
   if (reason && !problems.some(({ message }) => message === reason)) lines.push(element("p", { className: "reason", textContent: reason }));
   field.querySelector(".told").replaceChildren(...lines);
 }

@@ -74,27 +74,23 @@ function draw(plan, known = null) {
   const lines = known ? also : slow.map((problem) => problemLine({ ...problem, fatal: true }, problem.message));
   body.replaceChildren(
     ...(lines.length ? [told(lines)] : []),
-    dim(`${name}${memory === null ? "" : `, ${gigabytes(usable)} usable`} (${note.replace("; --device names another card", "")})`),
+    dim(`${name}${memory === null ? "" : `, ${gigabytes(usable)} usable`} (${note})`),
     ...fetchButton(plan),
     phases(plan.memory, usable),
     facts(plan),
     ...(plan.buckets.length ? [buckets(plan.buckets)] : []),
     ...plan.assumed.map(dim),
-    ...plan.offload_auto.map((line) => advice(line, known)),
+    ...plan.offload_auto.map((line) => (line in plan.proposals && !known ? proposal(line, plan.proposals[line]) : dim(line))),
   );
 }
 
-// The choices of `offload: auto` with reasons; a proposal has a button, except in a plan for another card.
-function advice(line, known) {
-  const [, batch] = /^with train_batch_size (\d+) a step would take as long/.exec(line) ?? [];
-  return batch && !known ? told([problemLine({ key: "", message: line, remedy: { train_batch_size: Number(batch) } })]) : dim(line);
-}
-
+// Choices of `offload: auto` are lines with reasons; a proposal has a button, except in a plan for another card.
+const proposal = (message, remedy) => told([problemLine({ key: "", message, remedy })]);
 const told = (lines) => element("div", { className: "told" }, ...lines);
 
 // Files of remote datasets are downloaded only on request.
 function fetchButton({ problems }) {
-  if (!problems.some(({ message }) => message.includes("not fetched yet"))) return [];
+  if (!problems.some(({ kind }) => kind === "unfetched")) return [];
   const button = element("button", { type: "button", id: "fetch", textContent: "Fetch now" });
   button.addEventListener("click", () => {
     Object.assign(button, { disabled: true, textContent: "Fetching" });

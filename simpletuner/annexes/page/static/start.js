@@ -182,7 +182,7 @@ async function judge(mine) {
 
 function verdict({ device, model, problems, seconds }) {
   const isTold = (key) => problems.some((problem) => problem.key === key);
-  const fatal = problems.find((problem) => problem.fatal && problem.key !== "memory" && !/caption/.test(problem.message));
+  const fatal = problems.find((problem) => problem.fatal && problem.key !== "memory" && problem.kind !== "captions");
   if (fatal || !device) return [false, fatal ? `${fatal.key}: ${fatal.message}` : say("the plan needs captions")];
   const loaded = model.download ? say(", {size} to download", { size: gigabytes(model.download) }) : "";
   const time = say("about {time} without previews", { time: duration(seconds.training) }) + loaded;
