@@ -18,9 +18,9 @@ from typing import Any, BinaryIO, Literal, Protocol
 
 from pydantic import TypeAdapter, ValidationError
 
-from simpletuner.atomic import changing, hold, write_atomically
+from simpletuner.atomic import changing, write_atomically
 from simpletuner.errors import UserError, full_text
-from simpletuner.run.lock import Owner, read_owner, this_process
+from simpletuner.run.lock import Owner, read_owner, take, this_process
 
 QUEUE_FILE = "queue.json"
 SERVER_FILE = ".queue.server"  # locked by the server that starts jobs
@@ -69,7 +69,7 @@ class Job:
     @property
     def is_alive(self) -> bool:
         """Whether the process exists."""
-        return self.owner is not None and not self.owner.is_gone
+        return self.owner is not None and self.owner.lives_here
 
 
 JOBS = TypeAdapter(list[Job])
@@ -242,22 +242,15 @@ class Queue:
             self._lock.close()
 
     def _is_server(self) -> bool:
-        if self._lock is None:
-            file = self.file.with_name(SERVER_FILE).open("a+b")
-            if not hold(file, wait=False):
-                file.close()
-                return False
-            file.truncate(0)
-            file.write(this_process().content)
-            file.flush()
+        if self._lock is None and (file := take(self.file.with_name(SERVER_FILE))):
+            this_process().write(file)
             self._lock = file
-        return True
+        return self._lock is not None
 
     @property
     def other_server(self) -> str:
         """The server that starts the jobs, unless it is this one; empty without a queue."""
-        path = self.file.with_name(SERVER_FILE)
         with suppress(OSError, UserError):
-            if self._lock is None and path.is_file() and not (owner := read_owner(path, path.read_bytes())).is_gone:
-                return str(owner)
+            owner = read_owner(self.file.with_name(SERVER_FILE)) if self._lock is None else None
+            return str(owner) if owner and owner.lives_here else ""
         return ""
