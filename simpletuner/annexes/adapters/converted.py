@@ -17,10 +17,9 @@ from __future__ import annotations
 import logging
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +41,7 @@ from simpletuner.training.lora import ADAPTER, inject, without_adapters
 from simpletuner.training.lora_files import LoraHook, write_verified, write_weights
 from simpletuner.training.manifest import ERRORS, describe_errors
 from simpletuner.training.meter import weight_shapes
-from simpletuner.training.trained import AdapterWeights, Draft, Publication
+from simpletuner.training.trained import AdapterWeights, Publication
 
 # Oversampling of the randomised SVD: its last singular vectors are the least accurate.
 SPARE = 16
@@ -112,20 +111,19 @@ class ConvertedAdapter(AdapterWeights, ABC):
         """The name of every adapted layer, and the update of its weight, in float32 and the weight's shape."""
 
     @abstractmethod
-    def native(self, note: Mapping[str, str]) -> Draft:
-        """The weights in the adapter's native form; `note` is added to the header."""
+    def write_native(self, folder: Path, note: Mapping[str, str]) -> None:
+        """Write the weights in the adapter's native form; `note` is added to the header."""
 
     @abstractmethod
     def disabled(self) -> AbstractContextManager[None]:
         """See `Trained.disabled`."""
 
-    def drafts(self, note: Mapping[str, str]) -> Generator[Draft]:
-        yield self.native(note)
+    def write(self, folder: Path, note: Mapping[str, str]) -> None:
+        self.write_native(folder, note)
         if self.ema is not None:
             with self.ema.applied():
-                averaged = self.native(note)
-                yield replace(averaged, name=f"ema/{averaged.name}")
-        yield self.exact()
+                self.write_native(folder / "ema", note)
+        self.write_exact(folder)
 
     def publish(self, output_dir: Path, publication: Publication) -> str:
         if self.ema is not None:
@@ -149,7 +147,7 @@ class ConvertedAdapter(AdapterWeights, ABC):
             message = "%s lacks %.0f %% of the adapter's effect; a larger export_rank or export_energy keeps more."
             logger.warning(message, folder / LORA_FILE, 100 * effect)
         errors = {key: f"{error:.2e}" for key, error in zip(ERRORS, (lora.error, forward, effect), strict=True)}
-        self.native(publication.note).write_into(folder)
+        self.write_native(folder, publication.note)
         form = self.config.lora_format
         weights = {
             f"{PREFIXES[form]}{name}.lora_{side}.weight": factor.cpu().contiguous()
@@ -199,13 +197,12 @@ class ProductAdapter(ConvertedAdapter):
         for name, layer in self.layers():
             yield name, layer.get_delta_weight(ADAPTER).float()
 
-    def native(self, note: Mapping[str, str]) -> Draft:
+    def write_native(self, folder: Path, note: Mapping[str, str]) -> None:
         prefix, end = PREFIXES["diffusers"], f".{ADAPTER}"
         weights = {f"{prefix}{name.removesuffix(end)}": each.detach() for name, each in self.parameters().items()}
         settings = {key: sorted(each) if isinstance(each, set) else each for key, each in vars(self.settings).items()}
         kept = {key: settings[key] for key in ("r", "alpha", "target_modules", "decompose_factor") if key in settings}
-        header = {**file_settings(kept, "diffusers"), **note}
-        return Draft(self.native_file, partial(write_weights, header=header), weights)
+        write_weights(folder / self.native_file, weights, {**file_settings(kept, "diffusers"), **note})
 
     def disabled(self) -> AbstractContextManager[None]:
         return without_adapters(self.transformer)
@@ -290,19 +287,15 @@ class LycorisAdapter(ConvertedAdapter):
         for name, module in self.modules.items():
             yield name, update_of(module)
 
-    def native(self, note: Mapping[str, str]) -> Draft:
+    def write_native(self, folder: Path, note: Mapping[str, str]) -> None:
         weights = {
             f"{module.lora_name}.{key}": each.detach()
             for module in self.modules.values()
             for key, each in module.state_dict().items()
         }
         header = {**note, MULTIPLIER: str(self.file.content["multiplier"])}
-
-        def write(path: Path, weights: Mapping[str, Tensor]) -> None:
-            write_weights(path, weights, header)
-            write_json(path.with_name(CONFIG_FILE), dict(self.file.content))
-
-        return Draft(self.native_file, write, weights)
+        write_weights(folder / self.native_file, weights, header)
+        write_json(folder / CONFIG_FILE, dict(self.file.content))
 
     @contextmanager
     def disabled(self) -> Iterator[None]:
