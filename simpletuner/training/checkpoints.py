@@ -15,16 +15,16 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Generator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack, closing, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 from simpletuner.atomic import build_folder, open_atomically, write_json
 from simpletuner.config.schema import CheckpointConfig
@@ -38,6 +38,7 @@ from simpletuner.training.loop import Callback
 from simpletuner.training.manifest import ROLLING, STATE_FOLDER, Checkpoint, Identity, Manifest
 from simpletuner.training.optimizers import load_state
 from simpletuner.training.state import Assembly, TrainState, random_states, restore_random_states
+from simpletuner.training.trained import Draft
 
 logger = logging.getLogger(__name__)
 
@@ -95,6 +96,12 @@ def _load_modules(assembly: Assembly, folder: Path) -> None:
             raise UserError(f"{saved[name]} does not fit: {error}") from None
     for name in saved.keys() - assembly.modules.keys():
         logger.warning("%s was on in %s and is off now; its weights are not used.", name, folder.parent)
+
+
+def _save_state(path: Path, content: Any) -> None:
+    with open_atomically(path) as file:
+        # Written directly to the file: the state of a full fine-tune may not fit into memory twice.
+        torch.save(content, file)
 
 
 @dataclass
@@ -186,8 +193,10 @@ class CheckpointWriter(Callback):
         with ExitStack() as building:
             folder = sharers.on_main(lambda: building.enter_context(build_folder(final)))
             sharers.on_main((folder / STATE_FOLDER).mkdir)
-            assembly.trained.write(folder, self.note(state))
-            self._write_state(assembly, state, folder)
+            # Closed promptly, since the moving average may replace the weights until then.
+            with closing(self._drafts(assembly, state, folder)) as drafts:
+                for draft in drafts:
+                    sharers.on_main(partial(draft.write_into, folder))
             written = building.pop_all()
         describe = partial(Manifest, state.global_step, state.epoch, self.identity)
 
@@ -197,9 +206,14 @@ class CheckpointWriter(Callback):
 
         return sharers.main_only(lambda: complete)
 
-    def _write_state(self, assembly: Assembly, state: TrainState, folder: Path) -> None:
-        """Write the files besides those of the weights. Collective if the trained weights are sharded."""
-        sharers, ema = assembly.trained.sharers, assembly.trained.ema
+    def _drafts(self, assembly: Assembly, state: TrainState, folder: Path) -> Generator[Draft]:
+        """The files except the manifest. Collective if the trained weights are sharded.
+
+        Args:
+            folder: folder for shards, which are written immediately.
+        """
+        ema = assembly.trained.ema
+        yield from assembly.trained.drafts(self.note(state))
         content = {
             "global_step": state.global_step,
             "epoch": state.epoch,
@@ -210,18 +224,14 @@ class CheckpointWriter(Callback):
             "random": random_states(),
             "techniques": {technique.name: technique.state_dict() for technique in assembly.techniques},
         }
-        whole = without_shards(content, folder / STATE_FOLDER if self.in_shards else None, sharers)
-
-        def write() -> None:
-            # Directly to the file: the state of a full fine-tune may not fit into memory twice.
-            with open_atomically(folder / STATE_FOLDER / STATE_FILE) as file:
-                torch.save(whole, file)
-            for name, module in assembly.modules.items():
-                weights = {key: tensor.detach().contiguous() for key, tensor in module.state_dict().items()}
-                save_file(weights, folder / STATE_FOLDER / f"{name}{MODULE_SUFFIX}")
-            write_json(folder / "config.json", dict(self.settings))
-
-        sharers.on_main(write)
+        shards = folder / STATE_FOLDER if self.in_shards else None
+        yield Draft(
+            f"{STATE_FOLDER}/{STATE_FILE}", _save_state, without_shards(content, shards, assembly.trained.sharers)
+        )
+        for name, module in assembly.modules.items():
+            weights = {key: tensor.detach().contiguous() for key, tensor in module.state_dict().items()}
+            yield Draft.of_tensors(f"{STATE_FOLDER}/{name}{MODULE_SUFFIX}", weights)
+        yield Draft("config.json", write_json, dict(self.settings))
 
     def _settle(self) -> None:
         """Wait for the checkpoint that is being completed, and publish it."""

@@ -7,9 +7,10 @@ every loader applies the trained strength, whether or not it reads the metadata.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +37,7 @@ from simpletuner.models.lora_keys import (
 from simpletuner.reporting.pace import size_text
 from simpletuner.training import lora_files
 from simpletuner.training.ema import AnyTensor
-from simpletuner.training.trained import AdapterWeights, Publication
+from simpletuner.training.trained import AdapterWeights, Draft, Publication
 
 ADAPTER = "default"
 # Inits that move part of the base weight into the adapter. Files hold the difference, since users have the plain base.
@@ -69,12 +70,12 @@ class LoraAdapter(AdapterWeights):
         layers = (name for name, each in self.transformer.named_modules() if isinstance(each, BaseTunerLayer))
         return Adapters(self.settings.r, frozenset(layers))
 
-    def write(self, folder: Path, note: Mapping[str, str]) -> None:
+    def drafts(self, note: Mapping[str, str]) -> Generator[Draft]:
         averages = {} if self.ema is None else {f"ema/{LORA_FILE}": plain_names(self.ema.average)}
         header = self.header(note)
         for name, weights in {LORA_FILE: self.state_dict(), **averages}.items():
-            lora_files.write_weights(folder / name, self.file_weights(weights), header)
-        self.write_exact(folder)
+            yield Draft(name, partial(lora_files.write_weights, header=header), self.file_weights(weights))
+        yield self.exact()
 
     @contextmanager
     def disabled(self) -> Iterator[None]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
@@ -52,6 +52,31 @@ class Publication:
     predict: Callable[[], Tensor]
 
 
+@dataclass(frozen=True)
+class Draft:
+    """A file of a checkpoint before it is written.
+
+    Attributes:
+        name: path in the checkpoint's folder.
+        write: writes content to a path.
+        content: nested dictionaries and lists of tensors, on any device.
+    """
+
+    name: str
+    write: Callable[[Path, Any], object]
+    content: Any = None
+
+    def write_into(self, folder: Path) -> None:
+        path = folder / self.name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self.write(path, self.content)
+
+    @classmethod
+    def of_tensors(cls, name: str, tensors: Mapping[str, Tensor], header: Mapping[str, str] | None = None) -> Draft:
+        """A safetensors file."""
+        return cls(name, lambda path, content: save_file(content, path, header), tensors)
+
+
 class Trained(Protocol):
     """The trained weights of a transformer: saving, loading, publishing.
 
@@ -72,12 +97,10 @@ class Trained(Protocol):
     def parameters(self) -> dict[str, nn.Parameter]:
         """The trained parameters by name, in a fixed order."""
 
-    def write(self, folder: Path, note: Mapping[str, str]) -> None:
-        """Write the weights and their moving average to a checkpoint: in the form that users load, and exactly as
-        trained. Collective if the weights are sharded.
+    def drafts(self, note: Mapping[str, str]) -> Generator[Draft]:
+        """The weights and their moving average for a checkpoint: in the form that users load, and exactly as trained.
 
-        Args:
-            note: header entries.
+        Write each draft before requesting the next, and close the generator.
         """
 
     def load(self, folder: Path) -> None:
@@ -115,10 +138,10 @@ class AdapterWeights:
     def parameters(self) -> dict[str, nn.Parameter]:
         return {name: each for name, each in self.transformer.named_parameters() if each.requires_grad}
 
-    def write_exact(self, folder: Path) -> None:
-        """Write the parameters to a checkpoint, exactly as trained."""
+    def exact(self) -> Draft:
+        """The parameters exactly as trained."""
         weights = {name: parameter.detach().contiguous() for name, parameter in self.parameters().items()}
-        save_file(weights, folder / STATE_FOLDER / WEIGHTS_FILE)
+        return Draft.of_tensors(f"{STATE_FOLDER}/{WEIGHTS_FILE}", weights)
 
     def load(self, folder: Path) -> None:
         keys = "lora_type, lora_rank and peft_lora_target_modules, or lycoris_config"
@@ -175,11 +198,11 @@ class FullModel:
     def parameters(self) -> dict[str, nn.Parameter]:
         return dict(self.transformer.named_parameters())
 
-    def write(self, folder: Path, note: Mapping[str, str]) -> None:
-        self._save(folder / FOLDER)
+    def drafts(self, note: Mapping[str, str]) -> Generator[Draft]:
+        yield from self._files(FOLDER)
         if self.ema is not None:
             with self.ema.applied():
-                self._save(folder / AVERAGED)
+                yield from self._files(AVERAGED)
 
     def load(self, folder: Path) -> None:
         files = sorted((folder / FOLDER).glob("*.safetensors"))
@@ -195,7 +218,8 @@ class FullModel:
             folder = self.sharers.on_main(lambda: building.enter_context(build_folder(final)))
             self.sharers.on_main(lambda: copy_parts(publication, folder))
             with nullcontext() if self.ema is None else self.ema.applied():
-                self._save(folder / FOLDER)
+                for draft in self._files(FOLDER):
+                    self.sharers.on_main(partial(draft.write_into, folder))
                 self.verify(folder / FOLDER)
             self.sharers.on_main(lambda: write_json(folder / NOTE_FILE, dict(publication.note)))
         return f"Saved {final}; it loads with from_pretrained."
@@ -218,8 +242,8 @@ class FullModel:
         if differing := self.sharers.broadcast(sorted(wrong)):
             raise RuntimeError(f"{folder}: {shorten(differing)} is not what was trained")
 
-    def _save(self, folder: Path) -> None:
-        """diffusers' `save_pretrained`, gathered one file at a time."""
+    def _files(self, name: str) -> Iterator[Draft]:
+        """The files of diffusers' `save_pretrained` in a folder of that name, gathered one file at a time."""
         model: Any = self.transformer
         weights = model.state_dict()
         # By full shapes, since a sharded tensor would count only its local shard.
@@ -228,17 +252,17 @@ class FullModel:
         }
         # Half of diffusers' 10 GB, since a whole file is in memory before it is written.
         files = split_torch_state_dict_into_shards(shapes, filename_pattern=WEIGHTS_PATTERN, max_shard_size="5GB")
-        self.sharers.on_main(lambda: model.save_config(folder))
+        yield Draft(f"{name}/config.json", lambda path, _: model.save_config(path.parent))
         for file, keys in files.filename_to_tensors.items():
             tensors: dict[str, Any] = {}
             for key in keys:
                 # Gathering is collective; only the main process keeps the result.
                 whole = gathered(weights[key]) if is_part(weights[key]) else weights[key].detach()
                 tensors[key] = self.sharers.main_only(whole.contiguous)
-            self.sharers.on_main(partial(save_file, tensors, folder / file, {"format": "pt"}))
+            yield Draft.of_tensors(f"{name}/{file}", tensors, {"format": "pt"})
         if files.is_sharded:
             index = {"metadata": files.metadata, "weight_map": files.tensor_to_filename}
-            self.sharers.on_main(partial(write_json, folder / SAFE_WEIGHTS_INDEX_NAME, index))
+            yield Draft(f"{name}/{SAFE_WEIGHTS_INDEX_NAME}", write_json, index)
 
 
 def copy_parts(publication: Publication, folder: Path) -> None:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from simpletuner.config.schema import CheckpointConfig, EmaConfig
 from simpletuner.diffusion.batch import Batch, NoisyBatch
 from simpletuner.distributed.world import Value, World
-from simpletuner.errors import NonFiniteError
+from simpletuner.errors import NonFiniteError, UserError
 from simpletuner.reporting.events import EventStream
 from simpletuner.techniques.base import ExtraPass, Technique
 from simpletuner.training import step
@@ -23,7 +23,7 @@ from simpletuner.training.checkpoints import CheckpointWriter
 from simpletuner.training.ema import Ema
 from simpletuner.training.guard import equalise_samples, stop_if_weights_not_finite
 from simpletuner.training.losses import Losses, loss_divisor
-from simpletuner.training.manifest import Identity
+from simpletuner.training.manifest import STATE_FOLDER, Identity
 from simpletuner.training.noise import add_noise
 from simpletuner.training.state import Assembly, TrainState
 from tests.training.assembly import fixed_noise, make_assembly, make_batch
@@ -240,3 +240,17 @@ def test_nothing_that_is_not_finite_is_saved(tmp_path: Path, t2i_checkpoint: Pat
     with pytest.raises(NonFiniteError, match=f"not saved: {re.escape(named)}"):
         writer.write(tmp_path / "checkpoint-1", assembly, TrainState(1))
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("kind", ["lora", "full"])
+def test_nothing_that_is_not_finite_is_loaded(tmp_path: Path, t2i_checkpoint: Path, kind: str) -> None:
+    assembly = make_assembly(t2i_checkpoint, model_type=kind)
+    name, parameter = list(assembly.parameters.items())[3]
+    parameter.data.view(-1)[0] = math.inf
+    (tmp_path / STATE_FOLDER).mkdir()
+    for draft in assembly.trained.drafts({}):
+        draft.write_into(tmp_path)
+    parameter.data.zero_()
+    with pytest.raises(UserError, match=f"NaN or infinite values in {re.escape(name)}; choose an earlier"):
+        assembly.trained.load(tmp_path)
+    assert not parameter.any(), "nothing was loaded"

@@ -174,7 +174,7 @@ def test_published_as_a_stock_lora(
 def test_the_native_file_loads_in_peft(t2i_checkpoint: Path, tmp_path: Path, kind: str) -> None:
     assembly = trained(t2i_checkpoint, kind)
     adapter = adapter_of(assembly)
-    adapter.write_native(tmp_path, {})
+    adapter.native({}).write_into(tmp_path)
     stock: Any = make_adapter(t2i_checkpoint).load_transformer(torch.float32)
     weights = load_file(tmp_path / adapter.native_file)
     if kind == "lokr":
@@ -191,7 +191,7 @@ def test_the_native_file_loads_in_peft(t2i_checkpoint: Path, tmp_path: Path, kin
 @pytest.mark.parametrize("kind", ["lycoris lokr", "lycoris dora"])
 def test_the_native_file_loads_in_lycoris(t2i_checkpoint: Path, tmp_path: Path, kind: str) -> None:
     assembly = trained(t2i_checkpoint, kind)
-    adapter_of(assembly).write_native(tmp_path, {})
+    adapter_of(assembly).native({}).write_into(tmp_path)
     stock: Any = make_adapter(t2i_checkpoint).load_transformer(torch.float32).eval()
     noisy = add_noise(assembly, make_batch(t2i_checkpoint, ["a star"]), 0, 0)
     with torch.no_grad():
@@ -206,7 +206,7 @@ def test_resume_is_exact(t2i_checkpoint: Path, tmp_path: Path, kind: str) -> Non
     one, other = trained(t2i_checkpoint, kind), make_assembly(t2i_checkpoint, **KINDS[kind])
     (tmp_path / "training_state").mkdir()
     assert isinstance(one.trained, AdapterWeights)
-    one.trained.write_exact(tmp_path)
+    one.trained.exact().write_into(tmp_path)
     other.trained.load(tmp_path)
     assert all(torch.equal(each, other.parameters[name]) for name, each in one.parameters.items())
 

@@ -17,9 +17,10 @@ from __future__ import annotations
 import logging
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +42,7 @@ from simpletuner.training.lora import ADAPTER, inject, without_adapters
 from simpletuner.training.lora_files import LoraHook, write_verified, write_weights
 from simpletuner.training.manifest import ERRORS, describe_errors
 from simpletuner.training.meter import weight_shapes
-from simpletuner.training.trained import AdapterWeights, Publication
+from simpletuner.training.trained import AdapterWeights, Draft, Publication
 
 # Oversampling of the randomised SVD: its last singular vectors are the least accurate.
 SPARE = 16
@@ -111,19 +112,20 @@ class ConvertedAdapter(AdapterWeights, ABC):
         """The name of every adapted layer, and the update of its weight, in float32 and the weight's shape."""
 
     @abstractmethod
-    def write_native(self, folder: Path, note: Mapping[str, str]) -> None:
-        """Write the weights in the adapter's native form; `note` is added to the header."""
+    def native(self, note: Mapping[str, str]) -> Draft:
+        """The weights in the adapter's native form; `note` is added to the header."""
 
     @abstractmethod
     def disabled(self) -> AbstractContextManager[None]:
         """See `Trained.disabled`."""
 
-    def write(self, folder: Path, note: Mapping[str, str]) -> None:
-        self.write_native(folder, note)
+    def drafts(self, note: Mapping[str, str]) -> Generator[Draft]:
+        yield self.native(note)
         if self.ema is not None:
             with self.ema.applied():
-                self.write_native(folder / "ema", note)
-        self.write_exact(folder)
+                averaged = self.native(note)
+                yield replace(averaged, name=f"ema/{averaged.name}")
+        yield self.exact()
 
     def publish(self, output_dir: Path, publication: Publication) -> str:
         if self.ema is not None:
@@ -147,7 +149,7 @@ class ConvertedAdapter(AdapterWeights, ABC):
             message = "%s lacks %.0f %% of the adapter's effect; a larger export_rank or export_energy keeps more."
             logger.warning(message, folder / LORA_FILE, 100 * effect)
         errors = {key: f"{error:.2e}" for key, error in zip(ERRORS, (lora.error, forward, effect), strict=True)}
-        self.write_native(folder, publication.note)
+        self.native(publication.note).write_into(folder)
         form = self.config.lora_format
         weights = {
             f"{PREFIXES[form]}{name}.lora_{side}.weight": factor.cpu().contiguous()
@@ -197,12 +199,13 @@ class ProductAdapter(ConvertedAdapter):
         for name, layer in self.layers():
             yield name, layer.get_delta_weight(ADAPTER).float()
 
-    def write_native(self, folder: Path, note: Mapping[str, str]) -> None:
+    def native(self, note: Mapping[str, str]) -> Draft:
         prefix, end = PREFIXES["diffusers"], f".{ADAPTER}"
         weights = {f"{prefix}{name.removesuffix(end)}": each.detach() for name, each in self.parameters().items()}
         settings = {key: sorted(each) if isinstance(each, set) else each for key, each in vars(self.settings).items()}
         kept = {key: settings[key] for key in ("r", "alpha", "target_modules", "decompose_factor") if key in settings}
-        write_weights(folder / self.native_file, weights, {**file_settings(kept, "diffusers"), **note})
+        header = {**file_settings(kept, "diffusers"), **note}
+        return Draft(self.native_file, partial(write_weights, header=header), weights)
 
     def disabled(self) -> AbstractContextManager[None]:
         return without_adapters(self.transformer)
@@ -287,15 +290,19 @@ class LycorisAdapter(ConvertedAdapter):
         for name, module in self.modules.items():
             yield name, update_of(module)
 
-    def write_native(self, folder: Path, note: Mapping[str, str]) -> None:
+    def native(self, note: Mapping[str, str]) -> Draft:
         weights = {
             f"{module.lora_name}.{key}": each.detach()
             for module in self.modules.values()
             for key, each in module.state_dict().items()
         }
         header = {**note, MULTIPLIER: str(self.file.content["multiplier"])}
-        write_weights(folder / self.native_file, weights, header)
-        write_json(folder / CONFIG_FILE, dict(self.file.content))
+
+        def write(path: Path, weights: Mapping[str, Tensor]) -> None:
+            write_weights(path, weights, header)
+            write_json(path.with_name(CONFIG_FILE), dict(self.file.content))
+
+        return Draft(self.native_file, write, weights)
 
     @contextmanager
     def disabled(self) -> Iterator[None]:
