@@ -375,6 +375,18 @@ def decoding_seconds(budget: Budget) -> float:
     return flops / ((on_gpu if device.is_gpu else CPU_CONVOLUTIONS) * device.rates.matmul)
 
 
+def saves_in_background(budget: Budget) -> bool:
+    """Whether the host has room for a copy of the checkpoint in every phase."""
+    device, model = budget.device, budget.model
+    room = device.host_memory if device.is_gpu else device.memory
+    # Weights as trained and as published, optimizer state, and the moving average in both forms.
+    copied = 2 * model.number_bytes + model.state_bytes + model.average_bytes
+    # torch rounds pinned memory up to powers of two.
+    copies = model.trained_numbers * copied * (2 if device.is_gpu else 1)
+    taken = max(each.on_host(device) if device.is_gpu else each.needed(device) for each in budget.phases)
+    return room is not None and taken + copies <= room * (1 - SPARE)
+
+
 def make_budget(plan: Plan, device: Device) -> Budget:
     """Estimate a plan as configured."""
     catalogue = make_catalogue(plan)

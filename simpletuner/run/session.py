@@ -13,7 +13,7 @@ from accelerate import Accelerator
 from PIL.Image import Image
 from torch import Tensor
 
-from simpletuner.budget.budget import Budget, find_rounds, steps_per_epoch
+from simpletuner.budget.budget import Budget, find_rounds, saves_in_background, steps_per_epoch
 from simpletuner.budget.device import DeviceRates
 from simpletuner.caching.catalogue import Catalogue
 from simpletuner.caching.fill import prepared_picture
@@ -136,6 +136,7 @@ def build_callbacks(
         settings=redact_settings(config.flat),
         events=events,
         note=lambda state: weight_note(plan, state),
+        in_background=saves_in_background(budget) and session.assembly.trained.sharers.size == 1,
         thread=thread,
         in_use=lambda: [path for companion in companions for path in companion.in_use],
     )

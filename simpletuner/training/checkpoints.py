@@ -38,7 +38,7 @@ from simpletuner.training.loop import Callback
 from simpletuner.training.manifest import ROLLING, STATE_FOLDER, Checkpoint, Identity, Manifest
 from simpletuner.training.optimizers import load_state
 from simpletuner.training.state import Assembly, TrainState, random_states, restore_random_states
-from simpletuner.training.trained import Draft
+from simpletuner.training.trained import Draft, copy_drafts
 
 logger = logging.getLogger(__name__)
 
@@ -108,13 +108,14 @@ def _save_state(path: Path, content: Any) -> None:
 class CheckpointWriter(Callback):
     """Callback that saves checkpoints at the configured intervals and prunes old ones.
 
-    Training continues while a thread hashes the files of a checkpoint and flushes them to the disk. The next checkpoint
-    and the end of the run wait for the thread.
+    Training continues while a thread hashes and flushes the files of a checkpoint, and writes them if host memory has
+    room for a copy. The next checkpoint and the end of the run wait for the thread.
 
     Attributes:
         thread: a pool of one worker.
         note: header entries of weight files for a state of the run.
         in_use: returns checkpoints that must not be removed now.
+        in_background: host memory has room for a copy of the checkpoint, and weights are not sharded.
         in_shards: every process writes its shards of the state; otherwise the main process gathers them.
         saved_step: step of the newest checkpoint.
     """
@@ -128,6 +129,7 @@ class CheckpointWriter(Callback):
     note: Callable[[TrainState], Mapping[str, str]]
     in_use: Callable[[], Collection[Path]] = tuple
     in_shards: bool = True
+    in_background: bool = False
     thread: ThreadPoolExecutor = field(default_factory=partial(ThreadPoolExecutor, 1))
     saved_step: int | None = field(default=None, init=False)
     _completing: Future[CheckpointSaved] | None = field(default=None, init=False)
@@ -178,30 +180,36 @@ class CheckpointWriter(Callback):
         self._completing = self.thread.submit(finish)
 
     def write(self, final: Path, assembly: Assembly, state: TrainState) -> Callable[[], None] | None:
-        """Write the files of a checkpoint. Collective if the trained weights are sharded.
+        """Write or copy the files of a checkpoint. Collective if the trained weights are sharded.
 
         Returns:
-            in the main process, a function that completes the checkpoint or, if it fails, removes the files. It hashes
-            and flushes all files, and needs neither the weights nor other processes.
+            in the main process, a function that completes the checkpoint or, if it fails, removes the files. It writes
+            the copies and hashes and flushes all files, and needs neither the weights nor other processes.
 
         Raises:
             NonFiniteError: a weight is NaN or infinite; nothing is written.
             DiskFullError: no space left; earlier checkpoints are kept.
         """
         stop_if_result_not_finite(assembly)
+        arrived: Callable[[], list[Draft]] = list
         sharers = assembly.trained.sharers
         with ExitStack() as building:
             folder = sharers.on_main(lambda: building.enter_context(build_folder(final)))
             sharers.on_main((folder / STATE_FOLDER).mkdir)
             # Closed promptly, since the moving average may replace the weights until then.
             with closing(self._drafts(assembly, state, folder)) as drafts:
-                for draft in drafts:
-                    sharers.on_main(partial(draft.write_into, folder))
+                if self.in_background:
+                    arrived = copy_drafts(drafts, assembly.accelerator.device)
+                else:
+                    for draft in drafts:
+                        sharers.on_main(partial(draft.write_into, folder))
             written = building.pop_all()
         describe = partial(Manifest, state.global_step, state.epoch, self.identity)
 
         def complete() -> None:
             with written:  # renames the folder on exit
+                for draft in arrived():
+                    draft.write_into(folder)
                 manifest.write_manifest(folder, describe(manifest.describe_files(folder)))
 
         return sharers.main_only(lambda: complete)

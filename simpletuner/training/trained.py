@@ -6,7 +6,7 @@ import json
 import shutil
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
@@ -19,9 +19,10 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from simpletuner.atomic import build_folder, write_json
-from simpletuner.distributed.sharding import as_sharded, gathered, is_part, local
+from simpletuner.distributed.sharding import as_sharded, gathered, is_part, local, replaced
 from simpletuner.distributed.world import World
 from simpletuner.errors import UserError, shorten
+from simpletuner.memory.offload.image import wraps
 from simpletuner.models.adapter import FamilyAdapter
 from simpletuner.models.cost import NO_ADAPTERS, Adapters
 from simpletuner.models.source import ModelSource
@@ -77,6 +78,34 @@ class Draft:
         return cls(name, lambda path, content: save_file(content, path, header), tensors)
 
 
+def copy_drafts(drafts: Iterable[Draft], device: torch.device) -> Callable[[], list[Draft]]:
+    """Copy the content of drafts to host memory, since training changes the originals.
+
+    Returns:
+        a function that waits for the copies, callable from any thread.
+    """
+    copies = [replace(draft, content=replaced(draft.content, _to_host)) for draft in drafts]
+    copied = torch.cuda.current_stream(device).record_event() if device.type == "cuda" else None
+    return partial(_arrived, copies, copied)
+
+
+def _arrived(copies: list[Draft], copied: torch.cuda.Event | None) -> list[Draft]:
+    if copied is not None:
+        copied.synchronize()
+    return copies
+
+
+def _to_host(path: str, tensor: Tensor) -> Tensor:
+    if tensor.device.type != "cuda" or wraps(tensor):
+        return tensor.detach().to("cpu", copy=True)
+    return page_locked_copy(tensor.detach())
+
+
+def page_locked_copy(tensor: Tensor) -> Tensor:
+    """A copy of a GPU tensor in pinned memory, complete once the current stream has executed it."""
+    return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True)
+
+
 class Trained(Protocol):
     """The trained weights of a transformer: saving, loading, publishing.
 
@@ -100,7 +129,7 @@ class Trained(Protocol):
     def drafts(self, note: Mapping[str, str]) -> Generator[Draft]:
         """The weights and their moving average for a checkpoint: in the form that users load, and exactly as trained.
 
-        Write each draft before requesting the next, and close the generator.
+        Write or copy each draft before requesting the next, and close the generator.
         """
 
     def load(self, folder: Path) -> None:

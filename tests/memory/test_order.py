@@ -11,6 +11,7 @@ import os
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache, partial
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -26,6 +27,7 @@ from simpletuner.memory.offload.block_inputs import BlockInputs
 from simpletuner.speed.recomputation import enable_checkpointing
 from simpletuner.training import ema
 from simpletuner.training.release import GradientRelease, HostState
+from simpletuner.training.trained import Draft, copy_drafts, page_locked_copy
 from tests.lying_gpu import GPU, PACKAGE, Actor, LyingGpu, Violation
 from tests.training.test_optimizers import build, weights
 
@@ -158,6 +160,21 @@ def averaged(gpu: LyingGpu) -> None:
         assert all(each.isfinite().all() for each in average.average.values())
 
 
+def saved(gpu: LyingGpu) -> None:
+    """A checkpoint is copied to page-locked memory, which a thread reads while the next step changes the weights."""
+    weights = {str(number): torch.randn(4).to(GPU) for number in range(3)}
+    written: list[Tensor] = []
+    draft = Draft("", lambda path, content: written.extend(each.clone() for each in content.values()), weights)
+    with pytest.MonkeyPatch.context() as patch:
+        # Here a GPU's tensors say that they are on the CPU.
+        patch.setattr("simpletuner.training.trained._to_host", lambda path, tensor: page_locked_copy(tensor))
+        arrived = copy_drafts([draft], GPU)
+    for each in weights.values():
+        each.mul_(2)
+    Reader(gpu).submit(lambda: [copy.write_into(Path()) for copy in arrived()]).result()
+    assert all(each.isfinite().all() for each in written)
+
+
 PROGRAMS: dict[str, Callable[[LyingGpu], None]] = {
     "beside": partial(streamed, group_offload_use_stream=True),
     "pairs": partial(streamed, keeps=True, group_offload_use_stream=True, group_offload_blocks_per_group=2),
@@ -166,6 +183,7 @@ PROGRAMS: dict[str, Callable[[LyingGpu], None]] = {
     "hosted": hosted,
     "loaded": loaded,
     "averaged": averaged,
+    "saved": saved,
 }
 
 

@@ -11,12 +11,13 @@ from typing import Any
 import pytest
 import torch
 
-from simpletuner.config.schema import CheckpointConfig
+from simpletuner.config.schema import CheckpointConfig, EmaConfig
 from simpletuner.distributed.world import World
 from simpletuner.errors import DiskFullError
 from simpletuner.reporting.events import CheckpointSaved, Event, EventStream, StepReport
 from simpletuner.training import manifest
 from simpletuner.training.checkpoints import CheckpointWriter
+from simpletuner.training.ema import Ema
 from simpletuner.training.manifest import (
     Identity,
     damaged_files,
@@ -24,8 +25,10 @@ from simpletuner.training.manifest import (
     open_checkpoint,
 )
 from simpletuner.training.state import TrainState
+from simpletuner.training.step import optimizer_step
+from simpletuner.training.trained import Draft
 from tests.distributed.sharded_run import Batches
-from tests.training.assembly import make_assembly
+from tests.training.assembly import CPU, make_assembly, make_batch
 
 IDENTITY = Identity("kandinsky5-image", "t2i-lite-sft", "full", 1, seed=1, datasets="", versions={})
 
@@ -71,6 +74,42 @@ def test_training_goes_on_while_a_checkpoint_is_completed(
     assert damaged_files(checkpoint) == []
     assembly.trained.load(checkpoint.path)
     assert all(torch.equal(each, before[name]) for name, each in assembly.parameters.items())
+
+
+@pytest.mark.parametrize("kind", ["lora", "full", "lokr"])
+def test_a_checkpoint_is_written_from_a_copy_while_training_goes_on(
+    tmp_path: Path, t2i_checkpoint: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    settings = {"lora_type": kind} if kind == "lokr" else {"model_type": kind}
+    assembly, seen, go_on = make_assembly(t2i_checkpoint, **settings), list[Event](), threading.Event()
+    assembly.trained.ema = ema = Ema(assembly.parameters, EmaConfig(use_ema=True), CPU)
+    batches: Any = Batches(make_batch(t2i_checkpoint, ["a star"]))
+    writer = CheckpointWriter(
+        tmp_path, CheckpointConfig(), batches, IDENTITY, {}, EventStream(seen.append), lambda state: {}
+    )
+
+    def train(step: int) -> None:
+        optimizer_step(assembly, batches, step)
+        ema.update(step + 1)
+
+    train(0)
+    complete, write = writer.write(tmp_path / "checkpoint-0", assembly, TrainState(1)), Draft.write_into
+    assert complete is not None
+    complete()
+    monkeypatch.setattr(Draft, "write_into", lambda draft, folder: go_on.wait(5) and write(draft, folder))
+    writer.in_background = True
+    writer.save(assembly, TrainState(1))
+    train(1)
+    files = [path for path in (tmp_path / "checkpoint-1-tmp").rglob("*") if path.is_file()]
+    assert files == [], "nothing is written yet"
+    go_on.set()
+    writer.on_train_end(assembly, TrainState(1))
+    assert [each.step for each in seen if isinstance(each, CheckpointSaved)] == [1]
+    one, other = (open_checkpoint(tmp_path / f"checkpoint-{number}") for number in (0, 1))
+    assert one is not None
+    assert other is not None
+    assert damaged_files(other) == []
+    assert one.manifest.files == other.manifest.files, "byte for byte what would have been written at once"
 
 
 @pytest.mark.parametrize("ask", [CheckpointWriter.save, CheckpointWriter.on_train_end])
