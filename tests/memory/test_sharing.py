@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from pathlib import Path
 
 import pytest
@@ -22,18 +23,25 @@ def share(place: World, folder: Path) -> None:
         assert mapped(mine, world, None).startswith("/memfd:simpletuner-offload")
         assert mapped(mine, world, folder / "disk").startswith(f"{folder}/disk/")
         # As in containers of their own: the first process is not where the others look, or another one is there.
-        image.PROCESSES = folder / f"proc{place.rank}"
+        image.PROCESSES, image.SHARED_MEMORY = folder / f"proc{place.rank}", folder / "shm"
         wrong = folder / "proc0" / str(os.getpid()) / "fd"
         if world.is_leader:
             wrong.mkdir(parents=True)
             for number in range(64):
                 (wrong / str(number)).write_bytes(b"what another program has open")
-        for where in (None, folder / "disk"):
-            with pytest.raises(UserError, match=r"The 2 processes .* \(docker run --pid=host\)"):
-                image.shared_by_machine(mine, world, where)
-        world.barrier()
+        for where in ("shm", "disk"):
+            assert mapped(mine, world, None if where == "shm" else folder / where).startswith(f"{folder}/{where}/")
+            assert sorted(each.name for each in (folder / where).iterdir()) == ["mine", "simpletuner-offload-young"]
         assert all(each.read_bytes().startswith(b"what") for each in wrong.glob("*"))
-        assert list((folder / "disk").iterdir()) == []
+        # Nor do they have a folder in common: all learn it.
+        if not world.is_leader:
+            image._opened = lambda path, mark: None
+        with pytest.raises(UserError, match=r"The 2 processes .* \(docker run --pid=host\), or /.*--ipc=host"):
+            image.shared_by_machine(mine, world, None)
+        with pytest.raises(UserError, match=r"--pid=host\), or group_offload_to_disk_path '/"):
+            image.shared_by_machine(mine, world, folder / "disk")
+        world.barrier()
+        assert sorted(each.name for each in (folder / "disk").iterdir()) == ["mine", "simpletuner-offload-young"]
 
 
 def mapped(mine: torch.Tensor, world: World, folder: Path | None) -> str:
@@ -49,6 +57,14 @@ def mapped(mine: torch.Tensor, world: World, folder: Path | None) -> str:
     return next(line.split(maxsplit=5)[5] for line in lines if line.startswith(f"{flat.data_ptr():x}-".zfill(13)))
 
 
-def test_processes_share_memory_and_say_so_where_they_do_not_see_each_other(tmp_path: Path) -> None:
-    (tmp_path / "disk").mkdir()
+def test_processes_share_memory_also_where_they_do_not_see_each_other(tmp_path: Path) -> None:
+    for name in ("shm", "disk"):
+        (tmp_path / name).mkdir()
+    for name in ("shm", "disk"):
+        for stray in ("old", "young"):
+            (tmp_path / name / f"simpletuner-offload-{stray}").touch()
+        (tmp_path / name / "mine").touch()
+        past = time.time() - 2 * image.STRAY_SECONDS
+        for each in ("simpletuner-offload-old", "mine"):
+            os.utime(tmp_path / name / each, (past, past))
     run_together(2, share, tmp_path)

@@ -10,13 +10,14 @@ import mmap
 import os
 import secrets
 import tempfile
+import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence, Set
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -33,6 +34,7 @@ PAGE = mmap.PAGESIZE
 PROCESSES, SHARED_MEMORY = Path("/proc"), Path("/dev/shm")
 FILES = "simpletuner-offload-"
 MARK = 16  # random bytes that identify a shared file
+STRAY_SECONDS = 3600.0  # age at which a file name, which exists only briefly, must be left from a killed process
 
 
 def whole_pages(nbytes: int) -> Tensor:
@@ -96,41 +98,62 @@ def on_disk(flat: Tensor, folder: Path) -> Tensor:
 def shared_by_machine(flat: Tensor, world: World, folder: Path | None) -> Tensor:
     """One buffer, with the content of the machine's first process, shared by all its processes.
 
-    Every process must call this for the same buffers in the same order.
+    Every process must call this for the same buffers in the same order. If processes do not see each other in /proc,
+    as in separate containers, the file has a name until all have opened it, before any data is written.
 
     Args:
         folder: a folder on disk; None for memory, which unlike /dev/shm is not limited in containers.
 
     Raises:
-        UserError: the processes do not see each other in /proc, as in separate containers.
+        UserError: the processes see neither each other nor the same folder.
         DiskFullError: no space left in the folder.
     """
-    made: list[IO[bytes]] = []
-
-    def make() -> tuple[str, bytes]:
-        made.append(_unnamed_file(folder))
-        mark = secrets.token_bytes(MARK)
-        made[0].write(mark)
-        made[0].flush()
-        return f"{PROCESSES}/{os.getpid()}/fd/{made[0].fileno()}", mark
-
-    with writing_to(folder or SHARED_MEMORY):
-        path, mark = world.on_leader(make)
-        file = made[0] if made else _opened(path, mark)
-        if not all(world.gather(file is not None)) or file is None:
-            raise UserError(
-                f"The {world.local_size} processes of this machine cannot share weights, since they do not see each "
-                "other in /proc. Let their containers share process IDs (docker run --pid=host)."
-            )
-        with file:
+    file = _open_together(world, folder, named=False) or _open_together(world, folder, named=True)
+    if file is None:
+        place = f"group_offload_to_disk_path {str(folder)!r}" if folder else f"{SHARED_MEMORY} (docker run --ipc=host)"
+        raise UserError(
+            f"The {world.local_size} processes of this machine cannot share weights: they see neither each other in "
+            f"/proc nor the same files. Let their containers share process IDs (docker run --pid=host), or {place}."
+        )
+    with file:
+        with writing_to(folder or SHARED_MEMORY):
             world.on_leader(partial(_write, flat, file))
-            return _mapped(file, flat, shared=True)
+        return _mapped(file, flat, shared=True)
 
 
 def share_by_machine(modules: Sequence[nn.Module], world: World) -> None:
     """Move the frozen tensors of modules into memory shared by all processes of a machine. Collective."""
     if world.local_size > 1:
         WeightImage(modules, lambda image, flat: shared_by_machine(flat, world, None))
+
+
+def _open_together(world: World, folder: Path | None, *, named: bool) -> IO[bytes] | None:
+    """A file of each machine's first process; None in all processes if any process cannot open it.
+
+    Args:
+        named: give the file a temporary name; otherwise processes open it through the first process in /proc.
+    """
+    made: list[IO[bytes]] = []
+    with ExitStack() as names:
+
+        def make() -> tuple[str, bytes]:
+            with writing_to(folder or SHARED_MEMORY):
+                made.append(_named_file(folder or SHARED_MEMORY) if named else _unnamed_file(folder))
+                path = str(made[0].name) if named else f"{PROCESSES}/{os.getpid()}/fd/{made[0].fileno()}"
+                if named:
+                    names.callback(os.unlink, path)
+                mark = secrets.token_bytes(MARK)
+                made[0].write(mark)
+                made[0].flush()
+                return path, mark
+
+        path, mark = world.on_leader(make)
+        file = made[0] if made else _opened(path, mark)
+        if all(world.gather(file is not None)):
+            return file
+    if file is not None:
+        file.close()
+    return None
 
 
 def _opened(path: str, mark: bytes) -> IO[bytes] | None:
@@ -142,6 +165,15 @@ def _opened(path: str, mark: bytes) -> IO[bytes] | None:
                 return file
             file.close()
     return None
+
+
+def _named_file(folder: Path) -> IO[bytes]:
+    """A file with a random name, accessible only to this user. Removes stale files of killed processes."""
+    for stray in folder.glob(f"{FILES}*"):
+        with suppress(OSError):
+            if time.time() - stray.stat().st_mtime > STRAY_SECONDS and stray.stat().st_uid == os.geteuid():
+                stray.unlink()
+    return cast(IO[bytes], tempfile.NamedTemporaryFile(dir=folder, prefix=FILES, delete=False))
 
 
 def _unnamed_file(folder: Path | None) -> IO[bytes]:
