@@ -35,7 +35,7 @@ STREAMED = {"enable_group_offload": True, "group_offload_resident_blocks": 1}
 def checkpoints(
     t2i_checkpoint: Path, sana_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> dict[str, Path]:
-    """One in float32 of each family, one in bf16, one in shards, and one that is refused: not in safetensors files."""
+    """One in float32 of each family, one in bf16, one in shards, and one that is no safetensors file, which is refused."""
     found = {"kandinsky": t2i_checkpoint, "sana": sana_checkpoint}
     found["video"] = make_checkpoint(tmp_path_factory.mktemp("video"), "t2v", nabla=True)
     found["bf16"] = make_checkpoint(tmp_path_factory.mktemp("bf16"), visual_blocks=3, dtype=torch.bfloat16)
