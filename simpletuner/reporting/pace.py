@@ -1,6 +1,102 @@
-"""Formats durations and sizes for users."""
+"""Detects slow steps; formats durations and sizes for users."""
 
 from __future__ import annotations
+
+import time
+from bisect import insort
+from collections import defaultdict, deque
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, field
+from statistics import median
+
+from simpletuner.reporting import events
+from simpletuner.reporting.metrics import COMPUTE, DATA, WEIGHTS
+
+# Factors of the usual pace. The lower limit ends an episode, so that a pace near the upper limit is reported once.
+SLOWER = 1.5
+RECOVERED = 1.2
+RECENT = 5  # steps whose median is compared; a single slow step does not count
+ENOUGH = 20  # steps of a shape needed for its usual pace
+# A gap between two steps of at least this many seconds and steps was a checkpoint, previews or an evaluation.
+LEAST_PAUSE, PAUSE = 0.1, 0.5
+AFTER_A_PAUSE = 2  # steps ignored after a pause
+
+WHOLE = "whole"
+REASONS = {
+    COMPUTE: "compute; another program uses the device, or it is throttled by heat or power",
+    WEIGHTS: "waiting for streamed weights; another program uses host memory or the bus to the device",
+    DATA: "waiting for data; the disk with the caches or the CPU is busy",
+}
+
+
+@dataclass
+class _ShapeHistory:
+    """Durations of the steps of one shape, in total and by part: all sorted, and the latest in chronological order."""
+
+    ordered: defaultdict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
+    recent: deque[dict[str, float]] = field(default_factory=lambda: deque(maxlen=RECENT))
+
+    def add(self, parts: dict[str, float]) -> None:
+        for name, value in parts.items():
+            insort(self.ordered[name], value)
+        self.recent.append(parts)
+
+    def usual(self, part: str) -> float:
+        """The upper median of all steps; avoids the sort of `statistics`."""
+        return self.ordered[part][len(self.ordered[part]) // 2]
+
+    def lately(self, part: str) -> float:
+        return median(parts[part] for parts in self.recent)
+
+
+class SlowSteps:
+    """Detects when steps become slower, and names the likely reason.
+
+    Only steps of the same shape are compared, since a larger bucket is slower by design.
+
+    Args:
+        now: the clock, read once after each step; tests pass their own.
+    """
+
+    def __init__(self, now: Callable[[], float] = time.perf_counter) -> None:
+        self._now = now
+        self._histories: defaultdict[Hashable, _ShapeHistory] = defaultdict(_ShapeHistory)
+        self._slow: set[Hashable] = set()
+        self._ended: float | None = None
+        self._skip = 0
+
+    def add(self, report: events.StepReport) -> str | None:
+        """Add a step; returns a notice when an episode of slow steps begins."""
+        if self._follows_a_pause(report.seconds):
+            return None
+        # Techniques add passes in some steps, which are slower by design, like larger shapes.
+        kind = report.shapes, report.passes
+        waits = {WEIGHTS: report.weights_seconds or 0.0, DATA: report.data_seconds}
+        parts = {COMPUTE: max(0.0, report.seconds - sum(waits.values())), **waits}
+        history = self._histories[kind]
+        history.add({WHOLE: sum(parts.values()), **parts})
+        # Medians, which are robust to single slow steps.
+        recent, usual = history.lately(WHOLE), history.usual(WHOLE)
+        slowdown = recent / usual if usual and len(history.ordered[WHOLE]) >= ENOUGH else 1.0
+        if slowdown < RECOVERED:
+            self._slow.discard(kind)
+        if slowdown < SLOWER:
+            return None
+        # One notice per episode, however many shapes slow down.
+        begins = not self._slow
+        self._slow.add(kind)
+        reason = REASONS[max(parts, key=lambda part: history.lately(part) - history.usual(part))]
+        slower = f"{slowdown:.1f} times the usual {pace_text(usual)}, over the last {RECENT} steps of this size"
+        return f"Steps became slower: {pace_text(recent)}, {slower}. Likely cause: {reason}." if begins else None
+
+    def _follows_a_pause(self, seconds: float) -> bool:
+        """Whether other work ran just before; a cold allocator and moved weights then slow down a step or two."""
+        ended, self._ended = self._ended, self._now()
+        if ended is not None and self._ended - ended - seconds > max(LEAST_PAUSE, PAUSE * seconds):
+            self._skip = AFTER_A_PAUSE
+        skipped = self._skip > 0
+        self._skip = max(0, self._skip - 1)
+        return skipped
 
 
 def clock(seconds: float) -> str:

@@ -13,6 +13,7 @@ import torch
 
 from simpletuner.distributed.requests import Request, take_request, take_requests
 from simpletuner.reporting.events import EventStream, Rounds, StateChanged, StepReport
+from simpletuner.reporting.pace import SlowSteps
 from simpletuner.training.loop import Callback
 from simpletuner.training.state import Assembly, TrainState
 
@@ -32,12 +33,14 @@ class Recorder(Callback):
     Attributes:
         matmul_flops: FLOP/s of the device, if measured.
         rounds: recurring work between steps, such as previews.
+        slow_steps: detects slow steps.
     """
 
     events: EventStream
     epochs: int
     matmul_flops: float | None = None
     rounds: Mapping[str, Rounds] = field(default_factory=dict)
+    slow_steps: SlowSteps = field(default_factory=SlowSteps)
 
     def on_train_start(self, assembly: Assembly, state: TrainState) -> None:
         total = assembly.settings.total_steps
@@ -46,7 +49,7 @@ class Recorder(Callback):
     def on_step_end(self, assembly: Assembly, state: TrainState, report: StepReport) -> None:
         ema = assembly.trained.ema
         average = {} if ema is None else {"ema_decay_value": ema.decay_value}
-        report = replace(
+        completed = replace(
             report,
             metrics={**report.metrics, **average},
             mfu=utilisation(report, self.matmul_flops),
@@ -54,7 +57,9 @@ class Recorder(Callback):
             reserved_bytes=torch.cuda.max_memory_reserved() if torch.cuda.is_available() else None,
             epochs=self.epochs,
         )
-        self.events.publish(report)
+        self.events.publish(completed)
+        if notice := self.slow_steps.add(report):
+            self.events.say(notice)
 
 
 def utilisation(report: StepReport, matmul_flops: float | None) -> float | None:

@@ -13,6 +13,7 @@ from simpletuner.distributed.requests import Request, expect_requests, make_requ
 from simpletuner.distributed.world import World
 from simpletuner.models.cost import Work
 from simpletuner.reporting.events import Event, EventStream, Notice, StateChanged, StepReport
+from simpletuner.reporting.pace import ENOUGH, RECENT, SlowSteps
 from simpletuner.reporting.record import RunRecord
 from simpletuner.training.recorder import Recorder, RequestHandler, utilisation
 from simpletuner.training.state import Assembly, TrainState
@@ -97,6 +98,29 @@ def test_there_is_no_utilisation_without_both_numbers() -> None:
     assert utilisation(report(1, flops=1e11), None) is None
     assert utilisation(report(1, flops=1e11), 1e12) == pytest.approx(0.1)
     assert "mfu" not in StepReport(1, 1, {}, 1.0).row
+
+
+def test_slow_steps_are_told_by_the_display(assembly: Assembly) -> None:
+    listener, clock = Listener(), [0.0]
+    watcher = SlowSteps(lambda: clock[0])
+    recorder = Recorder(EventStream(listener), 1, slow_steps=watcher)
+    for step in range(1, 2 * ENOUGH + RECENT + 1):
+        seconds = 1.0 if step <= 2 * ENOUGH else 2.0
+        clock[0] += seconds
+        recorder.on_step_end(assembly, TrainState(), report(step, seconds))
+    recorder.on_train_end(assembly, TrainState())
+    assert len(listener.said) == 1
+    assert "2.0 times the usual" in listener.said[0]
+
+
+def test_steps_with_further_passes_are_slower_by_design(assembly: Assembly) -> None:
+    listener, clock = Listener(), [0.0]
+    recorder = Recorder(EventStream(listener), 1, slow_steps=SlowSteps(lambda: clock[0]))
+    for step in range(1, 4 * ENOUGH):
+        passes = 3 if step % 20 > 14 else 1  # also several times in a row, by chance
+        clock[0] += passes
+        recorder.on_step_end(assembly, TrainState(), report(step, float(passes), passes=passes))
+    assert listener.said == []
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,103 @@
+"""Slow steps are noticed once, with a reason, and nothing else is taken for them."""
+
+from __future__ import annotations
+
+import pytest
+
+from simpletuner.reporting.events import StepReport
+from simpletuner.reporting.pace import ENOUGH, RECENT, SlowSteps
+
+SMALL, LARGE = ((1, 16, 1, 8, 8),), ((1, 16, 1, 16, 16),)
+
+
+class Run:
+    """Steps on a clock that is turned by hand."""
+
+    def __init__(self) -> None:
+        self.time = 0.0
+        self.watcher = SlowSteps(lambda: self.time)
+        self.notices: list[str] = []
+
+    def steps(
+        self,
+        count: int,
+        seconds: float,
+        *,
+        data: float = 0.01,
+        weights: float | None = None,
+        shape: tuple[tuple[int, ...], ...] = SMALL,
+        pause: float = 0.0,
+    ) -> None:
+        """So many steps, with a pause between each and the one before it."""
+        for _ in range(count):
+            self.time += pause + seconds
+            notice = self.watcher.add(StepReport(1, 1, {}, seconds, data, weights, shapes=shape))
+            self.notices += [notice] if notice else []
+
+
+def test_an_episode_is_told_once_and_a_new_one_again() -> None:
+    run = Run()
+    run.steps(ENOUGH * 2, 1.0)
+    run.steps(RECENT // 2, 1.6)
+    assert run.notices == []
+    run.steps(10, 1.6)
+    assert len(run.notices) == 1
+    run.steps(10, 1.3)
+    run.steps(10, 1.6)
+    assert len(run.notices) == 1, "it has not been fast in between"
+    run.steps(40, 1.0)
+    run.steps(10, 1.6)
+    assert len(run.notices) == 2
+
+
+def test_steps_that_are_a_little_slower_are_no_news() -> None:
+    run = Run()
+    run.steps(ENOUGH * 2, 1.0)
+    run.steps(20, 1.45)
+    assert run.notices == []
+
+
+@pytest.mark.parametrize(
+    ("slow", "reason"),
+    [
+        ({"data": 1.2, "weights": 0.1}, "waiting for data"),
+        ({"data": 0.01, "weights": 1.2}, "waiting for streamed weights"),
+        ({"data": 0.02, "weights": 0.1}, "cause: compute"),
+    ],
+)
+def test_the_reason_is_the_part_that_grew(slow: dict[str, float], reason: str) -> None:
+    run = Run()
+    run.steps(ENOUGH * 2, 1.0, data=0.01, weights=0.1)
+    run.steps(RECENT, 2.0, **slow)
+    [notice] = run.notices
+    assert reason in notice
+    assert "2.00 s/step, 2.0 times the usual 1.00 s/step, over the last 5 steps of this size" in notice
+
+
+def test_a_larger_bucket_is_slower_by_right() -> None:
+    run = Run()
+    for _ in range(8):
+        run.steps(5, 1.0)
+        run.steps(5, 3.0, shape=LARGE)
+    assert run.notices == []
+    run.steps(RECENT, 6.0, shape=LARGE)
+    run.steps(RECENT, 2.0)
+    assert len(run.notices) == 1, "both shapes are slow for one reason"
+
+
+def test_the_first_steps_tell_nothing() -> None:
+    run = Run()
+    run.steps(ENOUGH // 2, 1.0)
+    run.steps(ENOUGH // 2 - 1, 2.0)
+    assert run.notices == []
+
+
+def test_steps_after_previews_and_checkpoints_do_not_count() -> None:
+    run = Run()
+    run.steps(ENOUGH * 2, 1.0)
+    for _ in range(20):  # a checkpoint every second step, and what it leaves behind makes the steps after it slow
+        run.steps(1, 2.0, pause=5.0)
+        run.steps(1, 2.0)
+    assert run.notices == []
+    run.steps(RECENT, 2.0, pause=0.2)
+    assert len(run.notices) == 1, "short pauses, for the record and the trackers, are part of every step"
