@@ -304,10 +304,10 @@ class DeferredWeights:
 
     Args:
         transformer: from `load_transformer(dtype, empty=True)`; parameters with values are left unchanged.
-        part: location of the weights.
+        part: location of the weights. Formats other than safetensors are loaded as a whole.
 
     Raises:
-        UserError: the part has no safetensors files, or they lack a weight.
+        UserError: the files lack a weight.
     """
 
     def __init__(self, transformer: nn.Module, part: Part, dtype: torch.dtype) -> None:
@@ -316,7 +316,11 @@ class DeferredWeights:
         is_empty = any(parameter.is_meta for parameter in transformer.parameters())
         self._lacking = list(transformer.state_dict()) if is_empty else []
         self._files = part.weight_files() if is_empty else {}
-        refuse_missing(part, set(self._lacking) - self._files.keys())
+        self._whole: dict[str, Tensor] = {}
+        # Other formats do not support reading single weights.
+        if is_empty and not self._files:
+            self._whole = load_whole(type(transformer), part, torch_dtype=dtype, low_cpu_mem_usage=True).state_dict()
+        refuse_missing(part, set(self._lacking) - self._files.keys() - self._whole.keys())
 
     def fill(self, modules: Sequence[nn.Module]) -> None:
         """Load the missing weights of these modules.
@@ -328,12 +332,15 @@ class DeferredWeights:
         wanted = [name for name in self._lacking if name.startswith(paths)]
         self._lacking = [name for name in self._lacking if not name.startswith(paths)]
         with user_errors(self._part):
-            # Files are mapped again for each call, since one mapping would last until the last module has been read.
-            for path in dict.fromkeys(self._files[name] for name in wanted):
-                with safe_open(path, framework="pt") as file:
-                    for name in wanted:
-                        if self._files[name] == path:
-                            self._put(name, file.get_tensor(name))
+            for name, tensor in self._read(wanted):
+                self._put(name, tensor)
+
+    def _read(self, names: Sequence[str]) -> Iterator[tuple[str, Tensor]]:
+        yield from ((name, self._whole.pop(name)) for name in names if self._whole)
+        # Files are mapped again for each call, since one mapping would last until the last module has been read.
+        for path in dict.fromkeys(self._files[name] for name in names if self._files):
+            with safe_open(path, framework="pt") as file:
+                yield from ((name, file.get_tensor(name)) for name in names if self._files[name] == path)
 
     def _put(self, name: str, tensor: Tensor) -> None:
         path, _, key = name.rpartition(".")

@@ -6,8 +6,11 @@ A part is in a local folder or in a repository of the Hugging Face hub.
 from __future__ import annotations
 
 import json
+import pickle
 import re
-from collections.abc import Iterator
+import zipfile
+from collections import Counter, OrderedDict
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
@@ -17,9 +20,9 @@ from typing import Any
 
 from simpletuner.config.schema import RunConfig
 from simpletuner.config.values import home_path
-from simpletuner.errors import Problem, UserError
+from simpletuner.errors import Problem, UserError, shorten
 from simpletuner.headers import METADATA, read_head
-from simpletuner.models.cost import Shape
+from simpletuner.models.cost import Shape, Shapes
 from simpletuner.models.spec import FamilySpec, Flavour
 
 INDEX_SUFFIX = ".safetensors.index.json"
@@ -109,6 +112,7 @@ def read_object(path: Path) -> dict[str, Any] | None:
 
 
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[\w.-]{0,95}[\w]", re.ASCII)  # owner/name
+LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")  # model.language_model.layers.27.mlp.up_proj.weight
 # A component is present if its folder holds one of these files.
 MARKERS = (
     "config.json",
@@ -152,22 +156,21 @@ class Part:
         return _fault(folder) or _unreadable(folder) or self._fault_of_variant(folder)
 
     def weight_shapes(self) -> dict[str, Shape]:
-        """Names and shapes of the weights to load; empty for formats other than safetensors, or if they are not on this
-        machine.
+        """Names and shapes of the weights to load; empty if unknown or not on this machine.
 
         Raises:
             WeightsError: a file is damaged.
         """
         folder = self.local_folder()
-        files = sorted(folder.glob("*.safetensors")) if folder else []
-        return {name: shape for path in files if self._has_variant(path) for name, shape in tensor_shapes(path).items()}
+        # safetensors first, as the libraries load them.
+        for pattern, shapes_of in (("*.safetensors", tensor_shapes), ("*pytorch_model*.bin", pickled_shapes)):
+            files = [path for path in sorted(folder.glob(pattern)) if self._has_variant(path)] if folder else []
+            if files:
+                return {name: shape for path in files for name, shape in shapes_of(path).items()}
+        return {}
 
     def weight_files(self) -> dict[str, Path]:
-        """The safetensors file of each weight, as selected by diffusers.
-
-        Raises:
-            UserError: there is none.
-        """
+        """The safetensors file of each weight, as selected by diffusers; empty if it loads another format."""
         folder, variant = self.fetch(), f".{self.variant}" if self.variant else ""
         # diffusion_pytorch_model.safetensors.index.fp16.json
         index = folder / f"{DIFFUSERS_WEIGHTS}{INDEX_SUFFIX.removesuffix('.json')}{variant}.json"
@@ -175,14 +178,21 @@ class Part:
             listed: dict[str, str] = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
             return {name: folder / file for name, file in listed.items()}
         file = folder / f"{DIFFUSERS_WEIGHTS}{variant}.safetensors"
-        if not file.is_file():
-            raise UserError(f"{self.described} has no {file.name}.")
-        return dict.fromkeys(tensor_shapes(file), file)
+        return dict.fromkeys(tensor_shapes(file), file) if file.is_file() else {}
 
     def read_config(self) -> dict[str, Any] | None:
         """The config.json of a model or scheduler; None if it is not on this machine."""
         folder, name = self.local_folder(), "scheduler_config.json" if self.role == "scheduler" else "config.json"
         return read_object(folder / name) if folder else None
+
+    def tokens(self) -> int | None:
+        """The number of tokens of a tokenizer; None if it has no tokenizer.json on this machine."""
+        folder = self.local_folder()
+        content = read_object(folder / "tokenizer.json") if folder else None
+        if content is None:
+            return None
+        # Added tokens may have ids beyond the vocabulary, with gaps.
+        return max(len(content["model"]["vocab"]), *(token["id"] + 1 for token in content["added_tokens"]), 0)
 
     def _has_variant(self, path: Path) -> bool:
         """Whether a weight file has the chosen variant: `model.fp16.safetensors`, `model.fp16-00001-of-…`."""
@@ -313,9 +323,19 @@ def _fault(folder: Path) -> str | None:
 def _unreadable(folder: Path) -> str | None:
     """The fault of the settings files beside a model, or None."""
     for path in filter(Path.is_file, (folder / name for name in SETTINGS)):
-        if read_object(path) is None:
+        content = read_object(path)
+        if content is None:
             return f"{path.name} cannot be read"
+        if path.name == "tokenizer.json" and not _is_tokenizer(content):
+            return "tokenizer.json holds no vocabulary"
     return None
+
+
+def _is_tokenizer(content: Mapping[str, Any]) -> bool:
+    """Whether the content of a tokenizer.json has the entries that loading needs."""
+    model, added = content.get("model"), content.get("added_tokens")
+    vocabulary = model.get("vocab") if isinstance(model, dict) else None
+    return isinstance(vocabulary, dict | list) and len(vocabulary) > 0 and isinstance(added, list)
 
 
 def check_channels(source: ModelSource, transformer_key: str, vae_key: str) -> Iterator[Problem]:
@@ -324,3 +344,117 @@ def check_channels(source: ModelSource, transformer_key: str, vae_key: str) -> I
     makes = (source.read_config("vae") or {}).get(vae_key)
     if takes != makes and None not in (takes, makes):
         yield Problem(VAE_KEY, f"the VAE has {makes} channels, the transformer {takes}.")
+
+
+def encoder_fault(config: Mapping[str, Any], shapes: Shapes, tokens: int | None) -> str | None:
+    """The mismatch of a text encoder's weights with its config or tokenizer, or None.
+
+    Args:
+        tokens: number of tokens of its tokenizer, if known. Embeddings have a few more rows, as padding.
+    """
+    inner = config.get("text_config")
+    settings = {**config, **(inner if isinstance(inner, dict) else {})}
+    return _fault_of_layers(settings, shapes) or _fault_of_embeddings(settings, shapes, tokens)
+
+
+def _fault_of_layers(settings: Mapping[str, Any], shapes: Shapes) -> str | None:
+    wanted = settings.get("num_hidden_layers")
+    layers = {int(match[1]) for match in map(LAYER.search, shapes) if match}
+    absent = sorted(set(range(wanted)) - layers) if isinstance(wanted, int) and layers else []
+    numbers = shorten([str(number) for number in absent])
+    return f"is incomplete: its files lack layers {numbers} of {wanted}" if absent else None
+
+
+def _fault_of_embeddings(settings: Mapping[str, Any], shapes: Shapes, tokens: int | None) -> str | None:
+    size = [settings.get(key) for key in ("vocab_size", "hidden_size")]  # None is the class's default
+    for name, shape in shapes.items():
+        if not name.endswith(("embed_tokens.weight", "token_embedding.weight")):
+            continue
+        if any(said not in (None, actual) for said, actual in zip(size, shape, strict=False)):
+            return f"has {name} of {list(shape)}, its config.json {size}"
+        # A vocabulary of less than half the rows belongs to another model, since padding adds only a few rows.
+        if tokens is not None and not shape[0] / 2 < tokens <= shape[0]:
+            return f"has an embedding of {shape[0]} tokens, its tokenizer has {tokens}"
+    return None
+
+
+# Lower and upper limits of the numbers, or lists of numbers, that normalise latents; far beyond published VAEs, whose
+# scales are 0.13 to 8.
+LOWEST = {"scaling_factor": 1e-3, "latents_std": 1e-3, "shift_factor": -1e3, "latents_mean": -1e3}
+LARGEST_SCALE = 1e3
+
+
+def vae_fault(config: Mapping[str, Any]) -> str | None:
+    """A value in a VAE's config that would corrupt all latents, or None. Missing values are the class's defaults."""
+    for key, lowest in LOWEST.items():
+        value: Any = config.get(key)
+        if key not in config or (value is None and key != "scaling_factor"):
+            continue
+        form, numbers = ("a list of numbers", value) if key.startswith("latents_") else ("a number", [value])
+        # `type`, since True is an int; NaN fails the comparison.
+        are_numbers = isinstance(numbers, list) and all(type(each) in (int, float) for each in numbers)
+        if not are_numbers or not all(lowest <= each <= LARGEST_SCALE for each in numbers):
+            return f"has {key} {repr(value)[:60]}, not {form} between {lowest:g} and {LARGEST_SCALE:g}"
+    return None
+
+
+def blocks_of(group: str, shapes: Shapes) -> dict[int, dict[str, Shape]]:
+    """Shapes of the weights of a group's blocks, by block number and by name within the block."""
+    blocks: dict[int, dict[str, Shape]] = {}
+    for name, shape in shapes.items():
+        number, dot, rest = name.removeprefix(f"{group}.").partition(".")
+        if name.startswith(f"{group}.") and dot and number.isdecimal():
+            blocks.setdefault(int(number), {})[rest] = shape
+    return blocks
+
+
+def differing_weights(group: str, blocks: Mapping[int, Shapes]) -> list[str]:
+    """Weights missing in some blocks, or with a shape that differs from the majority."""
+    everything = {name for block in blocks.values() for name in block}
+    usual = {name: Counter(block[name] for block in blocks.values() if name in block) for name in everything}
+    return sorted(
+        f"{group}.{number}.{name}"
+        for number, block in blocks.items()
+        for name in everything
+        if block.get(name) != usual[name].most_common(1)[0][0]
+    )
+
+
+def pickled_shapes(path: Path) -> dict[str, Shape]:
+    """Names and shapes in a torch.save file, without executing its code; empty for files from before torch 1.6, and for
+    other content."""
+    status = path.stat()
+    return _pickled_shapes(path, status.st_size, status.st_mtime_ns)
+
+
+@lru_cache(maxsize=256)
+def _pickled_shapes(path: Path, size: int, mtime_ns: int) -> dict[str, Shape]:
+    """The shapes, cached by size and modification time, since several parts of a plan read them."""
+    try:
+        with zipfile.ZipFile(path) as archive:
+            # torch.save writes a zip: archive/data.pkl has names and shapes, archive/data/… the values.
+            name = next(name for name in archive.namelist() if name.endswith("/data.pkl"))
+            with archive.open(name) as file:
+                weights = _Shapes(file).load()
+    except Exception:  # noqa: BLE001 - damaged archives and opcodes may raise any error; loading reports the fault
+        return {}
+    shapes = list(weights.values()) if isinstance(weights, dict) else [None]
+    are_shapes = all(isinstance(shape, tuple) and all(type(side) is int for side in shape) for shape in shapes)
+    return dict(weights) if are_shapes else {}
+
+
+class _Shapes(pickle.Unpickler):
+    """Reads shapes instead of tensors, and refuses everything that weights do not need."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        if module == "torch" and name.endswith("Storage"):
+            return None
+        return {
+            ("collections", "OrderedDict"): OrderedDict,
+            # Rebuilds only the shape of a tensor; a parameter is rebuilt from a tensor.
+            ("torch._utils", "_rebuild_tensor_v2"): lambda storage, offset, shape, *rest: shape,
+            ("torch._utils", "_rebuild_parameter"): lambda shape, *rest: shape,
+        }[module, name]
+
+    def persistent_load(self, pid: Any) -> None:
+        """Skip the values of a tensor."""

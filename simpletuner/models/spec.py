@@ -158,8 +158,10 @@ class FamilySpec:
         quantised_layers: regular expression for the linear layers that a quantised base model quantises.
         license: license of the published weights.
         in_comfyui: whether ComfyUI supports the model, with diffusers' layer names.
-        routes_tokens: whether tokens can skip blocks.
-        block_count: key in the transformer's config.json with the number of visual blocks.
+        token_blocks: key in the transformer's config.json with the number of blocks that token routing can skip; None
+            without support for routing.
+        block_counts: keys in the transformer's config.json with the number of blocks, by group name in weight files;
+            the last group has the visual blocks.
         grid: (flavour, checkpoint) -> required multiple of width and height, if it can exceed `size_multiple`.
         frame_rate: frames per second that clips are trained and sampled at; None for pictures.
         frame_stride: frames per latent frame: F frames give (F - 1) / frame_stride + 1.
@@ -193,8 +195,8 @@ class FamilySpec:
     words: FamilyWords
     cost: FamilyCost
     fixed: Mapping[str, Any] = field(default_factory=dict)
-    block_count: str = ""
-    routes_tokens: bool = False
+    block_counts: Mapping[str, str] = field(default_factory=dict)
+    token_blocks: str | None = None
     grid: Callable[[Flavour, ModelSource], int] | None = None
     frame_rate: float | None = None
     frame_stride: int = 1

@@ -20,10 +20,10 @@ from simpletuner.config.values import check_unset
 from simpletuner.data.buckets import Geometry
 from simpletuner.data.captions import control_token
 from simpletuner.data.dataset import Dataset
-from simpletuner.errors import NoEffect, Problem, counted, did_you_mean, warning, within
+from simpletuner.errors import NoEffect, Problem, counted, did_you_mean, shorten, warning, within
 from simpletuner.models.adapter_kinds import adapter_kind
 from simpletuner.models.registry import FAMILY_DATASET_KEYS
-from simpletuner.models.source import ModelSource
+from simpletuner.models.source import ModelSource, blocks_of, differing_weights, encoder_fault, vae_fault
 from simpletuner.models.spec import FamilySpec, Flavour
 from simpletuner.plan.environment import check_folders, check_launch, check_offload, why_not_writable
 from simpletuner.techniques.spec import check_encoders
@@ -241,9 +241,11 @@ def check_block_numbers(config: RunConfig, spec: FamilySpec, source: ModelSource
 
     A family that cannot skip tokens says why in its own checks.
     """
-    found = (source.read_config("transformer") or {}).get(spec.block_count)
+    counts = list(spec.block_counts.values())
+    # The last group holds the visual blocks, after the text blocks.
+    found = (source.read_config("transformer") or {}).get(counts[-1]) if counts else None
     blocks = found if isinstance(found, int) else None
-    routes = config.tread.routes if spec.routes_tokens else ()
+    routes = config.tread.routes if spec.token_blocks else ()
     for technique in config.techniques_in_use:
         yield from technique.check_model(spec, routes, blocks)
 
@@ -265,19 +267,59 @@ def check_sequence(plan: Plan) -> Iterator[Problem]:
 
 
 def check_parts(spec: FamilySpec, flavour: Flavour, source: ModelSource) -> list[Problem]:
-    """Whether the parts on this machine belong to the family and to each other.
+    """Whether the parts on this machine can be used, belong to the family and hold every weight."""
+    vae = source["vae"]
+    if fault := vae_fault(vae.read_config() or {}):
+        return [Problem(vae.key, f"the vae in {vae.location!r} {fault}.")]
+    return [*spec.checks.checkpoint(flavour, source), *check_weights(spec, flavour, source)]
 
-    Weights are compared with their class when the run starts (`models.loading.check_shapes`).
+
+def check_weights(spec: FamilySpec, flavour: Flavour, source: ModelSource) -> Iterator[Problem]:
+    """Whether the parts on this machine are of the family and hold every weight.
+
+    The libraries initialise a missing weight at random with no more than a warning.
     """
-    problems = [*spec.checks.checkpoint(flavour, source)]
+    # From config.json and headers alone, before gigabytes are read.
     for role, component in spec.components.items():
         config = source.read_config(role) if component.kinds else None
-        part, kind = source[role], (config or {}).get("_class_name", (config or {}).get("model_type"))
-        if config is not None and kind not in component.kinds:
+        if config is None:
+            continue
+        part, kind = source[role], config.get("_class_name", config.get("model_type"))
+        where = f"the {role} in {part.location!r}"
+        if kind not in component.kinds:
             allowed = " or ".join(map(repr, component.kinds))
-            message = f"the {role} in {part.location!r} is a {kind!r}; {spec.title} has a {allowed}."
-            problems.append(Problem(part.key, message))
-    return problems
+            yield Problem(part.key, f"{where} is a {kind!r}; {spec.title} has a {allowed}.")
+        elif role.startswith("text_encoder"):
+            tokens = source[role.replace("text_encoder", "tokenizer")].tokens()
+            if fault := encoder_fault(config, part.weight_shapes(), tokens):
+                yield Problem(part.key, f"{where} {fault}.")
+    yield from _check_transformer(spec, flavour, source)
+
+
+def _check_transformer(spec: FamilySpec, flavour: Flavour, source: ModelSource) -> Iterator[Problem]:
+    """Every block that its config.json counts, all with the same weights, and every weight outside the blocks.
+
+    Shapes are compared with the class when the run starts (`models.loading.check_shapes`).
+    """
+    part, config = source["transformer"], source.read_config("transformer")
+    found = part.weight_shapes()
+    if config is None or not found:
+        return
+    where = f"the transformer in {part.location!r}"
+    published = spec.cost.of_flavour(flavour.name).shapes
+    # Weights outside the blocks, as the published checkpoint has them.
+    beside = {name for name in published if not name.startswith(tuple(f"{group}." for group in spec.block_counts))}
+    absent = sorted(beside - found.keys())
+    for group, key in spec.block_counts.items():
+        expected, there = config.get(key), blocks_of(group, found)
+        if isinstance(expected, int):  # a file of the user may hold anything
+            surplus = sorted(number for number in there if number >= expected)
+            if surplus:
+                yield Problem(part.key, f"{where} has {len(there)} {group}, its config.json has {key} {expected}.")
+            absent += [f"{group}.{number}" for number in range(expected) if number not in there]
+        absent += differing_weights(group, there)
+    if absent:
+        yield Problem(part.key, f"{where} is incomplete: its files lack {shorten(absent)}.")
 
 
 def check_prompts(config: RunConfig, prompts: Sequence[ValidationPrompt]) -> Iterator[Problem]:

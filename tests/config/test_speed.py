@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import importlib.util
-import shlex
 from typing import Any
 
 import pytest
 
 from simpletuner.config import speed
 from simpletuner.config.load import Layer, resolve
-from simpletuner.config.option import is_installed
 from simpletuner.config.schema import RunConfig
 from simpletuner.errors import result_of
 from simpletuner.models.kandinsky5.spec import KANDINSKY5_IMAGE
@@ -87,11 +85,11 @@ def test_without_a_compiler_nothing_is_compiled_unasked(monkeypatch: pytest.Monk
 @pytest.mark.parametrize("mechanism", sorted(speed.ATTENTION_PACKAGES))
 def test_a_missing_attention_package_is_named(mechanism: str) -> None:
     package, _ = speed.ATTENTION_PACKAGES[mechanism]
-    if is_installed(package):
+    if importlib.util.find_spec(package.module) is not None:
         pytest.skip(f"{package.requirement} is installed")
     (error,) = found(attention_mechanism=mechanism)["errors"]
     assert error.startswith("attention_mechanism: ")
-    assert f"pip install {shlex.quote(package.requirement)}" in error
+    assert f"pip install {package.requirement}" in error
 
 
 @pytest.mark.parametrize(

@@ -82,7 +82,7 @@ FOURTH = FourthAdapter.spec = FamilySpec(
     adapter="tests.models.fourth:FourthAdapter",
     options=FourthOptions,
     defaults={"flow_schedule_shift": 3.0, "resolution": 512},
-    block_count="num_layers",
+    block_counts={"transformer_blocks": "num_layers"},
     components={each: Component(each) for each in ("transformer", "vae", "text_encoder", "tokenizer", "scheduler")},
     size_multiple=16,
     vae_stride=8,

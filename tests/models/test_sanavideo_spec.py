@@ -17,7 +17,7 @@ from simpletuner.models.registry import FAMILIES
 from simpletuner.models.sanavideo.spec import SANA_VIDEO, SIZES
 from simpletuner.models.source import ModelSource
 from simpletuner.plan.build import settle_task
-from simpletuner.plan.checks import check_parts
+from simpletuner.plan.checks import check_weights
 
 FLAVOUR = SANA_VIDEO.flavours[0]
 ROUTE = {"selection_ratio": 0.5, "start_layer_idx": 2, "end_layer_idx": -2}
@@ -156,7 +156,7 @@ class TestCheckpoint:
         (folder / part / "config.json").write_text(json.dumps(config))
         damaged = ModelSource.from_config(SANA_VIDEO, FLAVOUR, settle(pretrained_model_name_or_path=str(folder))[0])
         assert not damaged.problems()
-        return check_parts(SANA_VIDEO, FLAVOUR, damaged)
+        return [*SANA_VIDEO.checks.checkpoint(FLAVOUR, damaged), *check_weights(SANA_VIDEO, FLAVOUR, damaged)]
 
     def test_a_whole_one(self, sana_checkpoint: Path, tmp_path: Path) -> None:
         assert not self.problems(sana_checkpoint, tmp_path, "vae")

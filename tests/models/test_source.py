@@ -6,9 +6,12 @@ import json
 import os
 import shutil
 import struct
+from collections import OrderedDict
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
 from simpletuner.config.load import Layer, resolve
 from simpletuner.errors import UserError, result_of
@@ -17,6 +20,7 @@ from simpletuner.models.source import (
     ModelSource,
     WeightsError,
     looks_like_path,
+    pickled_shapes,
     tensor_shapes,
     weights_fault,
 )
@@ -163,6 +167,43 @@ def test_a_missing_shard_is_named(tmp_path: Path) -> None:
     assert weights_fault(tmp_path) == "m.safetensors.index.json cannot be read"
     index.unlink()
     assert weights_fault(tmp_path) is None
+
+
+def test_pickled_weights_have_the_shapes_that_safetensors_have(copy: Path) -> None:
+    model = source(pretrained_model_name_or_path=str(copy))
+    for role, name in {"transformer": "diffusion_pytorch_model", "text_encoder": "pytorch_model"}.items():
+        expected, (file,) = model[role].weight_shapes(), (copy / role).glob("*.safetensors")
+        weights = {key: torch.nn.Parameter(each) for key, each in load_file(file).items()}
+        torch.save(weights if role == "transformer" else OrderedDict(load_file(file)), copy / role / f"{name}.bin")
+        torch.save({"lr": 0.1}, copy / role / "training_args.bin")
+        file.unlink()
+        assert model[role].weight_shapes() == expected != {}
+
+
+def test_what_a_module_saves_is_read_and_damage_is_not(tmp_path: Path) -> None:
+    torch.save(torch.nn.Linear(2, 3).state_dict(), tmp_path / "pytorch_model.bin")
+    assert pickled_shapes(tmp_path / "pytorch_model.bin") == {"weight": (3, 2), "bias": (3,)}
+    content = (tmp_path / "pytorch_model.bin").read_bytes()
+    for number, mark in enumerate((b"PK\x01\x02", b"PK\x03\x04")):  # of its list of files, and of a file
+        (tmp_path / f"{number}.bin").write_bytes(content.replace(mark, b"XXXX", 1))
+        assert pickled_shapes(tmp_path / f"{number}.bin") == {}
+
+
+class Evil:
+    """Runs a function where it is unpickled."""
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return Path.touch, (Path("evil"),)
+
+
+@pytest.mark.parametrize("content", [Evil(), {"a": Evil()}, {"a": 1}, [torch.zeros(2)]])
+def test_pickled_code_is_not_run(content: object, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    torch.save(content, "pytorch_model.bin")
+    assert pickled_shapes(Path("pytorch_model.bin")) == {}
+    Path("pytorch_model.bin").write_bytes(b"PK no archive")
+    assert pickled_shapes(Path("pytorch_model.bin")) == {}
+    assert not Path("evil").exists()
 
 
 def test_offline_says_the_two_ways_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -58,24 +59,30 @@ def without(words: str) -> Callable[[dict[str, torch.Tensor]], dict[str, torch.T
     return lambda weights: {name: each for name, each in weights.items() if words not in name}
 
 
-@pytest.mark.parametrize(
-    ("words", "lacking"),
-    [
-        ("out_layer.out_layer", "out_layer.out_layer.weight"),
-        ("visual_transformer_blocks.1.", "visual_transformer_blocks.1."),
-        (
-            "visual_transformer_blocks.1.feed_forward.in_layer",
-            "visual_transformer_blocks.1.feed_forward.in_layer.weight",
-        ),
-    ],
-)
-def test_a_transformer_that_lacks_weights(
-    workspace: Workspace, model: Path, words: str, lacking: str, capsys: Capture
-) -> None:
-    """Beside the blocks, a whole block, and within one: told when the run starts, before anything is encoded."""
-    edit_weights(model / "transformer", without(words))
-    assert f"its files lack {lacking}" in complaint(workspace, capsys, "train")
-    assert not list(workspace.folder.rglob("*.zst"))
+@pytest.mark.parametrize("part", ["text_encoder", "text_encoder_2"])
+def test_a_text_encoder_without_its_last_layers(workspace: Workspace, model: Path, part: str, capsys: Capture) -> None:
+    edit_weights(model / part, without(".layers.1."))
+    told = complaint(workspace, capsys)
+    assert told.startswith(f"{MODEL}: the {part} in ")
+    assert "its files lack layers 1 of 2" in told
+
+
+def test_a_transformer_of_fewer_blocks_than_its_config_says(workspace: Workspace, model: Path, capsys: Capture) -> None:
+    edit_weights(model / "transformer", without("visual_transformer_blocks.1."))
+    assert "is incomplete: its files lack visual_transformer_blocks.1." in complaint(workspace, capsys)
+
+
+def test_a_transformer_of_more_blocks_than_its_config_says(workspace: Workspace, model: Path, capsys: Capture) -> None:
+    edit_config(model / "transformer", num_visual_blocks=1)
+    told = complaint(workspace, capsys)
+    assert "has 2 visual_transformer_blocks, its config.json has num_visual_blocks 1." in told
+
+
+def test_weights_beside_the_blocks_and_within_one(workspace: Workspace, model: Path, capsys: Capture) -> None:
+    edit_weights(model / "transformer", without("out_layer.out_layer"))
+    assert "lack out_layer.out_layer.bias, out_layer.out_layer.weight." in complaint(workspace, capsys)
+    edit_weights(model / "transformer", without("visual_transformer_blocks.1.feed_forward.in_layer"))
+    assert "visual_transformer_blocks.1.feed_forward.in_layer.weight" in complaint(workspace, capsys)
 
 
 def test_a_misshapen_weight_is_told_when_it_is_loaded(model: Path) -> None:
@@ -111,13 +118,17 @@ def test_junk_in_place_of_a_settings_file(workspace: Workspace, model: Path, fil
 
 
 SCHEDULER = "scheduler/scheduler_config.json"
+SMALL = {"added_tokens": [], "model": {"type": "BPE", "vocab": {"a": 0}, "merges": []}}
 
 
 @pytest.mark.parametrize("family", ["kandinsky5-image", "sanavideo"])
 @pytest.mark.parametrize(
     ("file", "content", "words"),
     [
+        ("tokenizer/tokenizer.json", {}, "lacks a usable tokenizer (tokenizer.json holds no vocabulary)"),
         ("tokenizer/tokenizer.json", [], "lacks a usable tokenizer (tokenizer.json cannot be read)"),
+        ("tokenizer/tokenizer.json", {"model": {"vocab": 7}}, "(tokenizer.json holds no vocabulary)"),
+        ("tokenizer/tokenizer.json", SMALL, "tokens, its tokenizer has 1."),
         ("tokenizer/tokenizer_config.json", None, "(tokenizer_config.json cannot be read)"),
         (SCHEDULER, {}, "the scheduler in "),
         (SCHEDULER, {"_class_name": "DDIMScheduler"}, " is a 'DDIMScheduler'; "),
@@ -133,6 +144,26 @@ def test_json_that_is_something_else(
     folder = Path(shutil.copytree(checkpoint, tmp_path / "model"))
     (folder / file).write_text(json.dumps(content))
     assert words in plan_of(folder, family)
+
+
+@pytest.mark.parametrize(
+    ("family", "key", "value"),
+    [
+        *(("kandinsky5-image", "scaling_factor", each)
+          for each in (0, 1e-30, -1, None, "0.36", [0.36], True, math.nan, math.inf, 1e30)),
+        ("kandinsky5-image", "shift_factor", "a"), ("kandinsky5-image", "shift_factor", math.nan),
+        *(("sanavideo", "latents_std", each) for each in (0, [0.0] * 16, [-1] * 16, ["1"] * 16, {}, "1" * 16)),  # type: ignore[var-annotated]
+        *(("sanavideo", "latents_mean", each) for each in (5, [None] * 16, [math.nan] * 16, [1e30] * 16)),
+    ],
+)  # fmt: skip
+def test_values_that_would_spoil_all_latents(
+    family: str, key: str, value: Any, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    checkpoint = request.getfixturevalue("t2i_checkpoint" if family == "kandinsky5-image" else "sana_checkpoint")
+    folder = Path(shutil.copytree(checkpoint, tmp_path / "model"))
+    assert plan_of(folder, family) == ""
+    edit_config(folder / "vae", **{key: value})
+    assert f" has {key} {repr(value)[:60]}, not a " in plan_of(folder, family)
 
 
 def test_a_vae_with_weights_that_are_not_finite(model: Path) -> None:

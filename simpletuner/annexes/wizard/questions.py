@@ -175,7 +175,7 @@ QUESTIONS = (
     Question(
         "tread_config",
         "Tokens that skip the middle of the model (TREAD: faster steps, previews as always)",
-        when=lambda draft: draft.spec.routes_tokens,
+        when=lambda draft: draft.spec.token_blocks is not None,
     ),
     Question("use_ema", "Keep a running average of the weights (EMA)?"),
     Question("ema_validation", "Previews with EMA"),

@@ -225,8 +225,8 @@ KANDINSKY5_IMAGE = FamilySpec(
     heads=attention_heads,
     cost=IMAGE_COST,
     in_comfyui=True,
-    block_count="num_visual_blocks",
-    routes_tokens=True,
+    token_blocks="num_visual_blocks",
+    block_counts={"text_transformer_blocks": "num_text_blocks", "visual_transformer_blocks": "num_visual_blocks"},
 )
 
 KANDINSKY5_VIDEO = replace(

@@ -143,7 +143,7 @@ SANA_VIDEO = FamilySpec(
     ),
     adapter="simpletuner.models.sanavideo.video:SanaVideoAdapter",
     options=SanaOptions,
-    block_count="num_layers",
+    block_counts={"transformer_blocks": "num_layers"},
     defaults=FAMILY["defaults"],
     fixed=FAMILY["fixed"],
     components=COMPONENTS,
