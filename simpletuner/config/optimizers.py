@@ -172,9 +172,9 @@ def optimizer_name(config: OptimizerConfig, mixed_precision: str) -> OptimizerNa
 def update_kernel(
     name: OptimizerName, device: str, weights: int, numbers: int, *, sharded: bool, triton: bool, widened: bool = False
 ) -> UpdateKernel | None:
-    """The update implementation; None leaves the choice to the library.
+    """The update implementation of a new run; None leaves the choice to the library.
 
-    Implementations round differently. A run that is resumed on the same hardware chooses the same one.
+    Implementations round differently, so a resumed run keeps the one it started with.
 
     Args:
         device: device type of the weights.

@@ -14,6 +14,7 @@ checkpoint-<step>/
 from __future__ import annotations
 
 import logging
+import struct
 import time
 from collections.abc import Callable, Collection, Generator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -21,19 +22,22 @@ from contextlib import ExitStack, closing, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 from simpletuner.atomic import build_folder, open_atomically, write_json
 from simpletuner.config.schema import CheckpointConfig
 from simpletuner.data.loader import BatchLoader
 from simpletuner.distributed.sharding import is_part, load_shards, shard_moments, without_shards
-from simpletuner.errors import UserError
+from simpletuner.errors import UserError, is_out_of_memory
+from simpletuner.models.blocks import DEVICE_FAILURES
 from simpletuner.reporting.events import CheckpointSaved, EventStream, StepReport
 from simpletuner.training import manifest
-from simpletuner.training.guard import stop_if_result_not_finite
+from simpletuner.training.guard import refuse_not_finite, stop_if_result_not_finite
 from simpletuner.training.loop import Callback
 from simpletuner.training.manifest import ROLLING, STATE_FOLDER, Checkpoint, Identity, Manifest
 from simpletuner.training.optimizers import load_state
@@ -44,6 +48,11 @@ logger = logging.getLogger(__name__)
 
 STATE_FILE = "state.pt"
 MODULE_SUFFIX = ".module.safetensors"
+# Errors raised on reading a file that is not a saved state.
+FOREIGN = (
+    LookupError, TypeError, AttributeError, ValueError, RuntimeError, FileNotFoundError, EOFError, UnpicklingError,
+    struct.error, SafetensorError,
+)  # fmt: skip
 
 
 def load_checkpoint(checkpoint: Checkpoint, assembly: Assembly, loader: BatchLoader, *, same_data: bool) -> TrainState:
@@ -53,11 +62,24 @@ def load_checkpoint(checkpoint: Checkpoint, assembly: Assembly, loader: BatchLoa
         same_data: datasets and batch size are unchanged; otherwise the epoch starts over.
 
     Raises:
-        UserError: the checkpoint is damaged, or has other trained layers or another optimizer.
+        UserError: the checkpoint is damaged or edited, holds NaN or infinity, or has other trained layers or another
+            optimizer.
     """
     if damaged := manifest.damaged_files(checkpoint):
         raise UserError(f"{checkpoint.path} is damaged: {', '.join(damaged)}. Choose an earlier checkpoint.")
-    folder = checkpoint.path / STATE_FOLDER
+    try:
+        return _restore(checkpoint, assembly, loader, same_data=same_data)
+    except FOREIGN as error:  # a file has been changed together with its hash in the manifest
+        is_of_device = is_out_of_memory(error) or isinstance(error, DEVICE_FAILURES)
+        if is_of_device or assembly.world.size > 1:  # a failed collective raises the same types
+            raise
+        reason = f"{type(error).__name__}: {error}".splitlines()[0]
+        message = f"{checkpoint.path} holds what no run saves ({reason}). Choose an earlier checkpoint."
+        raise UserError(message) from error
+
+
+def _restore(checkpoint: Checkpoint, assembly: Assembly, loader: BatchLoader, *, same_data: bool) -> TrainState:
+    folder, saved = checkpoint.path / STATE_FOLDER, checkpoint.manifest
     assembly.trained.load(checkpoint.path)
     _load_modules(assembly, folder)
     # To the CPU first, since the optimizer moves its state to the device of its parameters.
@@ -65,6 +87,10 @@ def load_checkpoint(checkpoint: Checkpoint, assembly: Assembly, loader: BatchLoa
     # Memory-mapped if its tensors are copied elsewhere, one at a time.
     mapped = any(map(is_part, parameters)) or assembly.accelerator.device.type != "cpu"
     content = torch.load(folder / STATE_FILE, map_location="cpu", weights_only=True, mmap=mapped)
+    step, epoch = content["global_step"], content["epoch"]
+    if (step, epoch) != (saved.step, saved.epoch):
+        message = f"{checkpoint.path} holds step {step} of epoch {epoch}, its manifest says step {saved.step}"
+        raise UserError(f"{message} of epoch {saved.epoch}. Choose an earlier checkpoint.")
     content = load_shards(content, folder, parameters)
     host = assembly.release.host if assembly.release is not None else None
     try:
@@ -77,10 +103,11 @@ def load_checkpoint(checkpoint: Checkpoint, assembly: Assembly, loader: BatchLoa
             technique.load_state_dict(content["techniques"][technique.name])
     ema = assembly.trained.ema
     if ema is not None and content["ema"] is not None:
+        refuse_not_finite(content["ema"]["average"], f"The moving average in {checkpoint.path}")
         ema.load_state_dict(content["ema"])
     loader.load_state_dict(content["loader"] if same_data else {**content["loader"], "position": 0})
     restore_random_states(content["random"])
-    return TrainState(content["global_step"], content["epoch"], loader.epochs_done)
+    return TrainState(step, epoch, loader.epochs_done)
 
 
 def _load_modules(assembly: Assembly, folder: Path) -> None:
@@ -91,7 +118,9 @@ def _load_modules(assembly: Assembly, folder: Path) -> None:
             logger.warning("%s was off in %s and starts now.", name, folder.parent)
             continue
         try:
-            module.load_state_dict(load_file(saved[name]))
+            weights = load_file(saved[name])
+            refuse_not_finite(weights, saved[name])
+            module.load_state_dict(weights)
         except RuntimeError as error:
             raise UserError(f"{saved[name]} does not fit: {error}") from None
     for name in saved.keys() - assembly.modules.keys():

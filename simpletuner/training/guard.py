@@ -1,13 +1,14 @@
 """Gradient size and clipping, and checks that keep NaN and infinity out of weights, files and previews.
 
 A step checks only numbers that it reads from the device anyway (the losses, and the gradient size for clipping), so the
-checks cost no synchronisation. Weights are checked when they are saved, published or rendered.
+checks cost no synchronisation. Weights are checked when they are saved, loaded, published or rendered.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
@@ -15,7 +16,7 @@ from torch import Tensor, nn
 
 from simpletuner.config.schema import OptimizerConfig
 from simpletuner.distributed.sharding import from_all, local, local_parts
-from simpletuner.errors import NonFiniteError, shorten
+from simpletuner.errors import NonFiniteError, UserError, shorten
 
 if TYPE_CHECKING:
     from simpletuner.training.state import Assembly
@@ -61,6 +62,19 @@ def stop_if_weights_not_finite(weights: Mapping[str, Tensor]) -> None:
             f"{len(guilty)} of {len(weights)} trained tensors are NaN or infinite and were not saved: "
             f"{shorten(guilty)}. Continue from the last checkpoint with a lower learning_rate."
         )
+
+
+def refuse_not_finite(weights: Mapping[str, Tensor], origin: Path | str) -> None:
+    """Check weights read from a checkpoint.
+
+    Args:
+        origin: the file or checkpoint, for the message.
+
+    Raises:
+        UserError: naming the tensors.
+    """
+    if guilty := not_finite(weights):
+        raise UserError(f"{origin} holds NaN or infinite values in {shorten(guilty)}; choose an earlier checkpoint.")
 
 
 def not_finite(tensors: Mapping[str, Tensor]) -> list[str]:

@@ -27,6 +27,7 @@ from simpletuner.models.adapter import FamilyAdapter
 from simpletuner.models.cost import NO_ADAPTERS, Adapters
 from simpletuner.models.source import ModelSource
 from simpletuner.training.ema import Ema
+from simpletuner.training.guard import not_finite, refuse_not_finite
 from simpletuner.training.manifest import NOTE_FILE, PIPELINE_FOLDER, STATE_FOLDER
 
 WEIGHTS_FILE = "trainable.safetensors"
@@ -136,7 +137,7 @@ class Trained(Protocol):
         """Restore the weights from a checkpoint, exactly.
 
         Raises:
-            UserError: the checkpoint holds other weights.
+            UserError: the checkpoint holds other weights, or NaN or infinity.
         """
 
     def disabled(self) -> AbstractContextManager[None]:
@@ -185,7 +186,7 @@ def load_parameters(parameters: Mapping[str, nn.Parameter], files: Iterable[Path
         keys: config keys that determine the parameters and their shapes.
 
     Raises:
-        UserError: the files hold other parameters or shapes.
+        UserError: the files hold other parameters or shapes, or NaN or infinity.
     """
     with open_weights(files) as weights:
         # All checks precede the first copy, so that a rejected checkpoint changes no weight.
@@ -194,6 +195,9 @@ def load_parameters(parameters: Mapping[str, nn.Parameter], files: Iterable[Path
         for name, parameter in parameters.items():
             if list(parameter.shape) != weights[name].get_slice(name).get_shape():
                 raise UserError(f"{origin}: {name} has another shape; check {keys}.")
+        # One at a time, since all tensors may not fit into memory.
+        spoilt = [name for name, file in weights.items() if not_finite({name: file.get_tensor(name)})]
+        refuse_not_finite({name: weights[name].get_tensor(name) for name in spoilt}, origin)
         with torch.no_grad():
             for name, parameter in parameters.items():
                 local(parameter).copy_(local(as_sharded(weights[name].get_tensor(name), parameter)))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 import shutil
 import time
@@ -13,6 +14,7 @@ import torch
 from safetensors.torch import load_file
 
 from simpletuner.cli.app import main
+from simpletuner.training.manifest import describe_files
 from tests.processes import PATIENCE
 from tests.workspace import DATASETS, Workspace
 
@@ -141,6 +143,18 @@ def test_incomplete_and_damaged_checkpoints(trained: Workspace, capsys: pytest.C
     trained.path("output/pytorch_lora_weights.safetensors").unlink()
     assert trained.train() == 2
     assert "damaged" in capsys.readouterr().err
+
+
+def test_a_state_that_was_changed_with_its_hash(trained: Workspace, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = trained.path("output/checkpoint-4")
+    state, manifest = folder / "training_state/state.pt", json.loads((folder / "manifest.json").read_text())
+    torch.save({**torch.load(state, weights_only=True), "random": "x"}, state)
+    files = {name: list(each) for name, each in describe_files(folder).items()}
+    (folder / "manifest.json").write_text(json.dumps({**manifest, "files": files}))
+    assert trained.train("max_train_steps=5") == 2
+    told = capsys.readouterr().err
+    assert "checkpoint-4 holds what no run saves" in told
+    assert "Traceback" not in told
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ import errno
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,20 +14,23 @@ import torch
 
 from simpletuner.config.schema import CheckpointConfig, EmaConfig
 from simpletuner.distributed.world import World
-from simpletuner.errors import DiskFullError
+from simpletuner.errors import DiskFullError, UserError
 from simpletuner.reporting.events import CheckpointSaved, Event, EventStream, StepReport
-from simpletuner.training import manifest
-from simpletuner.training.checkpoints import CheckpointWriter
+from simpletuner.training import checkpoints, manifest
+from simpletuner.training.checkpoints import STATE_FILE, CheckpointWriter, load_checkpoint
 from simpletuner.training.ema import Ema
 from simpletuner.training.manifest import (
+    STATE_FOLDER,
     Identity,
+    Manifest,
     damaged_files,
     describe_files,
     open_checkpoint,
+    write_manifest,
 )
 from simpletuner.training.state import TrainState
 from simpletuner.training.step import optimizer_step
-from simpletuner.training.trained import Draft
+from simpletuner.training.trained import WEIGHTS_FILE, Draft
 from tests.distributed.sharded_run import Batches
 from tests.training.assembly import CPU, make_assembly, make_batch
 
@@ -128,3 +132,57 @@ def test_a_checkpoint_that_cannot_be_completed_ends_the_run(
         ask(writer, assembly, TrainState(2))
     assert list(tmp_path.iterdir()) == []
     assert seen == []
+
+
+def edit_state(path: Path, change: Callable[[dict[str, Any]], Any]) -> None:
+    torch.save(change(torch.load(path, weights_only=True)), path)
+
+
+FOREIGN: dict[str, tuple[Callable[[Path], Any], str]] = {
+    "text": (lambda folder: (folder / STATE_FILE).write_text("a state"), "holds what no run saves"),
+    "nothing": (lambda folder: (folder / STATE_FILE).write_bytes(b""), "holds what no run saves"),
+    "list": (lambda folder: edit_state(folder / STATE_FILE, list), "holds what no run saves"),
+    "key": (lambda folder: edit_state(folder / STATE_FILE, lambda s: s | {"optimizer": 7}), "holds what no run saves"),
+    "absent": (lambda folder: (folder / STATE_FILE).unlink(), "holds what no run saves"),
+    "step": (
+        lambda folder: edit_state(folder / STATE_FILE, lambda state: state | {"global_step": 9}),
+        "holds step 9 of epoch 1, its manifest says step 2 of epoch 1",
+    ),
+    "weights": (lambda folder: (folder / WEIGHTS_FILE).write_text("weights"), "holds what no run saves"),
+}
+
+
+@pytest.fixture(scope="module")
+def lora(t2i_checkpoint: Path) -> Any:
+    return make_assembly(t2i_checkpoint)
+
+
+@pytest.mark.parametrize("name", FOREIGN)
+def test_a_file_that_was_edited_together_with_its_hash_is_said(tmp_path: Path, lora: Any, name: str) -> None:
+    (edit, words), batches = FOREIGN[name], Batches(None)
+    loader: Any = batches
+    writer = CheckpointWriter(tmp_path, CheckpointConfig(), loader, IDENTITY, {}, EventStream(print), lambda state: {})
+    complete = writer.write(tmp_path / "checkpoint-2", lora, TrainState(2, 1))
+    assert complete is not None
+    complete()
+    edit(tmp_path / "checkpoint-2" / STATE_FOLDER)
+    write_manifest(tmp_path / "checkpoint-2", Manifest(2, 1, IDENTITY, describe_files(tmp_path / "checkpoint-2")))
+    checkpoint = open_checkpoint(tmp_path / "checkpoint-2")
+    assert checkpoint is not None
+    with pytest.raises(UserError, match=words) as caught:
+        load_checkpoint(checkpoint, lora, loader, same_data=True)
+    assert len(str(caught.value).splitlines()) == 1
+
+
+@pytest.mark.parametrize("failure", [torch.OutOfMemoryError, torch.AcceleratorError])
+def test_a_failure_of_the_device_is_no_fault_of_a_checkpoint(
+    monkeypatch: pytest.MonkeyPatch, failure: type[RuntimeError]
+) -> None:
+    def restore(*given: Any, **named: Any) -> None:
+        raise failure("of the device")
+
+    monkeypatch.setattr(manifest, "damaged_files", lambda checkpoint: [])
+    monkeypatch.setattr(checkpoints, "_restore", restore)
+    alone: Any = SimpleNamespace(world=World())
+    with pytest.raises(failure, match="of the device"):
+        load_checkpoint(alone, alone, alone, same_data=True)

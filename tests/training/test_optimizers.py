@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import importlib.util
 import inspect
 import io
@@ -302,6 +303,33 @@ def test_the_second_moment_is_float32_where_bf16_loses_its_decay(beta2: float) -
         assert is_wide == (is_lost or dtype == torch.float32)
 
 
+@pytest.mark.parametrize("on_host", [False, True], ids=["resident", "host"])
+def test_an_older_checkpoint_goes_on_with_its_second_moment_in_float32(
+    on_host: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its values are exact; Triton's kernels, which would round it again, are replaced."""
+    monkeypatch.setattr(optimizers, "runs_triton", lambda params: True)
+    params = weights(torch.bfloat16)
+    before = build("adamw_bf16", params)
+    run(before, params, 0, 3)
+    state = copy.deepcopy(before.state_dict())
+    state["param_groups"][0]["triton"] = True
+    for each in state["state"].values():
+        each["exp_avg_sq"] = each["exp_avg_sq"].to(each["exp_avg"].dtype)
+    after = build("adamw_bf16", params)
+    optimizers.load_state(after, state, HostState(after, torch.device("cpu")) if on_host else None)
+    for number, weight in enumerate(params):
+        squares = after.state[weight]["exp_avg_sq"]
+        assert squares.dtype == torch.float32
+        assert torch.equal(squares, state["state"][number]["exp_avg_sq"].float())
+    assert after.param_groups[0]["triton"] is False
+    assert ["bf16, where it could only grow" in message for message in caplog.messages] == [True, False]
+    caplog.clear()
+    optimizers.load_state(before, after.state_dict())
+    assert not caplog.messages
+    assert torch.equal(before.state[params[0]]["exp_avg_sq"], after.state[params[0]]["exp_avg_sq"])
+
+
 LORA, FULL = (1200, 30_000_000), (700, 2_000_000_000)  # weights, and numbers in them
 
 
@@ -337,17 +365,15 @@ def test_the_kernel_follows_number_and_size_of_the_weights(
 
 
 @pytest.mark.parametrize(("name", "kernel"), CHOICES)
-def test_a_resumed_run_has_the_kernel_of_its_machine(name: str, kernel: str) -> None:
-    """Bit for bit as without the interruption, whatever the groups of the checkpoint say."""
+def test_a_resumed_run_keeps_its_kernel(name: str, kernel: str) -> None:
+    """Bit for bit as without the interruption, also where a new run would use another one."""
     whole, halves = weights(), weights()
     run(with_kernel(name, kernel, whole), whole, 0, 6)
     before = with_kernel(name, kernel, halves)
     run(before, halves, 0, 3)
-    saved = before.state_dict()
-    saved["param_groups"][0][kernel] = False
-    torch.save(saved, buffer := io.BytesIO())
+    torch.save(before.state_dict(), buffer := io.BytesIO())
     buffer.seek(0)
-    after = with_kernel(name, kernel, halves)
+    after = with_kernel(name, "loop", halves)
     optimizers.load_state(after, torch.load(buffer, weights_only=True))
     assert after.param_groups[0][kernel]
     run(after, halves, 3, 6)
@@ -365,6 +391,16 @@ def test_a_technique_may_leave_its_module_without_gradients(name: str, kernel: s
     assert all(map(torch.equal, module.parameters(), before))
     for found, expected in zip(params, others, strict=True):
         torch.testing.assert_close(found, expected, rtol=2e-2, atol=1e-3)
+
+
+def test_a_run_begun_with_triton_keeps_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where a new run with as many small weights would use `foreach`."""
+    saved = build("adamw_bf16", weights()).state_dict()
+    saved["param_groups"][0]["triton"] = True
+    optimizer = with_kernel("adamw_bf16", "foreach", weights())
+    monkeypatch.setattr(optimizers, "runs_triton", lambda params: True)
+    optimizers.load_state(optimizer, saved)
+    assert {key: optimizer.param_groups[0][key] for key in ("triton", "foreach")} == {"triton": True, "foreach": False}
 
 
 class Launches(TorchDispatchMode):
@@ -430,6 +466,20 @@ def test_the_kernel_decides_launches_and_temporaries_of_an_update(name: str, ker
     assert temporary["loop"] <= 4.1 / count, "a few tensors as large as one weight"
     expected = OPTIMIZERS[name].temporaries if kernel == "foreach" else 0
     assert temporary[kernel] == pytest.approx(expected, abs=0.01)
+
+
+def test_the_state_of_a_gpu_goes_on_without_one(caplog: pytest.LogCaptureFixture) -> None:
+    """Whoever saved it ran Triton's kernels, which cannot run here; the log says so."""
+    saved = build("adamw_bf16", weights(torch.bfloat16)).state_dict()
+    assert not caplog.messages
+    saved["param_groups"][0]["triton"] = True
+    params = weights(torch.bfloat16)
+    optimizer = build("adamw_bf16", params)
+    optimizers.load_state(optimizer, saved)
+    run(optimizer, params, 0, 1)
+    assert optimizer.param_groups[0]["triton"] is False
+    (told,) = caplog.messages
+    assert "updated by Triton kernels, which need a GPU" in told
 
 
 def test_fused_kernels_find_their_counts_on_the_device() -> None:
