@@ -15,21 +15,19 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.attention import SDPBackend
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from benchmarks.models import SHAPES, build_clip_vae, make_config
 from benchmarks.tread import MODELS, share_of_arithmetic
 from benchmarks.variants import Outcome, Settings, Variant, forget, measure
 from simpletuner.budget.measure import fastest, host_to_device_bytes, matmul_flops
-from simpletuner.config.option import is_installed
 from simpletuner.config.precision import QUANTISATIONS
-from simpletuner.config.speed import ATTENTION_PACKAGES
 from simpletuner.config.techniques import Route
 from simpletuner.memory.precision import QuantisedLinear, pack, use_quantised_products
 from simpletuner.models.blocks import AttentionKernel, torch_attention
 from simpletuner.models.registry import FAMILIES
 from simpletuner.run.train import fix_order
-from simpletuner.speed.attention import attend_in_order, load_kernel
+from simpletuner.speed.attention import NEWER_FLASH, installed_flash, serve
 from simpletuner.techniques.base import Technique
 from simpletuner.techniques.tread import Tread
 from simpletuner.training.noise import add_noise
@@ -153,13 +151,14 @@ def sparse(machine: Machine) -> Iterator[Line]:
 def attention(machine: Machine) -> Iterator[Line]:
     """cuDNN's kernel and installed packages against flash, forward and backward, at the shapes of Lite and Image."""
     machine.need_gpu("flash and cuDNN attention are its kernels")
-    backends = {"flash": SDPBackend.FLASH_ATTENTION, "cuDNN": SDPBackend.CUDNN_ATTENTION}
-    kernels: dict[str, AttentionKernel] = {name: partial(attend_in_order, [each]) for name, each in backends.items()}
-    packages = (name for name, (package, _) in ATTENTION_PACKAGES.items() if is_installed(package))
-    for name, kernel in (kernels | {name: load_kernel(name) for name in packages}).items():
+    flash, packages = SDPBackend.FLASH_ATTENTION, ((name, SDPBackend.FLASH_ATTENTION) for name in installed_flash())
+    for name, backend in (("flash", flash), ("cuDNN", SDPBackend.CUDNN_ATTENTION), *packages):
+        if name in NEWER_FLASH and not serve(name):
+            continue
         for tokens, heads, width in ((24_576, 28, 64), (4_096, 20, 128)):
             try:
-                seconds, note = _attention_seconds(machine, kernel, (tokens, heads, width)), ""
+                with sdpa_kernel(backend):
+                    seconds, note = _attention_seconds(machine, torch_attention, (tokens, heads, width)), ""
             except RuntimeError as error:  # this release or device has no such kernel; the other one still counts
                 seconds, note = (math.inf, math.inf), str(error).partition("\n")[0]
             # 4 n^2 d operations forward, and 2.5 times as many backward, recomputation included.

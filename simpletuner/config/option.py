@@ -388,18 +388,10 @@ class Package:
     requirement: str
 
 
-def is_installed(package: Package) -> bool:
-    """Whether a package is installed; imports at most the parent of its module."""
-    try:
-        return importlib.util.find_spec(package.module) is not None
-    except ImportError:  # the parent is missing or broken
-        return False
-
-
 def check_installed(package: Package, key: str, value: str) -> Iterator[Problem]:
     """Report a value whose package is not installed."""
     # Looked up, not imported: every package but boto3 would import torch.
-    if not is_installed(package):
+    if importlib.util.find_spec(package.module) is None:
         name = re.split("[<>=]", package.requirement)[0]
         install = f"pip install {shlex.quote(package.requirement)}"
         yield Problem(key, f"{value!r} needs the package {name}, which is not installed: {install}")

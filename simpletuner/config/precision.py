@@ -29,7 +29,7 @@ Precision = Literal[
     "nf4-bnb", "int8-sdnq", "uint8-sdnq", "int4-sdnq", "uint4-sdnq",
 ]  # fmt: skip
 PLAIN_PRECISIONS = ("no_change", "bf16", "fp32")
-Attention = Literal["diffusers", "flex", "flash-attn-2", "flash-attn-3", "flash-attn-4", "xformers", "sageattention"]
+Attention = Literal["diffusers", "flex", "flash-attn-2", "flash-attn-3", "xformers", "sageattention"]
 Library = Literal["quanto", "torchao", "bnb"]
 recomputed = partial(option, requires=when("gradient_checkpointing"))
 # Unsupported names of other trainers, and their replacements.

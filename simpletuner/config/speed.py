@@ -22,9 +22,16 @@ COMPILE_KEYS = ("dynamo_mode", "dynamo_fullgraph", "dynamo_dynamic", "dynamo_cpp
 ATTENTION_PACKAGES = {
     "flash-attn-2": (Package("flash_attn", "flash-attn"), "flash_attn:flash_attn_func"),
     "flash-attn-3": (Package("flash_attn_interface", "flash-attn-3"), "flash_attn_interface:flash_attn_func"),
-    "flash-attn-4": (Package("flash_attn.cute", "flash-attn-4>=4.0.0b36,<5"), "flash_attn.cute:flash_attn_func"),
     "xformers": (Package("xformers", "xformers"), "xformers.ops:memory_efficient_attention"),
 }
+
+
+def is_installed(module: str) -> bool:
+    """Whether a module such as `flash_attn.cute` is installed; imports only its parent package."""
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ImportError:  # the parent is missing or broken
+        return False
 
 
 def is_enabled(switch: bool | None, config: SpeedConfig) -> bool:

@@ -15,6 +15,7 @@ import logging
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -145,6 +146,8 @@ class FastBlocks:
 
 
 CHOICES_FILE = "kernel_choices.json"
+# Part of a platform's name, since another version may have other speeds and rounding.
+KERNEL_PACKAGES = ("triton", "flash-attn", "flash-attn-3", "flash-attn-4")
 
 logger = logging.getLogger(__name__)
 
@@ -217,6 +220,10 @@ class KernelChoices:
             with changing(path):
                 write_json(path, merge_choices(read_choices(path) or {}, self._known), durable=False)
 
+    def knows(self, device: torch.device, call: str) -> bool:
+        """Whether a kernel has been chosen for a call."""
+        return call in self._known.get(describe_platform(device), {})
+
 
 KERNELS = KernelChoices()  # those of this process
 
@@ -242,11 +249,13 @@ def merge_choices(*parts: Choices) -> Choices:
 
 @functools.cache
 def describe_platform(device: torch.device) -> str:
-    """A device, and the libraries that compute on it, of which another version may have other speeds and rounding.
-
-    A release of torch requires one version of triton.
-    """
-    if device.type != "cuda":
-        return f"{device.type}, torch {torch.__version__}"
-    name, cudnn = torch.cuda.get_device_name(device), torch.backends.cudnn.version()
-    return f"{name}, torch {torch.__version__}, cuDNN {cudnn}"
+    """A device, and the versions of the libraries that compute on it."""
+    on_gpu = device.type == "cuda"
+    parts = [torch.cuda.get_device_name(device) if on_gpu else device.type, f"torch {torch.__version__}"]
+    parts += [f"cuDNN {torch.backends.cudnn.version()}"] if on_gpu else []
+    for package in KERNEL_PACKAGES:
+        try:
+            parts.append(f"{package} {version(package)}")
+        except PackageNotFoundError:
+            continue
+    return ", ".join(parts)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import pkgutil
 from collections.abc import Callable, Sequence
@@ -12,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from simpletuner.config.speed import ATTENTION_PACKAGES
+from simpletuner.config.speed import ATTENTION_PACKAGES, is_installed
 from simpletuner.errors import ConfigError, Problem
 from simpletuner.models.blocks import DEVICE_FAILURES, KERNELS, AttentionKernel, KernelChoices, torch_attention
 from simpletuner.speed.recomputation import outside_checkpoints
@@ -25,6 +26,12 @@ ORDERS = {
 }
 # Kernels round differently, so a later kernel must be clearly faster to replace the first.
 MARGIN = 0.97
+
+# Packages that can replace torch's flash attention, by torch's names.
+NEWER_FLASH = {"FA3": "flash_attn_interface", "FA4": "flash_attn.cute"}
+OWN_FLASH, FLASH_CALL = "torch's", "flash attention"
+
+logger = logging.getLogger(__name__)
 
 Choose = Callable[[Tensor, Tensor, Tensor], AttentionKernel]
 
@@ -65,12 +72,14 @@ def load_kernel(mechanism: str) -> AttentionKernel:
 class MeasuredChoice:
     """The fastest kernel per shape: torch's flash or cuDNN's, timed with the backward pass if there is one.
 
-    Choices are stored.
+    If FlashAttention 3 or 4 is installed and faster at the first shape with a backward pass, it replaces torch's flash
+    in the whole process. Choices are stored.
     """
 
     def __init__(self, choices: KernelChoices = KERNELS) -> None:
         self.choices = choices
         self._kernels: dict[Any, AttentionKernel] = {}
+        self._flash_is_chosen = not installed_flash()
 
     def __call__(self, query: Tensor, key: Tensor, value: Tensor) -> AttentionKernel:
         call = query.shape, query.dtype, torch.is_grad_enabled()
@@ -79,13 +88,19 @@ class MeasuredChoice:
         return self._kernels[call]
 
     def _choose(self, query: Tensor, key: Tensor, value: Tensor) -> AttentionKernel:
+        inputs, trains = (query, key, value), torch.is_grad_enabled()
+        # First choose the flash attention that competes with cuDNN, since it is process-wide.
+        if not self._flash_is_chosen and (trains or self.choices.knows(query.device, FLASH_CALL)):
+            among = (OWN_FLASH, *installed_flash())
+            serve(self.choices.choose(query.device, FLASH_CALL, among, lambda: fastest_flash(among, *inputs)))
+            self._flash_is_chosen = True
         batch, tokens, heads, width = query.shape
-        directions = "forward and backward" if torch.is_grad_enabled() else "forward"
+        directions = "forward and backward" if trains else "forward"
         name = self.choices.choose(
             query.device,
             f"attention {directions}, {batch} x {tokens} tokens, {heads} heads of {width}, {str(query.dtype)[6:]}",
             ORDERS,
-            lambda: fastest_kernel(query, key, value),
+            lambda: fastest_kernel(*inputs),
         )
         return partial(attend_in_order, ORDERS[name])
 
@@ -100,6 +115,41 @@ def fastest_kernel(*inputs: Tensor) -> str:
     """cuDNN's kernel if it is clearly faster."""
     flash, cudnn = (measure(each, *inputs) for each in (SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION))
     return "cuDNN" if cudnn < MARGIN * flash else "flash"
+
+
+def fastest_flash(among: Sequence[str], *inputs: Tensor) -> str:
+    """A package's kernel if it is clearly faster than all previous kernels."""
+    best, chosen = math.inf, among[0]
+    for name in among:
+        taken = measure(SDPBackend.FLASH_ATTENTION, *inputs) if serve(name) else math.inf
+        if taken < MARGIN * best:
+            best, chosen = taken, name
+    logger.info("Flash attention is %s, timed at %d tokens.", chosen, inputs[0].shape[1])
+    return chosen
+
+
+def installed_flash() -> list[str]:
+    """Installed newer flash attentions, by torch's names; empty if this torch cannot run them."""
+    known = hasattr(torch.nn.attention, "activate_flash_attention_impl")
+    return [name for name, module in NEWER_FLASH.items() if known and is_installed(module)]
+
+
+def serve(name: str) -> bool:
+    """Use an installed flash attention, or torch's, for all flash attention of the process.
+
+    torch runs it under the names of its built-in operations, so checkpointing keeps its results too.
+
+    Returns:
+        whether it works.
+    """
+    torch.nn.attention.restore_flash_attention_impl(_raise_warn=False)
+    try:
+        if name != OWN_FLASH:
+            torch.nn.attention.activate_flash_attention_impl(name)
+    except (ImportError, OSError, RuntimeError) as error:  # built for another torch or CUDA
+        logger.warning("%s is installed but cannot be used: %s", name, error)
+        return False
+    return True
 
 
 def measure(backend: SDPBackend, *call: Tensor) -> float:

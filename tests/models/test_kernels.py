@@ -143,5 +143,7 @@ def test_processes_choose_alike_and_lose_no_choice(tmp_path: Path) -> None:
 
 def test_a_place_names_the_device_and_what_computes_on_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H200")
+    monkeypatch.setattr(blocks, "version", lambda package: "4.0")
     place = blocks.describe_platform.__wrapped__(torch.device("cuda:1"))
     assert place.startswith(f"NVIDIA H200, torch {torch.__version__}, cuDNN ")
+    assert "flash-attn-4 4.0" in place

@@ -10,10 +10,10 @@ from __future__ import annotations
 import functools
 import logging
 import math
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -22,6 +22,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.attention.flex_attention import BlockMask, flex_attention, noop_mask
 from torch.nn.functional import pad
 
+from simpletuner.config.speed import is_installed
 from simpletuner.models.adapter import TileCounts
 from simpletuner.models.blocks import DEVICE_FAILURES, KERNELS, torch_attention
 from simpletuner.models.kandinsky5.blocks import Kernel, replace_attention
@@ -29,6 +30,7 @@ from simpletuner.models.kandinsky5.options import TILE, TILE_SIDE
 
 logger = logging.getLogger(__name__)
 
+TIMED = 128  # tiles per side when two implementations are timed
 HEADS = 2  # heads in the self-test if the model's number is unknown
 
 # (query, key, value, each `B S H D`; visible tiles, bool `B H N N`) -> `B S H D`.
@@ -151,14 +153,19 @@ def dividing_choices() -> Any:
     return Choices()
 
 
-def compiled(blocks: Callable[[Tensor], BlockMask], kernel: dict[str, Any] | None) -> Attend:
-    """Compiled flex attention over the blocks that `blocks` makes of the visible tiles; `kernel` has its options."""
+def compiled(blocks: Callable[[Tensor], BlockMask], kernel: dict[str, Any], compiler: dict[str, Any]) -> Attend:
+    """Compiled flex attention over the blocks that `blocks` makes of the visible tiles.
+
+    Args:
+        kernel: options of flex attention.
+        compiler: options of `torch.compile`.
+    """
     from torch._functorch import config
     from torch._inductor.virtualized import V
 
     shapes: Any = torch.fx.experimental._config
     # With fullgraph torch raises after too many recompilations, instead of running uncompiled and dense.
-    run: Any = torch.compile(flex_attention, fullgraph=True)
+    run: Any = torch.compile(flex_attention, fullgraph=True, options=compiler or None)
 
     def attend(query: Tensor, key: Tensor, value: Tensor, tiles: Tensor) -> Tensor:
         heads_first = (x.transpose(1, 2) for x in (query, key, value))  # views: checkpointing recomputes what they show
@@ -170,37 +177,49 @@ def compiled(blocks: Callable[[Tensor], BlockMask], kernel: dict[str, Any] | Non
             shapes.patch(backed_size_oblivious=False),  # see `settle_compiler`; flex attention does not compile with it
             RebuiltLists(mask, blocks, tiles) if torch.is_grad_enabled() else nullcontext(),
         ):
-            out: Tensor = run(*heads_first, block_mask=mask, kernel_options=kernel)
+            out: Tensor = run(*heads_first, block_mask=mask, kernel_options=kernel or None)
         return out.transpose(1, 2)
 
     return attend
 
 
+def _way(blocks: Callable[[Tensor], BlockMask], kernel: dict[str, Any], **compiler: Any) -> Callable[[], Attend]:
+    return functools.cache(lambda: compiled(blocks, kernel, compiler))
+
+
+# In order of preference. The search takes minutes.
 SMALL_BLOCKS = {"fwd_BLOCK_M": TILE, "fwd_BLOCK_N": TILE}
-# In order of preference.
-IMPLEMENTATIONS: dict[str, Callable[[], Attend]] = {
-    "blocks of 64": functools.cache(partial(compiled, tile_blocks, SMALL_BLOCKS)),
-    "blocks of 128": functools.cache(partial(compiled, paired_blocks, None)),
+IMPLEMENTATIONS = {
+    "blocks of 64": _way(tile_blocks, SMALL_BLOCKS),
+    "blocks of 64, searched": _way(tile_blocks, {}, max_autotune=True),
+    "blocks of 128": _way(paired_blocks, {}),
 }
+# FlashAttention 4 through flex attention, an alternative to the first implementation that works.
+FLASH = "FlashAttention 4, blocks of 128"
+ALTERNATIVES = {FLASH: _way(paired_blocks, {"BACKEND": "FLASH"})}
 
 
 @functools.cache
 def choose_attend(device: torch.device, dtype: torch.dtype, head_dim: int, heads: int = HEADS) -> Attend:
-    """The implementation stored for this device; else the first with correct results and gradients; else dense, with a
-    warning."""
+    """The implementation stored for this device; else the first with correct results and gradients, or an installed
+    FlashAttention 4 if it is correct and faster; else dense, with a warning.
+    """
     if device.type == "cpu":
         return attend_masked  # flex attention has no backward pass there
     mode = ", deterministic" if torch.are_deterministic_algorithms_enabled() else ""
     call = f"block-sparse attention (NABLA), {heads} heads of {head_dim}, {str(dtype)[6:]}{mode}"
-    name = KERNELS.choose(device, call, IMPLEMENTATIONS, lambda: _first_correct(device, dtype, head_dim, heads))
-    return IMPLEMENTATIONS[name]() if name in IMPLEMENTATIONS else attend_dense
+    ways = IMPLEMENTATIONS | ALTERNATIVES
+    name = KERNELS.choose(device, call, ways, lambda: _fastest_correct(device, dtype, head_dim, heads))
+    return ways[name]() if name in ways else attend_dense
 
 
-def _first_correct(device: torch.device, dtype: torch.dtype, head_dim: int, heads: int) -> str:
+def _fastest_correct(device: torch.device, dtype: torch.dtype, head_dim: int, heads: int) -> str:
     faults = []
     for name, build in IMPLEMENTATIONS.items():
         fault = find_fault(build(), device, dtype, head_dim, heads)
         if fault is None:
+            if is_installed("flash_attn.cute") and _is_better(FLASH, build(), device, dtype, head_dim, heads):
+                name = FLASH
             logger.info("Block-sparse attention (NABLA) runs compiled, in %s.", name)
             return name
         faults.append(f"{name}: {fault}")
@@ -210,6 +229,30 @@ def _first_correct(device: torch.device, dtype: torch.dtype, head_dim: int, head
         device, "; ".join(faults),
     )  # fmt: skip
     return "dense"
+
+
+def _is_better(name: str, present: Attend, device: torch.device, dtype: torch.dtype, head_dim: int, heads: int) -> bool:
+    """Whether an alternative is correct and faster, in forward plus backward."""
+    attend = ALTERNATIVES[name]()
+    fault = find_fault(attend, device, dtype, head_dim, heads)
+    if fault is not None:
+        logger.info("Block-sparse attention (NABLA) cannot use %s: %s.", name, fault)
+        return False
+    generator, shape = torch.Generator(device).manual_seed(0), (1, TIMED * TILE, heads, head_dim)
+    draws = [torch.randn(shape, generator=generator, device=device, dtype=dtype) for _ in range(4)]
+    tiles = torch.rand(1, heads, TIMED, TIMED, generator=generator, device=device) < 0.2
+    tiles = tiles | torch.eye(TIMED, dtype=torch.bool, device=device)
+    before, after = (min(_seconds(way, draws, tiles) for _ in range(4)) for way in (present, attend))
+    return after < before
+
+
+def _seconds(attend: Attend, draws: list[Tensor], tiles: Tensor) -> float:
+    """Time of a forward and backward pass on a CUDA device."""
+    torch.cuda.synchronize()
+    started = time.perf_counter()
+    _results(attend, draws, tiles, backward=True)
+    torch.cuda.synchronize()
+    return time.perf_counter() - started
 
 
 def find_fault(
@@ -342,7 +385,7 @@ class TileAttention:
 
     def kernel(self, params: dict[str, Any] | None) -> Kernel | None:
         """The attention of a step with these `sparse_params`; None without, where it is dense."""
-        return None if params is None else partial(self, params=params)
+        return None if params is None else functools.partial(self, params=params)
 
 
 def install(transformer: nn.Module) -> TileAttention:
