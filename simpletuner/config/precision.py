@@ -71,7 +71,7 @@ class PrecisionConfig(Group):
         excludes=when(model_type="full", because="it multiplies frozen weights; use model_type lora"),
     )
     """Multiply by the quantised weights of int8-quanto or fp8-quanto without unpacking them; activations and gradients
-    are rounded to the same type. Gradients differ by a percent or more."""
+    are rounded to the same type. Gradients differ by a percent or more; a run prints the error."""
     quantized_matmul_kernel: Literal["torch", "triton"] = option(
         "torch", requires=(when("quantized_matmul"), when(base_model_precision=("int8", "int8-quanto")))
     )

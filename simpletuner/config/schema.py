@@ -251,7 +251,7 @@ class SpeedConfig(Group):
         ),
     )
     """Compute the LoRAs of layers that share an input in one matmul, on a GPU together with the base weights. Rounds
-    differently."""
+    differently; a run prints the error of its gradients."""
     deterministic: Flag = option(False)
     """Bit-identical repeats on a GPU: kernels with a fixed order of summation, none chosen by timing. Slower; no effect
     on a CPU, where repeats are always identical."""

@@ -42,6 +42,10 @@ def torch_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | No
     return scaled_dot_product_attention(query, key, value, attn_mask=mask).transpose(1, 2)
 
 
+def call_kernel(kernel: AttentionKernel, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    return kernel(query, key, value)
+
+
 class SelfAttention:
     """The self-attention shared by all blocks of a transformer; never part of a compiled function.
 
@@ -54,14 +58,13 @@ class SelfAttention:
 
     def __init__(self) -> None:
         self.choose: Callable[[Tensor, Tensor, Tensor], AttentionKernel] = lambda query, key, value: torch_attention
-        self._call: AttentionCall | None = None
+        self._call: AttentionCall = call_kernel
 
     def __call__(self, query: Tensor, key: Tensor, value: Tensor, kernel: AttentionKernel | None = None) -> Tensor:
         group = self.group if torch.is_grad_enabled() else None
         if group is not None:
             query, key, value = (group.by_head(each) for each in (query, key, value))
-        kernel = kernel or self.choose(query, key, value)
-        out = self._call(kernel, query, key, value) if self._call else kernel(query, key, value)
+        out = self._call(kernel or self.choose(query, key, value), query, key, value)
         return out if group is None else group.by_token(out)
 
     @property
@@ -72,7 +75,7 @@ class SelfAttention:
     @property
     def is_kept(self) -> bool:
         """Whether calls are redirected, as in checkpointed blocks that keep the result."""
-        return self._call is not None
+        return self._call is not call_kernel
 
     @contextmanager
     def through(self, call: AttentionCall) -> Iterator[None]:

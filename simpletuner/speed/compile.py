@@ -7,7 +7,8 @@ checkpointing and weight streaming stay outside.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -17,8 +18,9 @@ from torch import Tensor, nn
 from torch._dynamo.exc import TorchDynamoException
 
 from simpletuner.config.launch import LaunchConfig
+from simpletuner.memory.precision import QuantisedLinear, ScaledRows
 from simpletuner.models.adapter import BlockLayout, Compiler, Forward
-from simpletuner.models.blocks import FastBlocks, FreeSizes
+from simpletuner.models.blocks import FastBlocks, FreeSizes, call_kernel
 from simpletuner.speed.recomputation import checkpointed, outside_checkpoints
 
 # Largest accepted relative error of gradients. Compiled code rounds differently: correct blocks are off by thousandths,
@@ -232,3 +234,75 @@ def _reason(error: Exception) -> str:
 def _shape(value: Any) -> object:
     """The guard of compiled code: shape, strides and dtype of a tensor, or the value itself."""
     return (tuple(value.shape), value.stride(), value.dtype) if isinstance(value, Tensor) else value
+
+
+class FirstGradients:
+    """`forward` of a block that logs the error of its gradients in the first training call.
+
+    It uses the run's batch, because the error depends on outliers, which random inputs lack. Block and reference run
+    uncompiled, with the same dropout.
+
+    Args:
+        message: log message, with a placeholder for the error.
+        reference: returns a context in which the block computes the reference.
+        fast: the state of fast blocks.
+        is_ready: false in calls that have no error to log yet.
+    """
+
+    def __init__(
+        self, message: str, reference: Callable[[], AbstractContextManager[None]], block: nn.Module,
+        fast: FastBlocks | None, is_ready: Callable[[], bool] = lambda: True,
+    ) -> None:  # fmt: skip
+        self.message, self.reference, self.block, self.is_ready = message, reference, block, is_ready
+        self.fast = fast or FastBlocks({})
+        self.eager, self.pieces = block.forward, dict(self.fast.pieces)
+        self.is_pending = True
+
+    def install(self) -> None:
+        """Replace `forward`; the block may have been compiled since construction."""
+        forward = self.block.forward
+
+        def logged(hidden: Tensor, *others: Any, **named: Any) -> Any:
+            if self.is_pending and torch.is_grad_enabled() and self.is_ready():
+                self.is_pending = False
+                self._log(with_gradient(hidden), *others, **named)
+            return forward(hidden, *others, **named)
+
+        self.block.forward = logged
+
+    def _log(self, *inputs: Any, **named: Any) -> None:
+        def run(context: Callable[[], AbstractContextManager[None]], *inputs: Any) -> Any:
+            with context():
+                torch.manual_seed(0)
+                return self.eager(*inputs, **named)
+
+        devices = [inputs[0].device] if inputs[0].is_cuda else []
+        # The measurement must not advance the run's random streams.
+        with torch.random.fork_rng(devices), self._uncompiled():
+            error = largest_error(self.block, [partial(run, self.reference), partial(run, nullcontext)], inputs)
+        logger.info(self.message, error)
+
+    @contextmanager
+    def _uncompiled(self) -> Iterator[None]:
+        """Uncompiled pieces, and attention that checkpointing does not record."""
+        compiled = dict(self.fast.pieces)
+        self.fast.pieces.update(self.pieces)
+        try:
+            with self.fast.self_attention.through(call_kernel):
+                yield
+        finally:
+            self.fast.pieces.update(compiled)
+
+
+@contextmanager
+def unpacked_products(block: nn.Module) -> Iterator[None]:
+    """A context in which quantised layers multiply by their unpacked, but still rounded, weights."""
+    layers = [each for each in block.modules() if isinstance(each, QuantisedLinear)]
+    forms = [each.form for each in layers]
+    for layer in layers:
+        layer.form = ScaledRows()
+    try:
+        yield
+    finally:
+        for layer, form in zip(layers, forms, strict=True):
+            layer.form = form

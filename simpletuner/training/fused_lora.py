@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Sequence
-from functools import cache
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -43,6 +43,7 @@ class SharedInput:
             path to a tensor.
         packed: [W | B] of all layers, with the layers' weights as views; None for separate matmuls.
         bias: bias of all layers, with `packed`; None if they have none.
+        is_fused: false to let peft compute, for comparison.
     """
 
     def __init__(self, layers: Sequence[LoraLinear]) -> None:
@@ -54,12 +55,13 @@ class SharedInput:
         )
         self.packed: Tensor | None = None
         self.bias: Tensor | None = None
+        self.is_fused = True
 
     def __call__(self, x: Tensor) -> Sequence[Tensor]:
         """The layers' outputs, each (..., out), of an input (..., K)."""
         first = self.layers[0]
         # peft handles disabled adapters (a teacher) and additional adapters (previews).
-        if first.disable_adapters or first.merged or first.active_adapters != [ADAPTER]:
+        if not self.is_fused or first.disable_adapters or first.merged or first.active_adapters != [ADAPTER]:
             return [layer(x) for layer in self.layers]
         down, scale = torch.cat(self.downs).to(x.dtype), first.scaling[ADAPTER]
         if self.packed is None:
@@ -124,35 +126,50 @@ class WideProduct(torch.autograd.Function):
         return (inputs, thin.t() @ wide[:, :width], None, None, None, *ups)
 
 
-def fuse(transformer: nn.Module, fast: FastBlocks, *, pack: bool) -> list[SharedInput]:
-    """Compute together the layers that share an input and all have a LoRA; returns their groups.
+class FusedLora:
+    """The groups of a transformer's layers that share an input and all have a LoRA.
 
     Args:
         pack: pack plain weights on a GPU; they and B must not change between a forward pass and its backward pass.
     """
-    groups: list[SharedInput] = []
-    for module, names in fast.shared_inputs:
-        attention: Any = module
-        layers = [attention.get_submodule(name) for name in names]
-        if all(isinstance(layer, LoraLinear) for layer in layers):
-            groups.append(SharedInput(layers))
-            others = attention.shared_inputs if attention.fused_projections else {}
-            attention.shared_inputs, attention.fused_projections = {**others, names: groups[-1]}, True
 
-    @cache  # at the first forward pass, when the weights are on their final device, or on the CPU for streamed blocks
-    def packed() -> list[SharedInput]:
-        return [group for group in groups if group.pack()]
+    def __init__(self, transformer: nn.Module, fast: FastBlocks, *, pack: bool) -> None:
+        self.groups: list[SharedInput] = []
+        self._packed: list[SharedInput] | None = None
+        for module, names in fast.shared_inputs:
+            attention: Any = module
+            layers = [attention.get_submodule(name) for name in names]
+            if all(isinstance(layer, LoraLinear) for layer in layers):
+                self.groups.append(SharedInput(layers))
+                others = attention.shared_inputs if attention.fused_projections else {}
+                attention.shared_inputs, attention.fused_projections = {**others, names: self.groups[-1]}, True
+        if not self.groups:
+            logger.warning("speed_fused_lora has no effect: no layers that share an input all have a LoRA.")
+        elif pack:
+            transformer.register_forward_pre_hook(self._refresh)
 
-    def refresh(*call: Any) -> None:
+    def _refresh(self, *call: Any) -> None:
         """Copy every B beside its weight before each forward pass.
 
         Optimizers, checkpoints and averages write to B, some without incrementing autograd's version counter.
         """
-        if places := [place for group in packed() for place in group.places()]:
-            torch._foreach_copy_(places, [up.detach() for group in packed() for up in group.ups])
+        if self._packed is None:  # the weights are on their final device by now, or on the CPU for streamed blocks
+            self._packed = [group for group in self.groups if group.pack()]
+        if self._packed:
+            places = [place for group in self._packed for place in group.places()]
+            torch._foreach_copy_(places, [up.detach() for group in self._packed for up in group.ups])
 
-    if not groups:
-        logger.warning("speed_fused_lora has no effect: no layers that share an input all have a LoRA.")
-    elif pack:
-        transformer.register_forward_pre_hook(refresh)
-    return groups
+    def is_updated(self) -> bool:
+        """Whether a B is not 0, so that A has a gradient."""
+        return any(bool(group.ups[0].any()) for group in self.groups[:1])
+
+    @contextmanager
+    def separate(self) -> Iterator[None]:
+        """A context in which peft computes every layer separately."""
+        for group in self.groups:
+            group.is_fused = False
+        try:
+            yield
+        finally:
+            for group in self.groups:
+                group.is_fused = True

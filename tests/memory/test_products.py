@@ -15,6 +15,7 @@ from simpletuner.config.precision import QUANTISATIONS, multiplied
 from simpletuner.config.schema import PrecisionConfig
 from simpletuner.errors import ConfigError
 from simpletuner.memory import precision
+from simpletuner.memory.offload import attach
 from simpletuner.memory.precision import (
     FEW,
     QuantisedLinear,
@@ -23,9 +24,11 @@ from simpletuner.memory.precision import (
     pack,
     use_quantised_products,
 )
+from simpletuner.speed.compile import FirstGradients
 from simpletuner.training.assemble import load_for_sampling
 from tests.closeness import distance
 from tests.fidelity.family import CPU, make_adapter, make_config
+from tests.memory.streaming import AdversarialLane
 from tests.memory.test_precision import gradients, weight
 from tests.training.assembly import make_assembly, make_batch
 
@@ -155,17 +158,57 @@ def test_only_forward_products_accumulate_fast(monkeypatch: pytest.MonkeyPatch) 
     assert asked == [True, False]
 
 
+def told(records: list[logging.LogRecord]) -> list[str]:
+    return [each.getMessage() for each in records if "gradients of block 0" in each.getMessage()]
+
+
 @pytest.mark.parametrize("name", NAMES)
-def test_gradients_of_a_lora(t2i_checkpoint: Path, name: str) -> None:
-    """Near those of unpacked products, and the same with and without checkpointing."""
+def test_gradients_of_a_lora(
+    t2i_checkpoint: Path, name: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Near those of unpacked products, the same with and without checkpointing, and the error is told once."""
     batch = make_batch(t2i_checkpoint, ["a star", "two blue circles"], side=8)
     settings: dict[str, Any] = {"mixed_precision": "bf16", "base_model_precision": name}
     unpacked = gradients(make_assembly(t2i_checkpoint, **settings), batch)
     settings["quantized_matmul"] = True
-    found = gradients(make_assembly(t2i_checkpoint, **settings), batch)
+    with caplog.at_level(logging.INFO):
+        assembly = make_assembly(t2i_checkpoint, **settings)
+        found = gradients(assembly, batch)
+        (line,) = told(caplog.records)
+        again = gradients(assembly, batch)
+        assert told(caplog.records) == [line]
+    error = float(
+        line.removeprefix(f"{name[:-7]} products: on the first batch, gradients of block 0 differ by up to ")[:7]
+    )
+    assert 1e-4 < error < 0.2
     assert 1e-4 < distance(found, unpacked) < 0.1
-    other = gradients(make_assembly(t2i_checkpoint, gradient_checkpointing=False, **settings), batch)
-    assert all(torch.equal(found[each], other[each]) for each in found)
+    for other in (again, gradients(make_assembly(t2i_checkpoint, gradient_checkpointing=False, **settings), batch)):
+        assert all(torch.equal(found[each], other[each]) for each in found)
+
+
+@pytest.mark.parametrize(
+    "settings", [{"dynamo_backend": "aot_eager"}, {"enable_group_offload": True}, {"use_dora": True}], ids=str
+)
+def test_the_comparison_leaves_no_trace(
+    t2i_checkpoint: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, settings: dict[str, Any]
+) -> None:
+    """Equal gradients and as many calls of compiled code without it; streamed, with kept attention and with dropout."""
+    caplog.set_level(logging.INFO)
+    monkeypatch.setattr(attach, "choose_lane", lambda *place, **settings: AdversarialLane())
+    batch = make_batch(t2i_checkpoint, ["a star", "two blue circles"], side=8)
+    settings |= {"base_model_precision": "int8", "quantized_matmul": True, "lora_dropout": 0.3}
+    found, called = [], []
+    monkeypatch.setattr(torch, "compile", lambda piece, **how: lambda *call: (called.append(piece), piece(*call))[1])
+    for logs in (FirstGradients._log, lambda *block, **inputs: None):
+        monkeypatch.setattr(FirstGradients, "_log", logs)
+        assembly = make_assembly(t2i_checkpoint, **settings)
+        torch.manual_seed(3)
+        found.append(gradients(assembly, batch))
+    assert told(caplog.records), "it was made once"
+    assert all(torch.equal(found[0][each], found[1][each]) for each in found[0])
+    half = len(called) // 2
+    assert called[:half] == called[half:]
+    assert bool(called) is ("dynamo_backend" in settings)
 
 
 def test_sampling_multiplies_as_training_does(t2i_checkpoint: Path) -> None:

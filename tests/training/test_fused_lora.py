@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+import logging
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -19,7 +17,7 @@ from simpletuner.config.precision import QUANTISATIONS
 from simpletuner.memory.precision import QuantisedLinear, pack
 from simpletuner.models.blocks import FastBlocks
 from simpletuner.training import fused_lora
-from simpletuner.training.fused_lora import SharedInput, fuse
+from simpletuner.training.fused_lora import FusedLora, SharedInput
 from tests.closeness import ROTATION, assert_all_close, distance
 from tests.complaints import complaints
 from tests.memory.test_precision import gradients
@@ -55,7 +53,7 @@ def make_group(
     quantised: str | None = None,
     bias: bool = True,
     adapters: torch.dtype | None = None,
-) -> tuple[nn.Module, SharedInput]:
+) -> tuple[nn.Module, FusedLora, SharedInput]:
     """A module, with LoRAs whose B is not zero, fused."""
     torch.manual_seed(0)
     module = Attention(dtype, quantised, bias)
@@ -64,16 +62,10 @@ def make_group(
     for parameter in module.parameters():
         if parameter.requires_grad:
             parameter.data = parameter.data.to(adapters or dtype)
-    (group,) = fuse(module, FastBlocks({}, shared_inputs=[(module, NAMES)]), pack=packed)
+    fused = FusedLora(module, FastBlocks({}, shared_inputs=[(module, NAMES)]), pack=packed)
+    (group,) = fused.groups
     module(torch.ones(1, 64, dtype=dtype))  # packs
-    return module, group
-
-
-@contextmanager
-def separate() -> Iterator[None]:
-    """peft computes every layer by itself."""
-    with mock.patch.object(SharedInput, "__call__", lambda group, x: [layer(x) for layer in group.layers]):
-        yield
+    return module, fused, group
 
 
 @pytest.fixture
@@ -97,11 +89,11 @@ def outputs_and_gradients(group: SharedInput, x: Tensor, call: Any = None) -> di
 @pytest.mark.parametrize("packed", [True, False])
 def test_products_equal_those_of_peft(packed: bool, bias: bool) -> None:
     """Outputs and gradients of x, A and B, in float32."""
-    _, group = make_group(torch.float32, packed=packed, bias=bias)
+    _, fused, group = make_group(torch.float32, packed=packed, bias=bias)
     assert (group.packed is not None) is packed
     x = torch.randn(2, 9, 64, requires_grad=True)
     found = outputs_and_gradients(group, x)
-    with separate():
+    with fused.separate():
         expected = outputs_and_gradients(group, x)
     assert_all_close(found, expected, terms=64)
     assert any(not torch.equal(found[name], expected[name]) for name in found), "other products, other rounding"
@@ -112,12 +104,12 @@ def test_products_equal_those_of_peft(packed: bool, bias: bool) -> None:
 @pytest.mark.parametrize("packed", [True, False])
 def test_bf16_is_no_further_from_the_exact_products_than_peft(packed: bool, adapters: torch.dtype) -> None:
     """Of 8 bits, a rounding loses up to 2^-9; every number goes through at most five of them (A, B, h, y, scale)."""
-    group = make_group(torch.bfloat16, packed=packed, adapters=adapters)[1]
-    _, exact_group = make_group(torch.float32, packed=False)
+    group = make_group(torch.bfloat16, packed=packed, adapters=adapters)[2]
+    _, exact_fused, exact_group = make_group(torch.float32, packed=False)
     x = torch.randn(2, 40, 64, dtype=torch.bfloat16, requires_grad=True)
     for exact, rounded in zip(exact_group.layers, group.layers, strict=True):
         exact.load_state_dict({name: each.float() for name, each in rounded.state_dict().items()})
-    with separate():
+    with exact_fused.separate():
         expected = outputs_and_gradients(exact_group, x.detach().float().requires_grad_())
     for name, found in outputs_and_gradients(group, x).items():
         assert distance({"": found}, {"": expected[name]}) < 5 * 2**-9, name
@@ -127,7 +119,7 @@ def test_bf16_is_no_further_from_the_exact_products_than_peft(packed: bool, adap
 @pytest.mark.parametrize("packed", [True, False])
 def test_compiled_products_are_equal(packed: bool) -> None:
     """Without graph breaks, for any number of tokens."""
-    group = make_group(torch.float32, packed=packed)[1]
+    group = make_group(torch.float32, packed=packed)[2]
     x = torch.randn(2, 9, 64, requires_grad=True)
     compiled: Any = torch.compile(group.__call__, backend="aot_eager", fullgraph=True, dynamic=True)
     expected = outputs_and_gradients(group, x)
@@ -136,11 +128,11 @@ def test_compiled_products_are_equal(packed: bool) -> None:
 
 @pytest.mark.parametrize("name", ["int8-quanto", "fp8-quanto", "int4-quanto"])
 def test_quantised_bases_keep_their_own_product(name: str) -> None:
-    _, group = make_group(torch.float32, packed=True, quantised=name)
+    _, fused, group = make_group(torch.float32, packed=True, quantised=name)
     assert group.packed is None
     x = torch.randn(2, 9, 64, requires_grad=True)
     found = outputs_and_gradients(group, x)
-    with separate():
+    with fused.separate():
         assert_all_close(found, outputs_and_gradients(group, x), terms=64)
 
 
@@ -160,7 +152,7 @@ class Products(TorchDispatchMode):
 @pytest.mark.parametrize(("packed", "forward", "backward"), [(True, 2, 4), (False, 7, 11)])
 def test_products_of_three_layers(packed: bool, forward: int, backward: int) -> None:
     """Nine in peft, and fifteen for the gradients."""
-    _, group = make_group(torch.float32, packed=packed)
+    _, fused, group = make_group(torch.float32, packed=packed)
     x = torch.randn(2, 9, 64, requires_grad=True)
 
     def count() -> list[int]:
@@ -171,14 +163,14 @@ def test_products_of_three_layers(packed: bool, forward: int, backward: int) -> 
         return [ahead.count, back.count]
 
     assert count() == [forward, backward]
-    with separate():
+    with fused.separate():
         assert count() == [9, 15]
 
 
 @pytest.mark.usefixtures("packing")
 def test_packed_weights_follow_b_and_share_memory_with_the_base() -> None:
     """Whoever writes to B: the next forward pass of the model reads it. A saved graph stays usable."""
-    module, group = make_group(torch.float32, packed=True)
+    module, fused, group = make_group(torch.float32, packed=True)
     x = torch.randn(1, 9, 64, requires_grad=True)
     first = group(x)
     module(x)
@@ -186,7 +178,7 @@ def test_packed_weights_follow_b_and_share_memory_with_the_base() -> None:
     for layer in group.layers:
         layer.lora_B["default"].weight.data.mul_(-2)
     module(x)
-    with separate():
+    with fused.separate():
         assert_all_close(dict(zip(NAMES, group(x), strict=True)), dict(zip(NAMES, module(x), strict=True)), terms=64)
         expected = group(x)
     assert_all_close(dict(zip(NAMES, group(x), strict=True)), dict(zip(NAMES, expected, strict=True)), terms=64)
@@ -208,19 +200,25 @@ def test_packed_weights_follow_b_and_share_memory_with_the_base() -> None:
     ids=str,
 )
 def test_gradients_of_a_model(
-    t2i_checkpoint: Path, settings: dict[str, Any], on: str, packed: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Those of separate products but for rounding."""
+    t2i_checkpoint: Path, settings: dict[str, Any], on: str, packed: bool, monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:  # fmt: skip
+    """Those of separate products but for rounding, and the log says how far apart they are."""
     monkeypatch.setattr(fused_lora, "PACKED_ON", (on,))
     batch = make_batch(t2i_checkpoint, ["a star", "two blue circles"], side=8)
     found = []
     for fused in (False, True):
         assembly = make_assembly(t2i_checkpoint, **settings, speed_fused_lora=fused)
-        found.append(gradients(assembly, batch))
+        caplog.clear()
+        with caplog.at_level(logging.INFO):
+            found.append(gradients(assembly, batch))
     attention: Any = assembly.transformer.get_submodule("visual_transformer_blocks.0.cross_attention")
     assert {group.packed is not None for group in attention.shared_inputs.values()} == {packed}
     assert distance(found[1], found[0]) < ROTATION
     assert any(not torch.equal(found[0][name], found[1][name]) for name in found[0])
+    (line,) = (each.getMessage() for each in caplog.records if each.getMessage().startswith("fused LoRA: "))
+    error = line.removeprefix("fused LoRA: after the first update, gradients of block 0 differ by up to ").split()[0]
+    assert 0 < float(error) < 8 * ROTATION
 
 
 def test_a_run_resumes_bit_for_bit_and_writes_the_same_keys(tmp_path: Path, t2i_checkpoint: Path) -> None:
@@ -256,12 +254,12 @@ def test_what_is_refused(
 @pytest.mark.usefixtures("packing")
 def test_rows_stay_aligned() -> None:
     """64 columns and three times 4 are no multiple of 8."""
-    assert make_group(torch.float32, packed=True, rank=4)[1].packed is None
+    assert make_group(torch.float32, packed=True, rank=4)[2].packed is None
 
 
 def test_without_adapters_the_base_computes() -> None:
     """As the teacher of techniques, bit for bit."""
-    group = make_group(torch.float32, packed=False)[1]
+    group = make_group(torch.float32, packed=False)[2]
     x = torch.randn(1, 9, 64)
     for layer in group.layers:
         layer.enable_adapters(False)
@@ -270,7 +268,7 @@ def test_without_adapters_the_base_computes() -> None:
 
 def test_a_lora_that_shares_no_input_is_told(caplog: pytest.LogCaptureFixture) -> None:
     module = Attention(torch.float32, None, True)
-    fuse(module, FastBlocks({}, shared_inputs=[(module, NAMES)]), pack=True)
+    FusedLora(module, FastBlocks({}, shared_inputs=[(module, NAMES)]), pack=True)
     assert "speed_fused_lora has no effect" in caplog.text
 
 
