@@ -23,6 +23,7 @@ from simpletuner.config.speed import graph_key
 from simpletuner.errors import Problem, warning
 from simpletuner.models.cost import BYTES, TILE, VaeLoad
 from simpletuner.plan.build import Plan
+from simpletuner.plan.checks import BACKGROUND_KEYS
 from simpletuner.plan.entries import Listing, evaluated, list_entries, make_catalogue, previews_of_a_round
 from simpletuner.reporting.events import CACHING, EVALUATION, SAVING, Rounds
 from simpletuner.reporting.events import PREVIEWS as PREVIEW_ROUNDS
@@ -298,9 +299,11 @@ class Budget:
         return self._teacher(bucket) + numbers * BYTES[vae_dtype(self.config.precision, self.config.caching)]
 
     def _kept_for_previews(self) -> float:
-        """Memory that previews keep during training: that of the VAE."""
-        is_kept = self.workload.previews and self.config.caching.keep_vae_loaded
-        return self.parts.encoder_bytes(self.config)[0] if is_kept else 0.0
+        """Memory that previews keep during training: the VAE, and background decoding."""
+        background = self.config.validation.validation_decode_in_background
+        if not self.workload.previews or not (background or self.config.caching.keep_vae_loaded):
+            return 0.0
+        return self.parts.encoder_bytes(self.config)[0] + (self._decoding() if background else 0.0)
 
     def _rendering(self) -> float:
         """Peak of sampling or decoding the largest preview, with the weights on the device at that time."""
@@ -362,9 +365,14 @@ def _faster_previews(budget: Budget) -> Iterator[str]:
     config = budget.config
     if not budget.parts.cost.guided_together and config.speed.speed == "auto":
         yield BATCHED
+    if not budget.device.is_gpu or not budget.parts.trains:
+        return
     moves = config.offload.enable_model_cpu_offload or config.offload.group_offload_vae
-    if budget.device.is_gpu and budget.parts.trains and not moves:
+    if not moves:
         yield "keep_vae_loaded"
+    # Decoding in float32 changes process-wide settings.
+    if not moves and config.launch.num_processes == 1 and budget.preview_dtype != "fp32":
+        yield from BACKGROUND_KEYS
 
 
 def decoding_seconds(budget: Budget) -> float:

@@ -546,6 +546,13 @@ class ValidationConfig(Group):
         None, default_note="true where memory allows and `speed` is auto", requires=unless("validation_disable")
     )
     """Batch the conditional and unconditional pass of guidance in previews, which changes only the rounding."""
+    validation_decode_in_background: Flag | None = option(
+        None,
+        default_note="true on a GPU whose memory allows it",
+        requires=unless("validation_disable") & when(num_processes=1),
+        excludes=when("enable_model_cpu_offload", "group_offload_vae", because="they would move the VAE meanwhile"),
+    )
+    """Decode sampled previews in a thread while training continues."""
     validation_torch_compile: Flag | None = option(None, default_note="true, without validation_adapter_*")
     """Use compiled blocks in previews too, if training compiles them."""
 

@@ -270,6 +270,11 @@ class PreviewPipeline(ABC):
     def render(self, request: PreviewRequest) -> list[Image]:
         """Sample one picture or clip of exactly the requested size; returns its frames in order."""
 
+    def sample(self, request: PreviewRequest) -> Callable[[], list[Image]]:
+        """Like `render`, but returns a function that decodes, if the family supports it; bit-identical."""
+        frames = self.render(request)
+        return lambda: frames
+
 
 class FamilyAdapter(ABC):
     """One checkpoint of one family.

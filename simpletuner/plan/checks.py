@@ -37,6 +37,7 @@ SMALLEST_RESOLUTION = 64  # pixels; a smaller number was probably meant as megap
 MOST_CROPPED = 0.2  # share of a side that may be cropped without a warning if `crop` is off
 OTHER_LAWS = ("flow_use_uniform_schedule", "flow_use_beta_schedule", "mixflow_enabled")
 # Without effect on families of pictures.
+BACKGROUND_KEYS = ("validation_decode_in_background",)
 FRAME_KEYS = ("vae_enable_temporal_roll", "validation_num_video_frames", "framerate")
 RATE_IS_A_FACTOR = ("prodigy", "muon", "torch-sgd", "optimi-sgd", "bnb-sgd8bit")  # a rate of 1 is reasonable there
 
@@ -222,6 +223,7 @@ def _unused_keys(spec: FamilySpec) -> Iterator[Problem]:
         (spec.frame_rate, FRAME_KEYS, f"{spec.title} has no frames"),
         (spec.fast_blocks, BLOCK_KEYS, f"{spec.title} has no such blocks to choose"),
         (not spec.cost.guided_together, ("validation_batched_guidance",), f"{spec.title}'s pipeline always does so"),
+        (spec.defaults.get("vae_dtype") != "fp32", BACKGROUND_KEYS, f"the VAE of {spec.title} decodes in float32"),
         (spec.text_encoders > 1, ("text_encoder_2_precision",), f"{spec.title} has one text encoder"),
         *((group is spec.options, group.model_fields, f"{spec.title} is not {group.__doc__}") for group in groups),
     ):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from functools import partial
@@ -138,6 +138,7 @@ def build_callbacks(
         note=lambda state: weight_note(plan, state),
         in_background=saves_in_background(budget) and session.assembly.trained.sharers.size == 1,
         thread=thread,
+        before=validation.settle,
         in_use=lambda: [path for companion in companions for path in companion.in_use],
     )
     requests = RequestHandler(
@@ -150,9 +151,18 @@ def build_callbacks(
     return [*first, recorder, requests, checkpoints, validation, *companions]
 
 
-def build_validation(session: Session, recorded: Recorded) -> ValidationRunner:
-    """The callback that renders previews."""
+def build_validation(session: Session, recorded: Recorded, thread: Executor) -> ValidationRunner:
+    """The callback that renders previews.
+
+    Args:
+        thread: a pool of one worker, which decodes previews in the background.
+    """
     plan, loader, state = session.plan, session.loader, session.state
+    decoding = None
+    if plan.config.validation.validation_decode_in_background:
+        from simpletuner.validation.background import DecodingThread
+
+        decoding = DecodingThread(thread, session.assembly.accelerator.device)
     fetch = partial(fetched_runs, plan.config, plan.spec.name, plan.source)
     validation = ValidationRunner(
         config=plan.config,
@@ -163,6 +173,7 @@ def build_validation(session: Session, recorded: Recorded) -> ValidationRunner:
         frame_rate=plan.frame_rate,
         adapters=session.assembly.world.leader_first(fetch) if plan.prompts else [],
         recorded=recorded.previews,
+        decoding=decoding,
     )
     # Epochs complete before the last step, which may have completed one.
     completed = loader.index >= loader.sampler.batches_per_epoch(loader.epoch)

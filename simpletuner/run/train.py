@@ -86,9 +86,9 @@ def run_plan(
             events.say(f"Continuing from {plan.resume.path.name}")
         held.enter_context(closing(loader))
         recorded = world.on_main(lambda: begin_records(plan, events, companions, state.global_step))
-        # However the run ends, a checkpoint in progress is completed first.
-        writing = held.enter_context(ThreadPoolExecutor(1))
-        validation = build_validation(session, recorded)
+        # However the run ends, a checkpoint or preview in progress is completed first.
+        writing, decoding = (held.enter_context(ThreadPoolExecutor(1)) for _ in range(2))
+        validation = build_validation(session, recorded, decoding)
         callbacks = build_callbacks(session, validation, recorded, budget, rates, companions, writing)
         if rehearsed or (rehearsed is None and device.type == "cuda"):
             with events.phase("Rehearsing the memory peaks", stage="init_prepare_models"):
@@ -190,6 +190,9 @@ def prepare_machine(plan: Plan) -> None:
     ahead = ahead or [not (config.caching.vae_cache_ondemand or config.caching.vae_cache_disable)]
     # Otherwise, the VAE encodes in another thread, where it must not change process-wide settings.
     beside = vae_dtype(config.precision, config.caching) == "fp32" and not all(ahead)
+    # The same applies to the VAE of previews, which computes in the dtype of the transformer.
+    background, dtype = config.validation.validation_decode_in_background, transformer_dtype(config.precision)
+    beside |= bool(background) and dtype == "fp32"
     allowed = not config.precision.disable_tf32 and not beside
     torch.backends.cuda.matmul.allow_tf32 = allowed
     torch.backends.cudnn.allow_tf32 = allowed

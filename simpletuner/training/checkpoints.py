@@ -142,6 +142,7 @@ class CheckpointWriter(Callback):
 
     Attributes:
         thread: a pool of one worker.
+        before: waits for data that must be on disk before the checkpoint, since a resumed run does not write it again.
         note: header entries of weight files for a state of the run.
         in_use: returns checkpoints that must not be removed now.
         in_background: host memory has room for a copy of the checkpoint, and weights are not sharded.
@@ -159,6 +160,7 @@ class CheckpointWriter(Callback):
     in_use: Callable[[], Collection[Path]] = tuple
     in_shards: bool = True
     in_background: bool = False
+    before: Callable[[], object] = lambda: None
     thread: ThreadPoolExecutor = field(default_factory=partial(ThreadPoolExecutor, 1))
     saved_step: int | None = field(default=None, init=False)
     _completing: Future[CheckpointSaved] | None = field(default=None, init=False)
@@ -191,6 +193,7 @@ class CheckpointWriter(Callback):
         if self.saved_step == state.global_step or not assembly.writes:
             return
         self._settle()
+        self.before()
         path = self.output_dir / f"checkpoint-{state.global_step}{ROLLING if rolling else ''}"
         started, step = time.monotonic(), state.global_step
         shared = assembly.trained.sharers.size > 1

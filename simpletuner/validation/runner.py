@@ -15,7 +15,7 @@ from contextlib import closing, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial, wraps
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from PIL.Image import Image
@@ -40,6 +40,9 @@ from simpletuner.training.lora_files import Loras, applied_loras
 from simpletuner.training.state import Assembly, TrainState, random_states, restore_random_states
 from simpletuner.validation.prompts import AdapterRun, ValidationPrompt
 from simpletuner.validation.sketch import ColourMap, GrowingPreview, discard_unfinished
+
+if TYPE_CHECKING:
+    from simpletuner.validation.background import DecodingThread
 
 logger = logging.getLogger(__name__)
 Item = TypeVar("Item")
@@ -221,6 +224,7 @@ class ValidationRunner:
         adapters: runs of further LoRAs; the first run usually has none.
         recorded: previews of the step from which the session resumes; they are not rendered again.
         lacking: previews were due at that step; if a kill lost them, they are rendered at the start.
+        decoding: decodes while training continues; None decodes immediately.
     """
 
     config: RunConfig
@@ -232,6 +236,7 @@ class ValidationRunner:
     adapters: Sequence[AdapterRun] = (AdapterRun(),)
     recorded: Sequence[MediaRecord] = ()
     lacking: bool = False
+    decoding: DecodingThread | None = None
     renderer: Renderer = field(init=False)
     _rendered_at: int | None = field(default=None, init=False)
     _colours: ColourMap | None = field(default=None, init=False)
@@ -248,12 +253,27 @@ class ValidationRunner:
             self.render(assembly, state)
 
     def on_step_end(self, assembly: Assembly, state: TrainState, report: StepReport) -> None:
+        self.settle(wait=False)
         if self.is_due(state, report.epochs_done):
             self.render(assembly, state)
 
     def on_train_end(self, assembly: Assembly, state: TrainState) -> None:
-        if state.global_step >= assembly.settings.total_steps:
-            self.render(assembly, state)
+        try:
+            if state.global_step >= assembly.settings.total_steps:
+                self.render(assembly, state)
+        finally:
+            self.settle()
+
+    def settle(self, *, wait: bool = True) -> None:
+        """Publish previews decoded in the background; `wait` waits for all of them."""
+        if self.decoding is not None and not self.decoding.is_idle:
+            for record in self.decoding.finished(wait=wait):
+                self.events.publish(MediaRendered(record))
+            self._release()
+
+    def _release(self) -> None:
+        if self.decoding is None or self.decoding.is_idle:
+            self.renderer.release()
 
     def is_due(self, state: TrainState, epochs_done: int) -> bool:
         """Whether an interval ends with this step; `state.epochs_done` does not include it yet."""
@@ -278,6 +298,7 @@ class ValidationRunner:
         # A request, or the end of the run, may follow an interval in the same step.
         if not shots or self._rendered_at == step:
             return
+        self.settle()
         world.main_only(lambda: discard_unfinished(self.output_dir))
         # Machine-readable names, listed in docs/WEBHOOKS.md.
         stage = "final_validation" if step >= assembly.settings.total_steps else "validation"
@@ -293,7 +314,7 @@ class ValidationRunner:
                     self.events.publish(MediaRendered(record))
             self._rendered_at = step
         finally:
-            self.renderer.release()
+            self._release()
 
     def _shots(self, assembly: Assembly, step: int, benchmark: bool) -> Iterator[Shot]:
         """All previews of one round."""
@@ -305,7 +326,7 @@ class ValidationRunner:
             yield Shot(step, subject, size, index, self._seed(assembly, step, index), use_ema, adapters, benchmark)
 
     def _render_all(self, assembly: Assembly, shots: Placed[Shot], bar: ProgressBar) -> Results[MediaRecord]:
-        """Render shots; yields their records."""
+        """Render shots; yields the records of shots that are not decoded in the background."""
         transformer = assembly.accelerator.unwrap_model(assembly.transformer)
         dtype = DTYPES[trained_precision(self.config.optimizer, self.config.precision)]
         with quiet(assembly):
@@ -314,7 +335,8 @@ class ValidationRunner:
             for (use_ema, loras), group in itertools.groupby(shots, key=lambda item: (item[1].ema, item[1].loras)):
                 with assembly.averaged(use_ema), applied_loras(transformer, loras, dtype, assembly.accelerator.device):
                     for place, shot in group:
-                        yield place, self._render(assembly, shot, bar)
+                        if record := self._render(assembly, shot, bar):
+                            yield place, record
                         bar.advance(1, shot.name)
 
     def rehearse(self, assembly: Assembly) -> None:
@@ -325,14 +347,21 @@ class ValidationRunner:
             self._pipeline(assembly).render(replace(request, num_inference_steps=REHEARSED_STEPS))
         self.renderer.release()
 
-    def _render(self, assembly: Assembly, shot: Shot, bar: ProgressBar) -> MediaRecord:
-        """Render one preview, and write it."""
+    def _render(self, assembly: Assembly, shot: Shot, bar: ProgressBar) -> MediaRecord | None:
+        """Sample one preview, and write it now or in the background."""
         request = self.renderer.request(shot.subject, shot.size, shot.seed)
         # Advancing by 0 checks for a stop request, so that a long clip can be interrupted between sampling steps.
         request = replace(request, between_steps=lambda: bar.advance(0, shot.name))
         if self.config.validation.validation_preview and assembly.world.is_main:
             request = replace(request, watch=self._growing(assembly, shot, request))
-        frames = self._pipeline(assembly).render(request)
+        pipeline, write = self._pipeline(assembly), partial(self._write, assembly, shot)
+        # Not with a source picture, which the same VAE encodes.
+        if self.decoding is not None and request.source is None:
+            self.decoding.submit(f"{shot.name} of step {shot.step}", pipeline.sample(request), write)
+            return None
+        return write(pipeline.render(request))
+
+    def _write(self, assembly: Assembly, shot: Shot, frames: list[Image]) -> MediaRecord:
         path = self._path(shot, frames)
         # Sharded processes render every preview together, and the main process writes it.
         if assembly.world.is_main or not assembly.is_sharded:

@@ -580,19 +580,24 @@ def test_previews_take_as_long_as_sampling_and_decoding(flavour: str, share: flo
     assert 0 < flops / found.device.rates.matmul < sampling
 
 
-def test_the_vae_stays_where_it_fits_beside_training() -> None:
-    def chosen(gigabytes: float, **settings: Any) -> object:
-        found = with_previews(budget(gpu(gigabytes), validation_decoding="tiles", **settings))
-        return with_faster_previews(found).config.caching.keep_vae_loaded
+def test_the_vae_stays_and_decodes_beside_training_where_both_fit() -> None:
+    def chosen(gigabytes: float, flavour: str = "t2v-lite-sft-5s", **settings: Any) -> tuple[object, object]:
+        found = with_previews(budget(gpu(gigabytes), flavour=flavour, validation_decoding="tiles", **settings))
+        config = with_faster_previews(found).config
+        return config.caching.keep_vae_loaded, config.validation.validation_decode_in_background
 
-    assert chosen(80) is True
-    assert chosen(80, enable_model_cpu_offload=True) is None
-    assert chosen(80, keep_vae_loaded=False) is False
+    assert chosen(80) == (True, True)
+    assert chosen(80, "2b-480p") == (True, None), "its VAE computes in float32, which is a setting of the process"
+    assert chosen(80, mixed_precision="no") == (True, None)
+    assert chosen(80, enable_model_cpu_offload=True) == (None, None)
+    assert chosen(80, keep_vae_loaded=False, validation_decode_in_background=False) == (False, False)
     alone = with_previews(budget(gpu(80), validation_decoding="tiles"))
+    training = max(each.device for each in alone.phases if each.trains)
     kept = alone.under({"keep_vae_loaded": True}, "test")
-    before, after = (max(each.device for each in found.phases if each.trains) for found in (alone, kept))
-    assert before < after
-    assert {chosen(gigabytes) for gigabytes in range(8, 48, 1)} == {None, True}
+    both = kept.under({"validation_decode_in_background": True}, "test")
+    vae, decoding = (max(each.device for each in found.phases if each.trains) - training for found in (kept, both))
+    assert 0 < vae < decoding
+    assert {chosen(gigabytes) for gigabytes in range(8, 48, 1)} == {(None, None), (True, None), (True, True)}
 
 
 def decoding_of(found: Budget) -> str:

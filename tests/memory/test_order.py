@@ -7,6 +7,7 @@ code, at least one of these orders must show it.
 from __future__ import annotations
 
 import ast
+import math
 import os
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
@@ -28,6 +29,7 @@ from simpletuner.speed.recomputation import enable_checkpointing
 from simpletuner.training import ema
 from simpletuner.training.release import GradientRelease, HostState
 from simpletuner.training.trained import Draft, copy_drafts, page_locked_copy
+from simpletuner.validation.background import DecodingThread
 from tests.lying_gpu import GPU, PACKAGE, Actor, LyingGpu, Violation
 from tests.training.test_optimizers import build, weights
 
@@ -175,6 +177,17 @@ def saved(gpu: LyingGpu) -> None:
     assert all(each.isfinite().all() for each in written)
 
 
+def decoded(gpu: LyingGpu) -> None:
+    """Previews are decoded in a stream of their own, when their latents are there."""
+    decoding: Any = DecodingThread(Reader(gpu), GPU)
+    for number in range(3):
+        latents = torch.randn(4).to(GPU) * 2
+        decode = partial(lambda latents: [latents.square().sum().item()], latents)
+        decoding.submit(str(number), decode, lambda frames: frames)
+        del decode, latents
+    assert all(math.isfinite(frame) for frames in decoding.finished(wait=True) for frame in frames)
+
+
 PROGRAMS: dict[str, Callable[[LyingGpu], None]] = {
     "beside": partial(streamed, group_offload_use_stream=True),
     "pairs": partial(streamed, keeps=True, group_offload_use_stream=True, group_offload_blocks_per_group=2),
@@ -184,6 +197,7 @@ PROGRAMS: dict[str, Callable[[LyingGpu], None]] = {
     "loaded": loaded,
     "averaged": averaged,
     "saved": saved,
+    "decoded": decoded,
 }
 
 

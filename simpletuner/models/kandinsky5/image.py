@@ -7,8 +7,9 @@ of visual tokens in the blocks; then the adapter of any checkpoint, and that of 
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import diffusers
@@ -50,7 +51,25 @@ class StockPipeline(PreviewPipeline):
 
     def render(self, request: PreviewRequest) -> list[Image]:
         """Sample one picture or clip of exactly the requested size and length."""
-        inputs = request.inputs(self.z_of)
+        frames = self._call(request, "pil")
+        return list(frames[0] if self.task in VIDEO_TASKS else frames[:1])
+
+    def sample(self, request: PreviewRequest) -> Callable[[], list[Image]]:
+        return partial(self._decode, self._call(request, "latent"))
+
+    def _decode(self, latents: Tensor) -> list[Image]:
+        """The end of the pipeline's call."""
+        is_clip, z = self.task in VIDEO_TASKS, self.z_of(latents).to(self.vae.dtype)
+        # Merged to the VAE's dimensions as the pipeline does: strides, even of one sample, decide how convolutions
+        # round.
+        z = z.unsqueeze(1).flatten(0, 1) if is_clip else z.flatten(2, 3)
+        pixels = self.vae.decode(z / self.vae.config.scaling_factor).sample
+        if is_clip:
+            return list(self.pipeline.video_processor.postprocess_video(pixels, "pil")[0])
+        return list(self.pipeline.image_processor.postprocess(pixels, "pil"))
+
+    def _call(self, request: PreviewRequest, output_type: str) -> Any:
+        inputs = {**request.inputs(self.z_of), "output_type": output_type}
         for prefix, embeds in (("", request.embeds), ("negative_", request.negative)):
             # Cumulative lengths of a batch of one prompt.
             lengths = [0, len(embeds["prompt_embeds"])]
@@ -62,10 +81,10 @@ class StockPipeline(PreviewPipeline):
         guided = request.batched and request.guidance_scale > 1
         with batched_guidance(self.pipeline.transformer, self.padding, request) if guided else nullcontext():
             if self.task in VIDEO_TASKS:
-                return list(self.pipeline(**inputs, num_frames=request.num_frames).frames[0])
+                return self.pipeline(**inputs, num_frames=request.num_frames).frames
             # The pipeline rounds every request to its list of sizes, so the list is set to the requested size.
             self.pipeline.resolutions = [(request.width, request.height)]
-            return list(self.pipeline(**inputs).image[:1])
+            return self.pipeline(**inputs).image
 
     def z_of(self, latents: Tensor) -> Tensor:
         """z `B C F H W` from the pipeline's `B F H W C'`, which may have condition channels after z."""

@@ -1,0 +1,70 @@
+"""Decodes and writes sampled previews in a thread while training continues."""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Callable, Iterator
+from concurrent.futures import Executor, Future
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from functools import partial
+
+import torch
+from PIL.Image import Image
+
+from simpletuner.errors import WriteError
+from simpletuner.reporting.metrics import MediaRecord
+
+logger = logging.getLogger(__name__)
+
+Write = Callable[[list[Image]], MediaRecord]
+
+
+@dataclass
+class DecodingThread:
+    """Decodes previews one at a time; on a GPU, in a side stream.
+
+    Attributes:
+        thread: a pool of one worker, since some VAEs keep state between frames.
+    """
+
+    thread: Executor
+    device: torch.device
+    _pending: deque[tuple[str, Future[MediaRecord]]] = field(default_factory=deque, init=False)
+
+    def __post_init__(self) -> None:
+        self._stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether no preview is waiting to be decoded or reported."""
+        return not self._pending
+
+    def submit(self, name: str, decode: Callable[[], list[Image]], write: Write) -> None:
+        """Decode and write a preview once its latents are computed."""
+        ready = None if self._stream is None else torch.cuda.current_stream(self.device).record_event()
+        self._pending.append((name, self.thread.submit(partial(self._decode, ready, decode, write))))
+
+    def _decode(self, ready: torch.cuda.Event | None, decode: Callable[[], list[Image]], write: Write) -> MediaRecord:
+        # Gradient mode, device and stream are per thread.
+        with torch.no_grad(), nullcontext() if self._stream is None else torch.cuda.stream(self._stream):
+            if self._stream is not None and ready is not None:
+                self._stream.wait_event(ready)
+            frames = decode()
+        return write(frames)
+
+    def finished(self, *, wait: bool) -> Iterator[MediaRecord]:
+        """The records of previews on disk, in order; logs a warning for a preview that could not be decoded.
+
+        Raises:
+            WriteError: the disk is full or not writable.
+        """
+        while self._pending and (wait or self._pending[0][1].done()):
+            name, preview = self._pending.popleft()
+            try:
+                yield preview.result()
+            except WriteError:
+                raise
+            except Exception as error:  # noqa: BLE001 - a lost preview must not stop the run
+                logger.warning("The preview %s is lost: %s: %s", name, type(error).__name__, error)
