@@ -7,6 +7,7 @@ that finds the name of another machine watches that time first. Clocks of differ
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import os
@@ -34,6 +35,8 @@ LOCK_FILE = "run.lock"
 REFRESH_SECONDS = 15.0
 # Longer than a change may take to appear on other machines, and longer than C code usually blocks the owner's threads.
 ABANDONED_SECONDS = 180.0
+# Errors of disks without locks, such as some network volumes of rented machines.
+NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS)
 
 
 @dataclass(frozen=True)
@@ -89,10 +92,10 @@ def lock_output(folder: Path, after: Callable[[], int] = lambda: 0) -> Iterator[
     path, over = folder / LOCK_FILE, threading.Event()
     with ExitStack() as held:
         try:
-            if (file := take(path)) is None:
+            if (file := take_or_open(path)) is None:
                 raise in_use(path, read_owner(path), "Wait for its end, stop it, or choose another output_dir.")
             held.enter_context(file)
-            refuse_if_refreshed(path)
+            refuse_if_at_work(path)
             # The page distinguishes sessions by the last event before them, since clocks may be adjusted.
             replace(this_process(), after=after()).write(file)
         except OSError as error:
@@ -119,6 +122,17 @@ def take(path: Path) -> BinaryIO | None:
     return take(path)
 
 
+def take_or_open(path: Path) -> BinaryIO | None:
+    """`take`; on a disk without locks, the file is only opened, and two runs that start at once may miss each other."""
+    try:
+        return take(path)
+    except OSError as error:
+        if error.errno not in NO_LOCKS:
+            raise
+    logger.warning("%s: this disk has no locks. Start one run at a time in this folder.", path)
+    return path.open("a+b")
+
+
 def is_at(path: Path, file: BinaryIO) -> bool:
     """Whether an open file is the one at a path, neither removed nor replaced."""
     with suppress(FileNotFoundError):
@@ -133,16 +147,21 @@ def refresh(path: Path, over: threading.Event) -> None:
             os.utime(path)
 
 
-def refuse_if_refreshed(path: Path) -> None:
-    """Watch the lock of a process on another machine for longer than that would leave it unchanged.
+def refuse_if_at_work(path: Path) -> None:
+    """Refuse a folder whose lock names a process that is alive here, or that refreshes it from another machine.
+
+    Another machine's lock is watched for longer than its owner would leave it unchanged.
 
     Raises:
-        UserError: the lock has been refreshed.
+        UserError: the owner is at work.
     """
     owner = None
     with suppress(UserError):  # damaged, but nobody holds it
         owner = read_owner(path)
-    if owner is None or owner.host == socket.gethostname():
+    if owner is None:
+        return
+    refuse_if_alive(path, owner)
+    if owner.host == socket.gethostname():
         return
     logger.info("%s belongs to %s. Waiting up to %g s for a sign of it.", path, owner, ABANDONED_SECONDS)
     before, deadline = path.stat().st_mtime_ns, time.monotonic() + ABANDONED_SECONDS

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import re
@@ -200,3 +201,24 @@ def test_a_run_that_ends_leaves_the_lock_of_another(tmp_path: Path) -> None:
         (tmp_path / LOCK_FILE).unlink()
         write_lock(tmp_path, replace(this_process(), host="elsewhere"))
     assert "elsewhere" in (tmp_path / LOCK_FILE).read_text()
+
+
+@pytest.mark.parametrize("code", [errno.ENOLCK, errno.ENOTSUP])
+def test_a_disk_without_locks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, code: int
+) -> None:
+    """The name of a living process, or of another machine that refreshes it, still refuses a second run."""
+
+    def refuse(file: BinaryIO, *, wait: bool) -> bool:
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr(lock, "hold", refuse)
+    monkeypatch.setattr(lock, "ABANDONED_SECONDS", 0.2)
+    with lock_output(tmp_path):
+        assert "has no locks. Start one run at a time" in caplog.text
+        with pytest.raises(UserError, match=rf"in use by process {os.getpid()} on"), lock_output(tmp_path):
+            pass
+    assert list(tmp_path.iterdir()) == []
+    write_lock(tmp_path, replace(this_process(), host="elsewhere"))
+    with lock_output(tmp_path):
+        assert json.loads((tmp_path / LOCK_FILE).read_text())["pid"] == os.getpid()
