@@ -125,7 +125,7 @@ def differentiable_flex(monkeypatch: pytest.MonkeyPatch, blocks: Callable[[Tenso
     torch._dynamo.reset()
     monkeypatch.setattr(flex, "_validate_device", lambda *inputs: None)
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
-    return nabla.compiled(blocks, {}, {})
+    return nabla.compiled(blocks)
 
 
 @pytest.mark.parametrize("blocks", BLOCKS.values(), ids=BLOCKS)
@@ -196,7 +196,7 @@ def test_every_gpu_has_blocks_of_the_backward_pass_that_divide_a_tile(
 @pytest.mark.parametrize("blocks", BLOCKS.values(), ids=BLOCKS)
 def test_compiled_flex_obeys(blocks: Callable[[Tensor], BlockMask]) -> None:
     settle_compiler(ones_are_sizes=True)  # as the compiled parts of a block leave it
-    attend = nabla.compiled(blocks, nabla.SMALL_BLOCKS if blocks is nabla.tile_blocks else {}, {})
+    attend = nabla.compiled(blocks, nabla.SMALL_BLOCKS if blocks is nabla.tile_blocks else None)
     assert nabla.find_fault(attend, CPU, torch.float32, HEAD_DIM, backward=False) is None
     assert "more than 3.8e-06" in str(
         nabla.find_fault(nabla.attend_dense, CPU, torch.float32, HEAD_DIM, backward=False)
