@@ -10,7 +10,7 @@ import errno
 import json
 import math
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -85,9 +85,13 @@ class StepLines:
         with writing_to(self.path):
             self.path.parent.mkdir(parents=True, exist_ok=True)
             self._file = self.path.open("ab", buffering=0)
+        self.drop(lambda row: resume_step == 0 or row["step"] > resume_step)
+
+    def drop(self, unwanted: Callable[[dict[str, Any]], bool]) -> None:
+        """Remove the rows for which `unwanted` is true, and torn lines."""
         before = self.path.read_bytes()
-        rows = ((line, parse_row(line)) for line in before.splitlines(keepends=True) if resume_step > 0)
-        kept = b"".join(line for line, row in rows if row is not None and row["step"] <= resume_step)
+        rows = ((line, parse_row(line)) for line in before.splitlines(keepends=True))
+        kept = b"".join(line for line, row in rows if row is not None and not unwanted(row))
         if kept != before:
             self._file.close()
             # Replaced, not truncated, so that a kill keeps the old record. The old handle would write to a deleted
@@ -124,10 +128,21 @@ class MetricsFile(StepLines):
 
 
 class MediaFile(StepLines):
-    """`validation_media.jsonl`: every preview of the run. Of lines with the same path, the last counts."""
+    """`validation_media.jsonl`: every preview of the run.
+
+    Attributes:
+        paths: paths of the recorded previews.
+    """
+
+    def __init__(self, path: Path, resume_step: int = 0) -> None:
+        super().__init__(path, resume_step)
+        self.paths = {record.path for record in read_media(path)}
 
     def append(self, record: MediaRecord) -> None:
-        """Record one preview."""
+        """Record one preview, replacing an earlier record with the same path."""
+        if record.path in self.paths:
+            self.drop(lambda row: row.get("path") == record.path)
+        self.paths.add(record.path)
         self.write(record.step, asdict(record))
 
 
