@@ -98,7 +98,9 @@ class LoraAdapter(AdapterWeights):
         loads = "load through the stock pipeline as they were trained"
         if self.form == "comfyui":
             loads = "are what was trained, under the names that ComfyUI looks for"
-        return f"Saved {path} ({size_text(path.stat().st_size)}); all {checked} tensors {loads}."
+        lost = rounding_error(self, publication.dtype)
+        rounds = f", which rounds them to {publication.dtype}: {lost:.1e} of their effect" if lost > EXACT else ""
+        return f"Saved {path} ({size_text(path.stat().st_size)}); all {checked} tensors {loads}{rounds}."
 
     def _publish(self, folder: Path, publication: Publication, weights: Mapping[str, Tensor]) -> tuple[Path, int]:
         """Write a file, verify it, then move it into place; returns its path and the number of tensors."""
@@ -236,6 +238,26 @@ def _as_trained(adapter: LoraAdapter, weights: Mapping[str, Tensor]) -> dict[str
         module = name.removesuffix(COMFYUI_MAGNITUDE)
         start[module + MAGNITUDE] = lora_files.trained_magnitude(start.pop(name), *adapter.layer(module, start))
     return start
+
+
+# A relative difference below this is float32 rounding.
+EXACT = 1e-6
+
+
+def rounding_error(adapter: LoraAdapter, dtype: torch.dtype) -> float:
+    """The largest relative error, over all modules, of the update B A that a pipeline in `dtype` computes."""
+    trained, saved = adapter.state_dict(), adapter.file_weights()
+    prefix, worst = PREFIXES[adapter.form], 0.0
+    # With an initial adapter, the file holds the difference of two products, which has no pairs to compare.
+    for name in (name for name in trained if ".lora_A." in name and not adapter.initial):
+        other = name.replace(".lora_A.", ".lora_B.")
+        right = adapter.scale * (trained[other].flatten(1).double() @ trained[name].flatten(1).double())
+        loaded = (saved[prefix + each].flatten(1).to(dtype).double() for each in (other, name))
+        # In float64, whose rounding is far below `EXACT`.
+        error = next(loaded) @ next(loaded) - right
+        # B is 0 until the first update, and so is the norm.
+        worst = max(worst, float(error.norm() / right.norm().clamp_min(torch.finfo(torch.double).tiny)))
+    return worst
 
 
 def plain_names(weights: Mapping[str, AnyTensor]) -> dict[str, AnyTensor]:

@@ -15,6 +15,7 @@ from simpletuner.models.lora_keys import check_lora_file, linear_modules, matchi
 from simpletuner.models.sanavideo.spec import SANA_VIDEO
 from simpletuner.speed.recomputation import enable_checkpointing
 from simpletuner.training.assemble import assemble, make_accelerator
+from simpletuner.training.lora import rounding_error
 from simpletuner.training.lora_files import applied_loras, verify_file
 from simpletuner.training.noise import add_noise
 from simpletuner.training.state import Assembly, TrainingSpec
@@ -87,6 +88,7 @@ def test_lora_file_in_the_stock_pipeline(sana_checkpoint: Path, tmp_path: Path, 
     path = write_lora(lora, tmp_path)
     adapter = make_sana_adapter(sana_checkpoint)
     verify_file(path, lora.file_weights(), lora.form, adapter.load_bare_pipeline())
+    assert 0 < rounding_error(lora, torch.bfloat16) < 0.01
     pipeline = stock_pipeline(sana_checkpoint, task)
     modules = linear_modules({name: tuple(each.shape) for name, each in pipeline.transformer.named_parameters()})
     assert list(check_lora_file("LoRA", path, modules, SANA_VIDEO.name)) == []
