@@ -10,7 +10,6 @@ from __future__ import annotations
 import functools
 import logging
 import math
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
@@ -25,7 +24,7 @@ from torch.nn.functional import pad
 
 from simpletuner.config.speed import is_installed
 from simpletuner.models.adapter import TileCounts
-from simpletuner.models.blocks import DEVICE_FAILURES, KERNELS, torch_attention
+from simpletuner.models.blocks import DEVICE_FAILURES, KERNELS, milliseconds, torch_attention
 from simpletuner.models.kandinsky5.blocks import Kernel, replace_attention
 from simpletuner.models.kandinsky5.options import TILE, TILE_SIDE
 
@@ -233,17 +232,8 @@ def _is_better(name: str, present: Attend, device: torch.device, dtype: torch.dt
     draws = [torch.randn(shape, generator=generator, device=device, dtype=dtype) for _ in range(4)]
     tiles = torch.rand(1, heads, TIMED, TIMED, generator=generator, device=device) < 0.2
     tiles = tiles | torch.eye(TIMED, dtype=torch.bool, device=device)
-    before, after = (min(_seconds(way, draws, tiles) for _ in range(4)) for way in (present, attend))
+    before, after = (milliseconds(partial(_results, way, draws, tiles, True)) for way in (present, attend))
     return after < before
-
-
-def _seconds(attend: Attend, draws: list[Tensor], tiles: Tensor) -> float:
-    """Time of a forward and backward pass on a CUDA device."""
-    torch.cuda.synchronize()
-    started = time.perf_counter()
-    _results(attend, draws, tiles, backward=True)
-    torch.cuda.synchronize()
-    return time.perf_counter() - started
 
 
 def find_fault(
