@@ -18,9 +18,9 @@ from typing import Any, BinaryIO, Literal, Protocol
 
 from pydantic import TypeAdapter, ValidationError
 
-from simpletuner.atomic import changing, hold, write_atomically
+from simpletuner.atomic import changing, write_atomically
 from simpletuner.errors import UserError, full_text
-from simpletuner.run.lock import Owner
+from simpletuner.run.lock import Owner, take
 
 QUEUE_FILE = "queue.json"
 SERVER_FILE = ".queue.server"  # locked by the server that starts jobs
@@ -65,7 +65,7 @@ class Job:
     @property
     def is_alive(self) -> bool:
         """Whether the process exists."""
-        return self.owner is not None and not self.owner.is_gone
+        return self.owner is not None and self.owner.lives_here
 
 
 JOBS = TypeAdapter(list[Job])
@@ -231,9 +231,5 @@ class Queue:
 
     def _is_server(self) -> bool:
         if self._lock is None:
-            file = self.file.with_name(SERVER_FILE).open("ab")
-            if not hold(file, wait=False):
-                file.close()
-                return False
-            self._lock = file
-        return True
+            self._lock = take(self.file.with_name(SERVER_FILE))
+        return self._lock is not None

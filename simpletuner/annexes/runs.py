@@ -318,10 +318,7 @@ class Run:
         Raises:
             UserError: the lock is damaged.
         """
-        path = self.folder / LOCK_FILE
-        with suppress(FileNotFoundError):  # released in the meantime
-            return read_owner(path, path.read_bytes()) if path.is_file() else None
-        return None
+        return read_owner(self.folder / LOCK_FILE)
 
     @property
     def pid(self) -> int | None:
@@ -332,7 +329,7 @@ class Run:
             owner = self.owner
         except (OSError, UserError):
             return None
-        return owner.pid if owner and owner.host == socket.gethostname() and not owner.is_gone else None
+        return owner.pid if owner and owner.lives_here else None
 
     @property
     def seen(self) -> float:
@@ -433,7 +430,7 @@ class Run:
     def _idleness(self, state: Status, story: Story) -> str:
         """Why a running process makes no progress; empty if it does, or runs on another machine."""
         owner = self.owner if state in ACTIVE else None
-        if owner is None or owner.host != socket.gethostname() or owner.is_gone:
+        if owner is None or not owner.lives_here:
             return ""
         with suppress(psutil.NoSuchProcess):
             if psutil.Process(owner.pid).status() == psutil.STATUS_STOPPED:

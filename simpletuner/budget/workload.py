@@ -284,12 +284,12 @@ def kernels_on(config: RunConfig, spec: FamilySpec, *, is_gpu: bool) -> Kernels:
 def parts_of(plan: Plan, *, is_gpu: bool) -> Parts:
     """The parts of a plan on a GPU or a CPU: from local files, else as published."""
     cost, source, kernels = plan.spec.cost, plan.source, kernels_on(plan.config, plan.spec, is_gpu=is_gpu)
-    settings, shapes = source.read_config("transformer"), source["transformer"].weight_shapes()
+    settings, shapes = source["transformer"].read_config(), source["transformer"].weight_shapes()
     if settings is None or not shapes:
         transformer = cost.of_flavour(plan.flavour.name, kernels)
     else:
         transformer = cost.transformer(settings, shapes, kernels)
-    vae = source.read_config("vae")
+    vae = source["vae"].read_config()
     encoders = [source[role] for role in ("text_encoder", "text_encoder_2") if role in source.parts]
     counts = [count_parameters(part) for part in encoders]
     absent = {"transformer": settings is None or not shapes, "VAE": vae is None, "text encoders": not all(counts)}

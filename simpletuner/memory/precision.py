@@ -325,9 +325,6 @@ class QuantisedLinear(nn.Linear):
             return self.form.product(inputs, self.bias, *self.packed)
         return FrozenProduct.apply(inputs, self.bias, self.form, *self.packed)
 
-    def extra_repr(self) -> str:
-        return f"in_features={self.in_features}, out_features={self.out_features}, format={type(self.form).__name__}"
-
 
 def quantise(
     model: nn.Module, layers: str, quantisation: Quantisation, *, via: Via = "cpu", accelerator: torch.device,

@@ -36,6 +36,19 @@ AttentionCall = Callable[[AttentionKernel, Tensor, Tensor, Tensor], Tensor]
 DEVICE_FAILURES = (torch.OutOfMemoryError, torch.AcceleratorError)
 
 
+def milliseconds(run: Callable[[], object], repeats: int = 3) -> float:
+    """Time of a call on a CUDA device, the shortest of several: the first also loads kernels."""
+    times = []
+    for _ in range(repeats):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        run()
+        end.record()
+        torch.cuda.synchronize()
+        times.append(start.elapsed_time(end))
+    return min(times)
+
+
 def torch_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None) -> Tensor:
     """softmax(Q Kᵀ / √D) V of `B S H D` tensors; `mask` `B 1 1 S` is true for visible keys."""
     query, key, value = (each.transpose(1, 2) for each in (query, key, value))  # B H S D

@@ -319,10 +319,6 @@ class ModelSource:
     def __getitem__(self, role: str) -> Part:
         return self.parts[role]
 
-    def read_config(self, role: str) -> dict[str, Any] | None:
-        """The settings of a part; None if it is not on this machine."""
-        return self[role].read_config()
-
     def problems(self) -> list[Problem]:
         """Report unusable local folders and malformed hub ids; missing repositories show on download."""
         problems = []
@@ -380,8 +376,8 @@ def _is_tokenizer(content: Mapping[str, Any]) -> bool:
 
 def check_channels(source: ModelSource, transformer_key: str, vae_key: str) -> Iterator[Problem]:
     """Report different numbers of latent channels in transformer and VAE, by these keys; skips missing parts."""
-    takes = (source.read_config("transformer") or {}).get(transformer_key)
-    makes = (source.read_config("vae") or {}).get(vae_key)
+    takes = (source["transformer"].read_config() or {}).get(transformer_key)
+    makes = (source["vae"].read_config() or {}).get(vae_key)
     if takes != makes and None not in (takes, makes):
         yield Problem(VAE_KEY, f"the VAE has {makes} channels, the transformer {takes}.")
 

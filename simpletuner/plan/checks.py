@@ -245,7 +245,7 @@ def check_block_numbers(config: RunConfig, spec: FamilySpec, source: ModelSource
     """
     counts = list(spec.block_counts.values())
     # The last group holds the visual blocks, after the text blocks.
-    found = (source.read_config("transformer") or {}).get(counts[-1]) if counts else None
+    found = (source["transformer"].read_config() or {}).get(counts[-1]) if counts else None
     blocks = found if isinstance(found, int) else None
     routes = config.tread.routes if spec.token_blocks else ()
     for technique in config.techniques_in_use:
@@ -259,7 +259,7 @@ def check_sequence(plan: Plan) -> Iterator[Problem]:
     if spec.heads is None:
         yield Problem(key, f"{size}: a block of {spec.title} needs all tokens of a sample together; use 1.")
         return
-    heads = spec.heads(plan.source.read_config("transformer") or spec.cost.published(plan.flavour.name))
+    heads = spec.heads(plan.source["transformer"].read_config() or spec.cost.published(plan.flavour.name))
     both = math.gcd(heads, launch.local_processes)
     if both % size:
         allowed = ", ".join(str(each) for each in range(1, both + 1) if both % each == 0)
@@ -283,7 +283,7 @@ def check_weights(spec: FamilySpec, flavour: Flavour, source: ModelSource) -> It
     """
     # From config.json and headers alone, before gigabytes are read.
     for role, component in spec.components.items():
-        config = source.read_config(role) if component.kinds else None
+        config = source[role].read_config() if component.kinds else None
         if config is None:
             continue
         part, kind = source[role], config.get("_class_name", config.get("model_type"))
@@ -303,7 +303,7 @@ def _check_transformer(spec: FamilySpec, flavour: Flavour, source: ModelSource) 
 
     Shapes are compared with the class when the run starts (`models.loading.check_shapes`).
     """
-    part, config = source["transformer"], source.read_config("transformer")
+    part, config = source["transformer"], source["transformer"].read_config()
     found = part.weight_shapes()
     if config is None or not found:
         return

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import time
-from bisect import insort
 from collections import defaultdict, deque
 from collections.abc import Callable, Hashable
-from dataclasses import dataclass, field
+from itertools import islice
 from statistics import median
 
 from simpletuner.reporting import events
@@ -17,6 +16,7 @@ SLOWER = 1.5
 RECOVERED = 1.2
 RECENT = 5  # steps whose median is compared; a single slow step does not count
 ENOUGH = 20  # steps of a shape needed for its usual pace
+HISTORY = 1000  # steps of a shape, whose median is the usual pace
 # A gap between two steps of at least this many seconds and steps was a checkpoint, previews or an evaluation.
 LEAST_PAUSE, PAUSE = 0.1, 0.5
 AFTER_A_PAUSE = 2  # steps ignored after a pause
@@ -27,26 +27,6 @@ REASONS = {
     WEIGHTS: "waiting for streamed weights; another program uses host memory or the bus to the device",
     DATA: "waiting for data; the disk with the caches or the CPU is busy",
 }
-
-
-@dataclass
-class _ShapeHistory:
-    """Durations of the steps of one shape, in total and by part: all sorted, and the latest in chronological order."""
-
-    ordered: defaultdict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
-    recent: deque[dict[str, float]] = field(default_factory=lambda: deque(maxlen=RECENT))
-
-    def add(self, parts: dict[str, float]) -> None:
-        for name, value in parts.items():
-            insort(self.ordered[name], value)
-        self.recent.append(parts)
-
-    def usual(self, part: str) -> float:
-        """The upper median of all steps; avoids the sort of `statistics`."""
-        return self.ordered[part][len(self.ordered[part]) // 2]
-
-    def lately(self, part: str) -> float:
-        return median(parts[part] for parts in self.recent)
 
 
 class SlowSteps:
@@ -60,7 +40,7 @@ class SlowSteps:
 
     def __init__(self, now: Callable[[], float] = time.perf_counter) -> None:
         self._now = now
-        self._histories: defaultdict[Hashable, _ShapeHistory] = defaultdict(_ShapeHistory)
+        self._histories = defaultdict[Hashable, deque[dict[str, float]]](lambda: deque(maxlen=HISTORY))
         self._slow: set[Hashable] = set()
         self._ended: float | None = None
         self._skip = 0
@@ -74,10 +54,14 @@ class SlowSteps:
         waits = {WEIGHTS: report.weights_seconds or 0.0, DATA: report.data_seconds}
         parts = {COMPUTE: max(0.0, report.seconds - sum(waits.values())), **waits}
         history = self._histories[kind]
-        history.add({WHOLE: sum(parts.values()), **parts})
-        # Medians, which are robust to single slow steps.
-        recent, usual = history.lately(WHOLE), history.usual(WHOLE)
-        slowdown = recent / usual if usual and len(history.ordered[WHOLE]) >= ENOUGH else 1.0
+        history.append({WHOLE: sum(parts.values()), **parts})
+
+        def pace(part: str, steps: int = RECENT) -> float:
+            """The median of the latest steps, which is robust to single slow ones."""
+            return median(step[part] for step in islice(reversed(history), steps))
+
+        recent, usual = pace(WHOLE), pace(WHOLE, HISTORY)
+        slowdown = recent / usual if usual and len(history) >= ENOUGH else 1.0
         if slowdown < RECOVERED:
             self._slow.discard(kind)
         if slowdown < SLOWER:
@@ -85,7 +69,7 @@ class SlowSteps:
         # One notice per episode, however many shapes slow down.
         begins = not self._slow
         self._slow.add(kind)
-        reason = REASONS[max(parts, key=lambda part: history.lately(part) - history.usual(part))]
+        reason = REASONS[max(parts, key=lambda part: pace(part) - pace(part, HISTORY))]
         slower = f"{slowdown:.1f} times the usual {pace_text(usual)}, over the last {RECENT} steps of this size"
         return f"Steps became slower: {pace_text(recent)}, {slower}. Likely cause: {reason}." if begins else None
 

@@ -1,13 +1,13 @@
 """A lock that allows one run at a time in an output folder.
 
-The lock is a file that names its owner. A run takes over a stale lock, whose process has ended. Processes on another
-machine cannot be checked, so every owner writes a heartbeat, a counter, into its lock, and a run that wants the folder
-watches the counter by its own clock. File times and clocks of different machines are never compared.
+The lock is a file that names its owner. The operating system locks it until the owner's process ends, however it ends.
+Some network disks keep the locks of different machines apart, so every owner refreshes the time of its file, and a run
+that finds the name of another machine watches that time first. Clocks of different machines are never compared.
 """
 
 from __future__ import annotations
 
-import itertools
+import errno
 import json
 import logging
 import os
@@ -16,11 +16,10 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
-from functools import partial
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, BinaryIO
 
 import psutil
 from pydantic import Field, TypeAdapter, ValidationError
@@ -32,10 +31,12 @@ from simpletuner.reporting.pace import clock
 logger = logging.getLogger(__name__)
 
 LOCK_FILE = "run.lock"
-# ABANDONED_SECONDS has room for twelve heartbeats, so a few failed writes do not lose the lock.
+# ABANDONED_SECONDS has room for twelve refreshes, so a few that fail do not lose the lock.
 REFRESH_SECONDS = 15.0
-# Longer than a file may take to appear on other machines, and longer than C code usually blocks the owner's threads.
+# Longer than a change may take to appear on other machines, and longer than C code usually blocks the owner's threads.
 ABANDONED_SECONDS = 180.0
+# Errors of disks without locks, such as some network volumes of rented machines.
+NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS)
 
 
 @dataclass(frozen=True)
@@ -48,7 +49,6 @@ class Owner:
             distinguishes the process from a later process with the same pid.
         since: when the lock was taken, in seconds since 1970.
         after: number of the last event of the folder's earlier sessions.
-        beat: heartbeat counter, with a fixed number of digits; zero if the owner cannot write to its lock.
     """
 
     pid: Annotated[int, Field(gt=0, lt=2**31)]  # 0 and below would be process groups
@@ -58,28 +58,18 @@ class Owner:
     command: str
     since: float
     after: int = -1
-    beat: str = f"{0:08}"  # fixed width, since it is rewritten in place
 
     @property
-    def content(self) -> bytes:
-        """The content of the lock file."""
-        return json.dumps(asdict(self), indent=2).encode() + b"\n"
+    def lives_here(self) -> bool:
+        """Whether the process is alive, on this machine."""
+        is_this_boot = (self.host, self.boot) == (socket.gethostname(), boot_id())
+        return is_this_boot and psutil.pid_exists(self.pid) and self.started == start_of(self.pid)
 
-    def holds(self, path: Path) -> bool:
-        """Whether a lock belongs to this owner, whatever its heartbeat."""
-        return replace(read_owner(path, path.read_bytes()), beat=self.beat) == self
-
-    @property
-    def is_gone(self) -> bool:
-        """Whether the process has ended; valid only on the owner's host."""
-        if self.boot != boot_id():
-            return True
-        return not psutil.pid_exists(self.pid) or self.started != start_of(self.pid)
-
-    @property
-    def counts_elsewhere(self) -> bool:
-        """Whether the owner is on another machine and writes heartbeats."""
-        return self.beat != Owner.beat and self.host != socket.gethostname()
+    def write(self, file: BinaryIO) -> None:
+        """Write the owner to a file of `take`."""
+        file.truncate(0)
+        file.write(json.dumps(asdict(self), indent=2).encode() + b"\n")
+        file.flush()
 
     def __str__(self) -> str:
         age = clock(max(0.0, time.time() - self.since))
@@ -99,144 +89,111 @@ def lock_output(folder: Path, after: Callable[[], int] = lambda: 0) -> Iterator[
     Raises:
         UserError: another run holds the lock, or may hold it.
     """
-    path = folder / LOCK_FILE
-    try:
-        # The page distinguishes sessions by the last event before them, since clocks may be adjusted.
-        owner = replace(this_process(), after=after())
-        while not create(path, owner.content) and not take_over(path, owner.content):
-            pass  # the lock was released in between
-    except OSError as error:
-        raise UserError(f"output_dir: {str(path)!r} cannot be written: {error.strerror}.") from None
-    over = threading.Event()
-    refreshing = threading.Thread(target=refresh, args=(path, owner, over), name="lock", daemon=True)
-    refreshing.start()
-    try:
-        yield
-    finally:
-        over.set()
-        refreshing.join(REFRESH_SECONDS)  # with a timeout, since the disk may hang
-        with suppress(OSError, UserError):  # deleted, or damaged
-            if owner.holds(path):
-                path.unlink()
-
-
-def refresh(path: Path, owner: Owner, over: threading.Event) -> None:
-    """Write heartbeats until `over`; exits this process if another one, which now owns the folder, took the lock."""
-    for beat in itertools.count(1):
-        with suppress(OSError, UserError), path.open("r+b") as file:  # a failed heartbeat is retried
-            hold(file)
-            if not owner.holds(path):
-                winner = read_owner(path, file.read())
-                print(f"{path} was taken over by {winner}, because this process wrote no heartbeat.", file=sys.stderr)
-                # Not `sys.exit`, which would end only this thread while training continues to write.
-                os._exit(1)
-            file.seek(0)
-            file.write(replace(owner, beat=f"{beat:08}").content)
-        if over.wait(REFRESH_SECONDS):
-            return
-
-
-def create(path: Path, content: bytes, mode: int = 0o666) -> bool:
-    """Create a file with its content atomically; False if it already exists."""
-    draft = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-    try:
-        with open(draft, "wb", opener=partial(os.open, mode=mode)) as file:
-            file.write(content)
+    path, over = folder / LOCK_FILE, threading.Event()
+    with ExitStack() as held:
         try:
-            os.link(draft, path)  # unlike rename, fails if the name exists
-        except FileExistsError:
-            return False
-        except OSError:  # a file system without links
-            return create_in_place(path, content, mode)
-    finally:
-        draft.unlink(missing_ok=True)
-    return True
+            if (file := take_or_open(path)) is None:
+                raise in_use(path, read_owner(path), "Wait for its end, stop it, or choose another output_dir.")
+            held.enter_context(file)
+            refuse_if_at_work(path)
+            # The page distinguishes sessions by the last event before them, since clocks may be adjusted.
+            replace(this_process(), after=after()).write(file)
+        except OSError as error:
+            raise UserError(f"output_dir: {str(path)!r} cannot be written: {error.strerror}.") from None
+        threading.Thread(target=refresh, args=(path, over), name="lock", daemon=True).start()
+        try:
+            yield
+        finally:
+            over.set()
+            with suppress(OSError):
+                if is_at(path, file):
+                    path.unlink()
 
 
-def create_in_place(path: Path, content: bytes, mode: int = 0o666) -> bool:
-    """Create a file, then write its content; a kill in between leaves an empty lock that the user must delete."""
+def take(path: Path) -> BinaryIO | None:
+    """Open and lock a file, until it is closed or the process ends; None if another process has locked it."""
+    file = path.open("a+b")
+    if not hold(file, wait=False):
+        file.close()
+        return None
+    if is_at(path, file):
+        return file
+    file.close()  # its owner has removed it since it was opened
+    return take(path)
+
+
+def take_or_open(path: Path) -> BinaryIO | None:
+    """`take`; on a disk without locks, the file is only opened, and two runs that start at once may miss each other."""
     try:
-        with open(path, "xb", opener=partial(os.open, mode=mode)) as file:
-            try:
-                file.write(content)
-                file.flush()
-            except OSError:  # on a full disk, an empty lock would block every later start
-                path.unlink()
-                raise
-    except FileExistsError:
-        return False
-    return True
+        return take(path)
+    except OSError as error:
+        if error.errno not in NO_LOCKS:
+            raise
+    logger.warning("%s: this disk has no locks. Start one run at a time in this folder.", path)
+    return path.open("a+b")
 
 
-def take_over(path: Path, content: bytes) -> bool:
-    """Take over a stale lock; False if the lock has been removed meanwhile.
-
-    Raises:
-        UserError: the owner is alive, or on another machine without heartbeats.
-    """
+def is_at(path: Path, file: BinaryIO) -> bool:
+    """Whether an open file is the one at a path, neither removed nor replaced."""
     with suppress(FileNotFoundError):
-        seen = path.read_bytes()
-        owner = read_owner(path, seen)
-        if owner.counts_elsewhere:
-            refuse_if_it_counts(path, seen)
-        else:
-            refuse_if_in_use(path, owner)
-        with path.open("r+b") as file:
-            hold(file)  # only one of several processes may take over
-            if file.read() != seen:
-                return False
-            file.seek(0)
-            file.truncate()
-            file.write(content)
-            file.flush()
-            # The lock may have been deleted and recreated since it was read.
-            if os.path.samestat(os.fstat(file.fileno()), path.stat()):
-                logger.info("Took over %s: %s has ended without removing it.", path, owner)
-                return True
+        return os.path.samestat(os.fstat(file.fileno()), path.stat())
     return False
 
 
-def refuse_if_it_counts(path: Path, seen: bytes) -> None:
-    """Watch a lock for longer than a live owner on another machine would leave it unchanged.
+def refresh(path: Path, over: threading.Event) -> None:
+    """Refresh the time of a lock until `over`."""
+    while not over.wait(REFRESH_SECONDS):
+        with suppress(OSError):  # retried
+            os.utime(path)
+
+
+def refuse_if_at_work(path: Path) -> None:
+    """Refuse a folder whose lock names a process that is alive here, or that refreshes it from another machine.
+
+    Another machine's lock is watched for longer than its owner would leave it unchanged.
 
     Raises:
-        UserError: the lock has changed.
+        UserError: the owner is at work.
     """
-    owner = read_owner(path, seen)
-    logger.info("%s belongs to %s. Waiting up to %g s for a heartbeat.", path, owner, ABANDONED_SECONDS)
-    deadline = time.monotonic() + ABANDONED_SECONDS
+    owner = None
+    with suppress(UserError):  # damaged, but nobody holds it
+        owner = read_owner(path)
+    if owner is None:
+        return
+    refuse_if_alive(path, owner)
+    if owner.host == socket.gethostname():
+        return
+    logger.info("%s belongs to %s. Waiting up to %g s for a sign of it.", path, owner, ABANDONED_SECONDS)
+    before, deadline = path.stat().st_mtime_ns, time.monotonic() + ABANDONED_SECONDS
     while time.monotonic() < deadline:
         time.sleep(min(1.0, ABANDONED_SECONDS / 10))
-        if path.read_bytes() != seen:  # opened each time, so that network file systems revalidate it
-            raise in_use(path, owner, "Wait for its end, or choose another output_dir.")
+        with path.open("rb") as file:  # opened each time, so that network file systems ask the server
+            if os.fstat(file.fileno()).st_mtime_ns != before:
+                raise in_use(path, owner, "Wait for its end, or choose another output_dir.")
 
 
-def refuse_if_in_use(path: Path, owner: Owner) -> None:
-    """Raise unless the owner of a lock has certainly ended.
-
-    Raises:
-        UserError: the owner is alive, or on another machine.
-    """
-    if owner.host != socket.gethostname():
-        advice = f"If it has ended, delete {path} and start again; otherwise choose another output_dir."
-        raise in_use(path, owner, f"Whether that run is still going cannot be seen from this machine. {advice}")
-    if not owner.is_gone:
+def refuse_if_alive(path: Path, owner: Owner) -> None:
+    """Raise `UserError` if the owner of a lock is alive on this machine."""
+    if owner.lives_here:
         raise in_use(path, owner, "Wait for its end, stop it, or choose another output_dir.")
 
 
-def in_use(path: Path, owner: Owner, advice: str) -> UserError:
+def in_use(path: Path, owner: Owner | None, advice: str) -> UserError:
     """The error for a folder that another run uses, or may use."""
-    return UserError(f"output_dir: {path.parent} is in use by {owner}. {advice}")
+    return UserError(f"output_dir: {path.parent} is in use by {owner or 'a process that has just started'}. {advice}")
 
 
-def read_owner(path: Path, content: bytes) -> Owner:
-    """Parse the owner of a lock.
+def read_owner(path: Path) -> Owner | None:
+    """The owner of a lock; None without a lock, or before its owner has been written.
 
     Raises:
         UserError: the content is not valid.
     """
+    content = b""
+    with suppress(FileNotFoundError):  # released in the meantime
+        content = path.read_bytes() if path.is_file() else b""
     try:
-        return OWNER.validate_json(content)
+        return OWNER.validate_json(content) if content else None
     except ValidationError:
         message = f"output_dir: {path} does not say which run it belongs to. If there is none, delete it."
         raise UserError(message) from None

@@ -15,7 +15,14 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from simpletuner.config.speed import ATTENTION_PACKAGES, is_installed
 from simpletuner.errors import ConfigError, Problem
-from simpletuner.models.blocks import DEVICE_FAILURES, KERNELS, AttentionKernel, KernelChoices, torch_attention
+from simpletuner.models.blocks import (
+    DEVICE_FAILURES,
+    KERNELS,
+    AttentionKernel,
+    KernelChoices,
+    milliseconds,
+    torch_attention,
+)
 from simpletuner.speed.recomputation import outside_checkpoints
 
 # In torch's order of preference, unless cuDNN is faster.
@@ -156,21 +163,16 @@ def measure(backend: SDPBackend, *call: Tensor) -> float:
     """Milliseconds of a forward pass on a CUDA device, plus a backward pass unless gradients are disabled; infinite if
     the kernel does not support the call."""
     inputs = [tensor.detach().requires_grad_() for tensor in call]
-    times = []
+
+    def run() -> None:
+        out = torch_attention(*inputs)
+        if torch.is_grad_enabled():
+            torch.autograd.grad(out, inputs, out.detach())
+
     with sdpa_kernel(backend), outside_checkpoints():
-        # The first call also loads the kernel; the minimum excludes it.
-        for _ in range(3):
-            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            start.record()
-            try:
-                out = torch_attention(*inputs)
-                if torch.is_grad_enabled():
-                    torch.autograd.grad(out, inputs, out.detach())
-            except DEVICE_FAILURES:
-                raise
-            except RuntimeError:  # no enabled kernel supports these shapes, or cuDNN fails in either direction
-                return math.inf
-            end.record()
-            torch.cuda.synchronize()
-            times.append(start.elapsed_time(end))
-    return min(times)
+        try:
+            return milliseconds(run)
+        except DEVICE_FAILURES:
+            raise
+        except RuntimeError:  # no enabled kernel supports these shapes, or cuDNN fails in either direction
+            return math.inf

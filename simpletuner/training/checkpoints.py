@@ -89,8 +89,7 @@ def _restore(checkpoint: Checkpoint, assembly: Assembly, loader: BatchLoader, *,
     content = torch.load(folder / STATE_FILE, map_location="cpu", weights_only=True, mmap=mapped)
     step, epoch = content["global_step"], content["epoch"]
     if (step, epoch) != (saved.step, saved.epoch):
-        message = f"{checkpoint.path} holds step {step} of epoch {epoch}, its manifest says step {saved.step}"
-        raise UserError(f"{message} of epoch {saved.epoch}. Choose an earlier checkpoint.")
+        raise ValueError(f"step {step} of epoch {epoch}, which is another in its manifest")
     content = load_shards(content, folder, parameters)
     host = assembly.release.host if assembly.release is not None else None
     try:

@@ -94,18 +94,13 @@ def build_optimizer(
 def _choose_kernel(optimizer: torch.optim.Optimizer, name: OptimizerName, trained: Sequence[nn.Parameter]) -> None:
     """Set the kernel chosen by `update_kernel` in the parameter groups, which checkpoints store."""
     device, numbers = trained[0].device.type, sum(each.numel() for each in trained)
-    sharded, widened = any(map(is_part, trained)), _is_widened(optimizer, optimizer.param_groups[0])
-    triton = runs_triton(trained)
+    first, sharded, triton = optimizer.param_groups[0], any(map(is_part, trained)), runs_triton(trained)
+    widened = isinstance(optimizer, DecayingSquares) and any(optimizer.is_wide(first, each) for each in first["params"])
     kernel = update_kernel(name, device, len(trained), numbers, sharded=sharded, triton=triton, widened=widened)
     for group in optimizer.param_groups if kernel is not None else ():
         # A technique's module may have no gradients in some steps, for which optimi's foreach fails.
         suited = "loop" if OWNER in group and kernel == "foreach" else kernel
         group.update({key: key == suited for key in _kernel_of(group)})
-
-
-def _is_widened(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> bool:
-    """Whether the second moment of a weight is wider than the weight."""
-    return isinstance(optimizer, DecayingSquares) and any(optimizer.is_wide(group, each) for each in group["params"])
 
 
 def runs_triton(params: Sequence[nn.Parameter]) -> bool:
@@ -136,22 +131,13 @@ def load_state(optimizer: torch.optim.Optimizer, state: dict[str, Any], host: Ho
     optimizer.load_state_dict({"param_groups": groups, "state": {}})
     numbers = (number for group in groups for number in group["params"])
     weights = ((group, weight) for group in optimizer.param_groups for weight in group["params"])
-    is_older = False
     for number, (group, weight) in zip(numbers, weights, strict=True):
         if not (saved := state["state"].get(number)):
             continue
-        if isinstance(optimizer, DecayingSquares):
-            before, saved = saved, optimizer.widened(group, weight, saved)
-            is_older |= saved[SQUARES].dtype != before[SQUARES].dtype
         if host is not None and OWNER not in group:
             host.load(weight, _placed(saved, group, weight, on_host=True))
         else:
             optimizer.state[weight] = _placed(saved, group, weight, on_host=False)
-    if is_older:
-        logger.warning(
-            "The checkpoint holds the optimizer's second moment in bf16, where it could only grow. From here on it is "
-            "float32 and decays."
-        )
     _replace_missing_kernels(optimizer, chosen)
 
 
@@ -174,13 +160,13 @@ def _replace_missing_kernels(optimizer: torch.optim.Optimizer, chosen: Sequence[
     """Replace saved kernels that cannot run by this machine's choice, with a warning."""
     missing = False
     for group, kernel in zip(optimizer.param_groups, chosen, strict=True):
-        if group.get("triton") and (_is_widened(optimizer, group) or not runs_triton(group["params"])):
+        if group.get("triton") and not runs_triton(group["params"]):
             group.update(kernel)
             missing = True
     if missing:
         logger.warning(
-            "The checkpoint's weights were updated by Triton kernels, which need a GPU with bf16, triton, a C "
-            "compiler, unsharded weights, and state in their dtype. Other kernels continue; they round differently."
+            "The checkpoint's weights were updated by Triton kernels, which need a GPU with bf16, triton, a C compiler "
+            "and unsharded weights. Other kernels continue; they round differently."
         )
 
 
@@ -335,10 +321,6 @@ def _half_cosine(progress: float) -> float:
     return (1 + math.cos(math.pi * progress)) / 2
 
 
-# State key of the second moment.
-SQUARES = "exp_avg_sq"
-
-
 class DecayingSquares(OptimiOptimizer):
     """An optimizer of optimi's Adam family whose second moment is float32 if it could not decay in bf16.
 
@@ -363,13 +345,10 @@ class DecayingSquares(OptimiOptimizer):
         """Whether a weight's second moment is wider than the weight; optimi's Triton kernels would round it."""
         return weight.dtype == torch.bfloat16 and is_lost_in_bf16(group.get("beta3", group["beta2"]))
 
-    def widened(self, group: Mapping[str, Any], weight: Tensor, state: Mapping[str, Any]) -> Mapping[str, Any]:
-        """A weight's state with the second moment in its stored dtype."""
-        return {**state, SQUARES: state[SQUARES].float()} if self.is_wide(group, weight) else state
-
     def _init_state(self, group: dict[str, Any], state: dict[str, Any], param: Tensor) -> None:
         super()._init_state(group, state, param)
-        state.update(self.widened(group, param, state))
+        if self.is_wide(group, param):
+            state["exp_avg_sq"] = state["exp_avg_sq"].float()
 
 
 class WideSquares(TorchFunctionMode):

@@ -168,7 +168,7 @@ def test_the_planned_peak_of_sparse_attention_is_the_metered_one(
     model = train(model, cost, adapters, checkpointed=False)
     config = make_config(gradient_checkpointing=checkpointed, speed="auto")
     with fake_step(monkeypatch):
-        monkeypatch.setattr(nabla, "choose_attend", lambda *given: nabla.compiled(nabla.tile_blocks, {}, {}))
+        monkeypatch.setattr(nabla, "choose_attend", lambda *given: nabla.compiled(nabla.tile_blocks))
         hollow(model, lambda path, parameter: torch.float32 if cost.stays_float32(path) else BF16)
         nabla.install(model)
         keep = blocks.use_fast_blocks(model, blocks.mask_padding(model)).self_attention

@@ -125,7 +125,7 @@ def differentiable_flex(monkeypatch: pytest.MonkeyPatch, blocks: Callable[[Tenso
     torch._dynamo.reset()
     monkeypatch.setattr(flex, "_validate_device", lambda *inputs: None)
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
-    return nabla.compiled(blocks, {}, {})
+    return nabla.compiled(blocks)
 
 
 @pytest.mark.parametrize("blocks", BLOCKS.values(), ids=BLOCKS)
@@ -196,7 +196,7 @@ def test_every_gpu_has_blocks_of_the_backward_pass_that_divide_a_tile(
 @pytest.mark.parametrize("blocks", BLOCKS.values(), ids=BLOCKS)
 def test_compiled_flex_obeys(blocks: Callable[[Tensor], BlockMask]) -> None:
     settle_compiler(ones_are_sizes=True)  # as the compiled parts of a block leave it
-    attend = nabla.compiled(blocks, nabla.SMALL_BLOCKS if blocks is nabla.tile_blocks else {}, {})
+    attend = nabla.compiled(blocks, nabla.SMALL_BLOCKS if blocks is nabla.tile_blocks else None)
     assert nabla.find_fault(attend, CPU, torch.float32, HEAD_DIM, backward=False) is None
     assert "more than 3.8e-06" in str(
         nabla.find_fault(nabla.attend_dense, CPU, torch.float32, HEAD_DIM, backward=False)
@@ -302,7 +302,7 @@ def test_an_installed_flash_attention_must_be_right_and_faster(
     def flash(*inputs: Tensor) -> Tensor:
         return nabla.attend_masked(*inputs) if right else nabla.attend_dense(*inputs)
 
-    monkeypatch.setattr(nabla, "_seconds", lambda attend, *rest: 0.5 if (attend is flash) is fast else 1.0)
+    monkeypatch.setattr(nabla, "milliseconds", lambda run: 0.5 if (run.args[0] is flash) is fast else 1.0)
     monkeypatch.setattr(nabla, "ALTERNATIVES", {"flash": lambda: flash})
     assert nabla._is_better("flash", nabla.attend_masked, CPU, torch.float32, 16, 2) is chosen
 

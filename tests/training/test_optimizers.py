@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import importlib.util
 import inspect
 import io
@@ -301,33 +300,6 @@ def test_the_second_moment_is_float32_where_bf16_loses_its_decay(beta2: float) -
         run(optimizer, params, 1, 2)
         is_wide = optimizer.state[weight]["exp_avg_sq"].dtype == torch.float32
         assert is_wide == (is_lost or dtype == torch.float32)
-
-
-@pytest.mark.parametrize("on_host", [False, True], ids=["resident", "host"])
-def test_an_older_checkpoint_goes_on_with_its_second_moment_in_float32(
-    on_host: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Its values are exact; Triton's kernels, which would round it again, are replaced."""
-    monkeypatch.setattr(optimizers, "runs_triton", lambda params: True)
-    params = weights(torch.bfloat16)
-    before = build("adamw_bf16", params)
-    run(before, params, 0, 3)
-    state = copy.deepcopy(before.state_dict())
-    state["param_groups"][0]["triton"] = True
-    for each in state["state"].values():
-        each["exp_avg_sq"] = each["exp_avg_sq"].to(each["exp_avg"].dtype)
-    after = build("adamw_bf16", params)
-    optimizers.load_state(after, state, HostState(after, torch.device("cpu")) if on_host else None)
-    for number, weight in enumerate(params):
-        squares = after.state[weight]["exp_avg_sq"]
-        assert squares.dtype == torch.float32
-        assert torch.equal(squares, state["state"][number]["exp_avg_sq"].float())
-    assert after.param_groups[0]["triton"] is False
-    assert ["bf16, where it could only grow" in message for message in caplog.messages] == [True, False]
-    caplog.clear()
-    optimizers.load_state(before, after.state_dict())
-    assert not caplog.messages
-    assert torch.equal(before.state[params[0]]["exp_avg_sq"], after.state[params[0]]["exp_avg_sq"])
 
 
 LORA, FULL = (1200, 30_000_000), (700, 2_000_000_000)  # weights, and numbers in them

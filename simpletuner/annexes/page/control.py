@@ -39,7 +39,7 @@ from simpletuner.errors import UserError, result_of
 from simpletuner.models.lora_keys import LORA_FILE
 from simpletuner.redaction import redact
 from simpletuner.reporting.metrics import METRICS_FILE
-from simpletuner.run.lock import LOCK_FILE, refuse_if_in_use
+from simpletuner.run.lock import LOCK_FILE, refuse_if_alive
 
 # Limits of the search for runs below a folder; a --root may be a whole disk.
 DEPTH, FOLDERS = 4, 2000
@@ -237,8 +237,8 @@ def refuse_if_busy(run: Run) -> None:
     """
     try:
         # For a lock of another machine, the new process waits, and takes it over if it is stale.
-        if (owner := run.owner) is not None and not owner.counts_elsewhere:
-            refuse_if_in_use(run.folder / LOCK_FILE, owner)
+        if (owner := run.owner) is not None:
+            refuse_if_alive(run.folder / LOCK_FILE, owner)
         status = run.judge()[0]
     except (UserError, OSError) as error:
         raise Refusal(409, str(error)) from None

@@ -17,6 +17,7 @@ import socket
 import sys
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from ipaddress import IPv4Address, IPv6Address, ip_address
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -31,7 +32,6 @@ from simpletuner.annexes.page.project import LARGEST_BODY, UPLOADS, Refusal, too
 from simpletuner.annexes.start.receive import LARGEST_FILE
 from simpletuner.errors import UserError
 from simpletuner.redaction import hidden_for_now
-from simpletuner.run.lock import create
 
 End = tuple[str, int]
 SAFE = frozenset({"GET", "HEAD"})
@@ -254,14 +254,25 @@ def page_token(file: Path | None) -> tuple[str, str]:
     return token, source
 
 
+def _create(path: Path, token: str) -> None:
+    """Create a file that only this user can read, unless another server creates it concurrently."""
+    draft = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+    try:
+        with open(draft, "w", opener=partial(os.open, mode=0o600)) as file:
+            file.write(token)
+        with suppress(FileExistsError):
+            os.link(draft, path)  # unlike rename, fails if the name exists
+    finally:
+        draft.unlink(missing_ok=True)
+
+
 def _kept_token(file: Path | None) -> tuple[str, str]:
     try:
         state = Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state")
         path = file or state / "simpletuner" / "page-token"
         path.parent.mkdir(parents=True, exist_ok=True)
         if not path.exists():
-            # Does not overwrite the file of a server that creates it concurrently.
-            create(path, secrets.token_urlsafe(32).encode(), mode=0o600)
+            _create(path, secrets.token_urlsafe(32))
         mode, text = path.stat().st_mode, path.read_text(encoding="utf-8", errors="replace").strip()
     except (OSError, RuntimeError) as error:  # RuntimeError: there is no home folder
         hint = f"name a file with --token-file, or set {VARIABLE}"

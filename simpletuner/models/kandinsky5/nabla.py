@@ -10,10 +10,10 @@ from __future__ import annotations
 import functools
 import logging
 import math
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,7 +24,7 @@ from torch.nn.functional import pad
 
 from simpletuner.config.speed import is_installed
 from simpletuner.models.adapter import TileCounts
-from simpletuner.models.blocks import DEVICE_FAILURES, KERNELS, torch_attention
+from simpletuner.models.blocks import DEVICE_FAILURES, KERNELS, milliseconds, torch_attention
 from simpletuner.models.kandinsky5.blocks import Kernel, replace_attention
 from simpletuner.models.kandinsky5.options import TILE, TILE_SIDE
 
@@ -153,19 +153,14 @@ def dividing_choices() -> Any:
     return Choices()
 
 
-def compiled(blocks: Callable[[Tensor], BlockMask], kernel: dict[str, Any], compiler: dict[str, Any]) -> Attend:
-    """Compiled flex attention over the blocks that `blocks` makes of the visible tiles.
-
-    Args:
-        kernel: options of flex attention.
-        compiler: options of `torch.compile`.
-    """
+def compiled(blocks: Callable[[Tensor], BlockMask], kernel: dict[str, Any] | None = None) -> Attend:
+    """Compiled flex attention over the blocks that `blocks` makes of the visible tiles; `kernel` has its options."""
     from torch._functorch import config
     from torch._inductor.virtualized import V
 
     shapes: Any = torch.fx.experimental._config
     # With fullgraph torch raises after too many recompilations, instead of running uncompiled and dense.
-    run: Any = torch.compile(flex_attention, fullgraph=True, options=compiler or None)
+    run: Any = torch.compile(flex_attention, fullgraph=True)
 
     def attend(query: Tensor, key: Tensor, value: Tensor, tiles: Tensor) -> Tensor:
         heads_first = (x.transpose(1, 2) for x in (query, key, value))  # views: checkpointing recomputes what they show
@@ -177,26 +172,21 @@ def compiled(blocks: Callable[[Tensor], BlockMask], kernel: dict[str, Any], comp
             shapes.patch(backed_size_oblivious=False),  # see `settle_compiler`; flex attention does not compile with it
             RebuiltLists(mask, blocks, tiles) if torch.is_grad_enabled() else nullcontext(),
         ):
-            out: Tensor = run(*heads_first, block_mask=mask, kernel_options=kernel or None)
+            out: Tensor = run(*heads_first, block_mask=mask, kernel_options=kernel)
         return out.transpose(1, 2)
 
     return attend
 
 
-def _way(blocks: Callable[[Tensor], BlockMask], kernel: dict[str, Any], **compiler: Any) -> Callable[[], Attend]:
-    return functools.cache(lambda: compiled(blocks, kernel, compiler))
-
-
-# In order of preference. The search takes minutes.
 SMALL_BLOCKS = {"fwd_BLOCK_M": TILE, "fwd_BLOCK_N": TILE}
-IMPLEMENTATIONS = {
-    "blocks of 64": _way(tile_blocks, SMALL_BLOCKS),
-    "blocks of 64, searched": _way(tile_blocks, {}, max_autotune=True),
-    "blocks of 128": _way(paired_blocks, {}),
+# In order of preference.
+IMPLEMENTATIONS: dict[str, Callable[[], Attend]] = {
+    "blocks of 64": functools.cache(partial(compiled, tile_blocks, SMALL_BLOCKS)),
+    "blocks of 128": functools.cache(partial(compiled, paired_blocks)),
 }
 # FlashAttention 4 through flex attention, an alternative to the first implementation that works.
 FLASH = "FlashAttention 4, blocks of 128"
-ALTERNATIVES = {FLASH: _way(paired_blocks, {"BACKEND": "FLASH"})}
+ALTERNATIVES = {FLASH: functools.cache(partial(compiled, paired_blocks, {"BACKEND": "FLASH"}))}
 
 
 @functools.cache
@@ -242,17 +232,8 @@ def _is_better(name: str, present: Attend, device: torch.device, dtype: torch.dt
     draws = [torch.randn(shape, generator=generator, device=device, dtype=dtype) for _ in range(4)]
     tiles = torch.rand(1, heads, TIMED, TIMED, generator=generator, device=device) < 0.2
     tiles = tiles | torch.eye(TIMED, dtype=torch.bool, device=device)
-    before, after = (min(_seconds(way, draws, tiles) for _ in range(4)) for way in (present, attend))
+    before, after = (milliseconds(partial(_results, way, draws, tiles, True)) for way in (present, attend))
     return after < before
-
-
-def _seconds(attend: Attend, draws: list[Tensor], tiles: Tensor) -> float:
-    """Time of a forward and backward pass on a CUDA device."""
-    torch.cuda.synchronize()
-    started = time.perf_counter()
-    _results(attend, draws, tiles, backward=True)
-    torch.cuda.synchronize()
-    return time.perf_counter() - started
 
 
 def find_fault(
@@ -385,7 +366,7 @@ class TileAttention:
 
     def kernel(self, params: dict[str, Any] | None) -> Kernel | None:
         """The attention of a step with these `sparse_params`; None without, where it is dense."""
-        return None if params is None else functools.partial(self, params=params)
+        return None if params is None else partial(self, params=params)
 
 
 def install(transformer: nn.Module) -> TileAttention:

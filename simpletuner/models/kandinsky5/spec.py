@@ -167,7 +167,7 @@ def _sizes(sizes: Sequence[Size]) -> str:
 def check_checkpoint(flavour: Flavour, source: ModelSource) -> Iterator[Problem]:
     """Problems of parts on this machine that do not fit together."""
     yield from check_channels(source, "in_visual_dim", "latent_channels")
-    transformer, wanted = source.read_config("transformer"), flavour.task in ("i2i", "i2v")
+    transformer, wanted = source["transformer"].read_config(), flavour.task in ("i2i", "i2v")
     has = bool(transformer and transformer.get("visual_cond"))
     if transformer is None or wanted == has or flavour.task == "t2v":  # t2v samples with either
         return
@@ -178,7 +178,7 @@ def check_checkpoint(flavour: Flavour, source: ModelSource) -> Iterator[Problem]
 
 def pixel_grid(flavour: Flavour, source: ModelSource) -> int:
     """128 px with block-sparse attention, else 16; decided by the flavour if the checkpoint is not here."""
-    transformer = source.read_config("transformer")
+    transformer = source["transformer"].read_config()
     sparse = is_sparse_flavour(flavour.name) if transformer is None else is_sparse(transformer)
     return SIZE_MULTIPLE * (TILE_SIDE if sparse else 1)
 

@@ -88,7 +88,7 @@ def check_video(config: RunConfig, flavour: Flavour) -> Iterator[Problem]:
 
 def check_checkpoint(flavour: Flavour, source: ModelSource) -> Iterator[Problem]:
     """Problems of parts on this machine that do not fit together."""
-    vae, transformer = source.read_config("vae") or {}, source.read_config("transformer")
+    vae, transformer = source["vae"].read_config() or {}, source["transformer"].read_config()
     is_wan = vae.get("_class_name") == WAN
     yield from check_channels(source, "in_channels", "z_dim" if is_wan else "latent_channels")
     # Every channel of the latents must be normalised; the other VAE has its statistics among its weights.
@@ -103,7 +103,7 @@ def check_checkpoint(flavour: Flavour, source: ModelSource) -> Iterator[Problem]
     if transformer.get("out_channels") not in (None, channels):
         message = f"the transformer takes {channels} channels but returns {transformer['out_channels']}."
         yield Problem(MODEL_KEY, message)
-    text_encoder = source.read_config("text_encoder")
+    text_encoder = source["text_encoder"].read_config()
     if text_encoder is not None and text_encoder.get("hidden_size") != width:
         message = f"the text encoder is {text_encoder.get('hidden_size')} wide, the transformer reads {width}."
         yield Problem("pretrained_gemma_model_name_or_path", message)
