@@ -9,6 +9,7 @@ k + 1 latent frames. Other lengths are rounded down.
 
 from __future__ import annotations
 
+import logging
 import math
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
@@ -31,6 +32,8 @@ if TYPE_CHECKING:
     from simpletuner.data.entries import DataContext
 
 T = TypeVar("T")
+
+logger = logging.getLogger(__name__)
 
 CLIP_SUFFIXES = frozenset({".mp4", ".mov", ".avi", ".mkv", ".webm", ".flv", ".wmv", ".m4v", ".mpeg", ".mpg", ".ogv"})
 CLIP_SUFFIXES |= {".gif", ".3gp", ".ts", ".mts", ".m2ts"}
@@ -180,14 +183,23 @@ def frames_of(
         return
     from simpletuner.data import readers
 
-    for frame in readers.read_frames(path, clip.moments(frames, rate), clip.matrix):
-        yield Image.fromarray(np.ascontiguousarray(frame))
+    moments = deque(clip.moments(frames, rate))
+    for read in readers.READERS:
+        try:
+            # A copy: the deque loses a moment with every frame, and the next reader gets the rest.
+            for frame in read(path, list(moments), clip.matrix):
+                yield Image.fromarray(np.ascontiguousarray(frame))
+                moments.popleft()
+        except readers.NotForThisReaderError as error:
+            logger.debug("%s: another reader reads %d of %d frames: %s", path, len(moments), frames, error)
+        if not moments:
+            return
 
 
 def retry_once(attempt: Callable[[], T]) -> T:
     """Call `attempt` again if it fails: a clip counts as damaged only if decoding it fails twice.
 
-    FFmpeg cannot distinguish damaged data from a failing device.
+    The readers cannot distinguish damaged data from a failing device.
     """
     try:
         return attempt()

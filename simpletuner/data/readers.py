@@ -1,15 +1,21 @@
-"""Reads clips with PyAV. Frames are selected by display time, never by frame number."""
+"""Clip readers: decord, which is fast, and PyAV, which reads every codec on every machine.
+
+decord is unmaintained, not available everywhere, and decodes some files wrongly. Its reader refuses any clip it may get
+wrong, and PyAV takes over. Frames are selected by display time, never by frame number.
+"""
 
 from __future__ import annotations
 
+import functools
 import heapq
+import importlib
 import math
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from itertools import chain
+from itertools import chain, pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import av
 import numpy as np
@@ -23,6 +29,33 @@ from numpy.typing import NDArray
 from simpletuner.data.clips import MISSING_SECONDS, ClipFacts, ColorMatrix, choose_frames
 from simpletuner.data.files import EXHAUSTED, LARGEST_CLIP, MediaError, UnsuitableError, check_regular, content_hash
 
+Frames = Iterator[NDArray[np.uint8]]
+
+
+class NotForThisReaderError(Exception):
+    """A reader is not installed, cannot read a clip, or would read it wrongly; the next reader continues."""
+
+
+class Reader(Protocol):
+    """Reads frames of a clip.
+
+    Args:
+        moments: times in seconds after the first frame, increasing.
+        matrix: colour matrix; None uses the file's tag.
+
+    Returns:
+        the frames shown at those times, upright RGB, `H W 3`.
+
+    Raises:
+        NotForThisReaderError: use another reader for the remaining frames.
+        MediaError: the clip is damaged, or it ends before the last moment.
+    """
+
+    def __call__(self, path: Path, moments: Sequence[float], matrix: ColorMatrix | None = None) -> Frames: ...
+
+
+# Frames per call to decord; 200 frames at 1280x720 would take half a gigabyte.
+SLICE = 8
 # Transfer curves and primaries that an 8-bit sRGB picture cannot represent (ITU-T H.273, tables 3 and 2).
 HDR_CURVES = {16: "PQ", 18: "HLG"}
 WIDE_COLOURS = {9: "BT.2020"}
@@ -30,6 +63,8 @@ WIDE_COLOURS = {9: "BT.2020"}
 UNSPECIFIED, MATRICES = 2, {"bt709": 1, "bt601": 6}
 # Display matrices are 16.16 fixed point; RIGHT_ANGLE is the tolerance in quarter turns.
 UNIT, RIGHT_ANGLE = 1 << 16, 0.01
+# First byte of each packet of an MPEG transport stream.
+TRANSPORT_SYNC = b"G"
 # Tags may be in any encoding. PyAV 19 decodes them all; older releases need an option to skip what is not UTF-8.
 TAGS: dict[str, Any] = {} if int(av.__version__.split(".")[0]) >= 19 else {"metadata_errors": "ignore"}
 # FFmpeg's formats for clips and, for a better message, for pictures and sound. No playlists: they open further files.
@@ -75,16 +110,8 @@ def _shown(packet: av.Packet) -> Iterator[tuple[float, float]]:
         yield float(stamp * packet.time_base), float((packet.duration or 0) * packet.time_base)
 
 
-def read_frames(path: Path, moments: Sequence[float], matrix: ColorMatrix | None = None) -> Iterator[NDArray[np.uint8]]:
-    """The frames shown at some times, upright RGB, `H W 3`.
-
-    Args:
-        moments: times in seconds after the first frame, increasing.
-        matrix: colour matrix; None uses the file's tag.
-
-    Raises:
-        MediaError: the clip is damaged, or it ends before the last moment.
-    """
+def read_with_av(path: Path, moments: Sequence[float], matrix: ColorMatrix | None = None) -> Frames:
+    """A `Reader` for every clip."""
     with _opened(path) as (container, stream):
         for frame in choose_frames(_timed(container, stream, moments[-1]), moments):
             yield _to_rgb(frame, matrix)
@@ -236,3 +263,60 @@ def _to_rgb(frame: VideoFrame, matrix: ColorMatrix | None) -> NDArray[np.uint8]:
     if matrix is not None:
         frame.colorspace = MATRICES[matrix]
     return np.rot90(frame.to_ndarray(format="rgb24"), round(frame.rotation / 90))
+
+
+def read_with_decord(path: Path, moments: Sequence[float], matrix: ColorMatrix | None = None) -> Frames:
+    """A `Reader` for clips that decord reads correctly; untagged colours are read as BT.601."""
+    if matrix == "bt709":
+        raise NotForThisReaderError("its colours are BT.709")
+    with path.open("rb") as file:
+        if TRANSPORT_SYNC in file.read(5)[::4]:  # at byte 0, or after the four-byte time stamp of camera files
+            raise NotForThisReaderError("decord skips the first group of pictures of a transport stream")
+    decord = _decord()
+    if decord is None:
+        raise NotForThisReaderError("decord is not installed")
+    try:
+        # One reader per call: sharing a reader between threads crashes the process.
+        reader = decord.VideoReader(str(path), num_threads=1)
+        indices = deque(choose_frames(enumerate(_times(reader, moments[-1])), moments))
+        # Decode every frame: decord seeks to skip frames, and after a seek some codecs return wrong ones.
+        for start in range(0, indices[-1] + 1, SLICE):
+            numbers = range(start, min(start + SLICE, indices[-1] + 1))
+            for number, frame in zip(numbers, reader.get_batch(numbers).asnumpy(), strict=True):
+                while indices and indices[0] == number:
+                    indices.popleft()
+                    yield frame
+    except (decord.base.DECORDError, RuntimeError, IndexError, ValueError, OSError) as error:
+        raise NotForThisReaderError(str(error)) from error
+
+
+def _times(reader: Any, last: float) -> list[float]:
+    """Start of each frame in seconds after the first.
+
+    Raises:
+        NotForThisReaderError: the clip ends before the last moment, or its times are wrong: with edit lists they start
+            below 0, in AVI and MPEG they do not increase.
+    """
+    spans = reader.get_frame_timestamp(range(len(reader)))
+    times = [float(begin) for begin, _ in spans]
+    grows = all(earlier < later for earlier, later in pairwise(times))
+    if len(times) != len(reader) or not times or times[0] < 0 or not grows:
+        raise NotForThisReaderError("decord reads its times wrongly")
+    if last > spans[-1][1] - times[0] + MISSING_SECONDS:
+        raise NotForThisReaderError("it ends too early")
+    return [time - times[0] for time in times]
+
+
+@functools.cache
+def _decord() -> Any:
+    """The decord module, or None if it is not installed or its libraries do not load."""
+    try:
+        decord = importlib.import_module("decord")
+    except (ImportError, OSError, RuntimeError):
+        return None
+    decord.logging.set_level(decord.logging.QUIET)
+    return decord
+
+
+# Tried in this order; the last one reads every clip that can be read.
+READERS: tuple[Reader, ...] = (read_with_decord, read_with_av)

@@ -1,4 +1,4 @@
-"""Clips of every kind: the right frames are read, by their times, or an error says why not."""
+"""Clips of every kind: each reader sees the right frames, by their times, or says that it cannot."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import random
 import re
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from fractions import Fraction
 from itertools import product
@@ -22,7 +22,7 @@ from simpletuner.data import clips, readers
 from simpletuner.data.buckets import Geometry
 from simpletuner.data.clips import ClipFacts, choose_frames, fit_clip, frames_of, moments_of, probe_clip
 from simpletuner.data.files import MediaError
-from simpletuner.data.readers import read_frames
+from simpletuner.data.readers import NotForThisReaderError, Reader, read_with_av, read_with_decord
 from tests.clips import (
     BROKEN,
     HEIGHT,
@@ -39,6 +39,11 @@ from tests.clips import (
 )
 from tests.pictures import BLUE, GREEN, RED, WHITE, corners
 
+# What decord cannot read, or would read wrongly; PyAV reads all of them.
+NOT_FOR_DECORD = {
+    "h264.avi", "old.mpg", "old.mpeg", "av1.mp4", "live.mkv", "live.webm", "no-index.avi", "broken-index.avi",
+    "edited.mp4", "stream.ts", "camera.m2ts", "animated.gif",
+}  # fmt: skip
 # How long a frame stays, where that is more than 1/24 s.
 LONGEST_FRAME = {"uneven.mp4": 0.1, "uneven.mkv": 0.1, "slow.mp4": 1 / 12, "animated.gif": 1 / 20}
 COLOUR_ERROR = 0.03
@@ -60,6 +65,7 @@ def test_no_encoder_changes_the_priority_of_the_tests(tmp_path: Path) -> None:
     assert os.sched_getscheduler(0) == before
 
 
+READERS: dict[str, Reader] = {"av": read_with_av, "decord": read_with_decord}
 # Frames as the clip has them, then repeated, then skipped.
 MOMENTS = [index / 24 for index in range(18)] + [0.75 + index / 30 for index in range(15)]
 MOMENTS += [1.25 + index / 7 for index in range(5)]
@@ -76,12 +82,20 @@ def check_frames(name: str, moments: Sequence[float], frames: Sequence[NDArray[n
 
 
 @pytest.mark.parametrize("name", WHOLE)
-def test_the_frames_of_their_times_are_shown(name: str, folder: Path) -> None:
-    check_frames(name, MOMENTS, list(read_frames(folder / name, MOMENTS)))
+@pytest.mark.parametrize("reader", READERS)
+def test_a_reader_shows_the_frames_of_their_times_or_refuses(reader: str, name: str, folder: Path) -> None:
+    if reader == "decord":
+        pytest.importorskip("decord")
+    frames = READERS[reader](folder / name, MOMENTS)
+    if reader == "decord" and name in NOT_FOR_DECORD:
+        with pytest.raises(NotForThisReaderError):
+            list(frames)
+    else:
+        check_frames(name, MOMENTS, list(frames))
 
 
 @pytest.mark.parametrize("name", WHOLE)
-def test_facts_are_known_without_decoding(name: str, folder: Path) -> None:
+def test_facts_are_known_without_decoding_and_frames_come_from_the_reader_that_can(name: str, folder: Path) -> None:
     facts = probe_clip(folder / name)
     assert (facts.width, facts.height) == (WIDTH, HEIGHT)
     assert facts.seconds == pytest.approx(SECONDS, abs=0.07)
@@ -163,7 +177,7 @@ def test_tags_may_be_in_any_encoding(folder: Path, tmp_path: Path) -> None:
     assert b"Lavf" in content
     path = tmp_path / "latin-1.mp4"
     path.write_bytes(content.replace(b"Lavf", "Läv-".encode("latin-1")))
-    assert np.array_equal(list(read_frames(path, [0.5])), list(read_frames(folder / "h264.mp4", [0.5])))
+    assert np.array_equal(list(read_with_av(path, [0.5])), list(read_with_av(folder / "h264.mp4", [0.5])))
 
 
 def test_a_missing_clip_is_a_media_error(tmp_path: Path) -> None:
@@ -212,10 +226,25 @@ def test_pixels_that_are_not_square_are_measured_as_they_are_shown(tmp_path: Pat
     assert (facts.width, facts.height) == (WIDTH * 4 // 3, HEIGHT)
 
 
+def test_decord_may_be_missing_or_fail_in_the_middle(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = read_clip(folder / "h264.mp4", 48, 24)
+
+    def fail_later(path: Path, moments: Sequence[float], matrix: object) -> Iterator[NDArray[np.uint8]]:
+        yield from read_with_decord(path, moments[:20])
+        raise NotForThisReaderError("gave up")
+
+    monkeypatch.setattr(readers, "READERS", (fail_later, read_with_av))
+    assert np.array_equal(read_clip(folder / "h264.mp4", 48, 24), whole)
+    monkeypatch.undo()
+    monkeypatch.setattr(readers, "_decord", lambda: None)
+    assert np.array_equal(read_clip(folder / "h264.mp4", 48, 24), whole)
+
+
 def test_memory_is_never_blamed_on_a_clip(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*arguments: object) -> None:
         raise MemoryError
 
+    monkeypatch.setattr(readers, "_decord", lambda: None)
     monkeypatch.setattr(readers, "_to_rgb", fail)
     with pytest.raises(MemoryError):
         read_clip(folder / "h264.mp4", 2, 24)
@@ -237,7 +266,7 @@ def test_suffixes_are_those_of_the_specification() -> None:
 
 
 def test_planning_needs_no_torch_and_pictures_need_no_readers() -> None:
-    code = "import simpletuner.data.build, sys; assert not {'torch', 'av'} & set(sys.modules)"
+    code = "import simpletuner.data.build, sys; assert not {'torch', 'av', 'decord'} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)
     code = "import simpletuner.data.readers, simpletuner.validation.clip_writer, sys; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)
@@ -282,7 +311,7 @@ def test_written_clips_of_television_rates(source: float, target: float, tmp_pat
     clip = probe_clip(path)
     assert clip.frames_at(target) == length
     moments = clip.moments(length, target)
-    for frames in (list(read_frames(path, moments)), read_clip(path, length, target)):
+    for frames in (list(read_with_av(path, moments)), read_clip(path, length, target)):
         brightness = [float(frame[14:18, 14:18].mean()) for frame in frames]
         whole = [int(index * round(source) / target) / source for index in range(length)]
         shown = [min(255.0, 50 + round(time * 80)) for time in whole]
@@ -299,7 +328,7 @@ def test_colours_of_clips_that_do_not_say_how_are_read_as_players_do(
     clip = probe_clip(path)
     assert clip.matrix == (None if tagged else guessed)
     assert np.abs(read_clip(path, 2, 24)[:, 8, 8].astype(int) - colour).max() <= 2
-    by_av = next(read_frames(path, [0.0], clip.matrix))
+    by_av = next(read_with_av(path, [0.0], clip.matrix))
     assert np.abs(by_av[8, 8].astype(int) - colour).max() <= 2
     other = replace(clip, matrix="bt601" if guessed == "bt709" else "bt709")
     if not tagged:  # the dataset's key, where the guess is wrong
