@@ -17,7 +17,7 @@ import shlex
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, cast, get_args, get_origin
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, TypedDict, Unpack, cast, get_args, get_origin
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 from pydantic.fields import FieldInfo
@@ -158,17 +158,47 @@ class TechniqueGroup(Group):
         return ()
 
 
-def option(default: Any = ..., **words: Any) -> Any:
+class OptionWords(TypedDict, total=False):
+    """The arguments of `option` besides the default.
+
+    Attributes:
+        ge, gt, le, lt: limits of a number; with a lower limit, the upper limit defaults to `LARGEST_NUMBER`.
+        aliases: other spellings of the key.
+        default_note: the default on the reference page, if it depends on other settings.
+        form: the type on the reference page, if the written type differs from the parsed type.
+        requires: conditions without which the key has no effect; they replace the group's conditions on the same keys.
+        excludes: conditions under which the key must not be on.
+        refused, remarks: values that are an error, or get a warning, with the message.
+        label: the name on the page, if the words of the key are not enough.
+        common: a key for first-time users; the page shows all other keys below "More".
+    """
+
+    ge: float
+    gt: float
+    le: float
+    lt: float
+    aliases: tuple[str, ...]
+    default_note: str
+    form: str
+    requires: When | Conditions
+    excludes: When | Conditions
+    refused: Mapping[Any, str]
+    remarks: Mapping[Any, str]
+    label: str
+    common: bool
+
+
+def option(default: Any = ..., **words: Unpack[OptionWords]) -> Any:
     """Declare one key. Its help is the docstring below it, one or two sentences.
 
     Args:
         default: the global default; `...` makes the key required.
-        words: `ge`, `gt`, `le` and `lt` limit a number; with a lower limit, the upper limit defaults to
-            `LARGEST_NUMBER`. All others are attributes of `Option`; a single condition may stand without its tuple.
+        words: see `OptionWords`.
     """
-    extra = {**words}
+    extra: dict[str, Any] = {**words}
     limits = {name: extra.pop(name) for name in LIMITS if name in extra}
     for rule in extra.keys() & {"requires", "excludes"}:
+        # A single condition may be written without its tuple.
         extra[rule] = (extra[rule],) if isinstance(extra[rule], When) else extra[rule]
     # No default upper limit without a lower one: numbers such as Sana's motion score are not amounts.
     checked = limits if not limits or limits.keys() & {"le", "lt"} else {**limits, "le": LARGEST_NUMBER}
@@ -183,7 +213,7 @@ common = functools.partial(option, common=True)
 def accepted(default: Any, reason: str, **limits: float) -> Any:
     """Declare a key of other trainers that has no effect here, with the reason."""
     # A condition on no key never holds, so the key never has an effect.
-    return option(default, requires=when(because=reason), **limits)
+    return option(default, requires=when(because=reason), **cast(Any, limits))
 
 
 @functools.cache
@@ -204,18 +234,7 @@ def _docstrings(module: str) -> Mapping[tuple[str, str], str]:
 
 @dataclass(frozen=True)
 class Option:
-    """One declared key.
-
-    Attributes:
-        requires: conditions without which the key has no effect; they replace the group's conditions on the same keys.
-        excludes: conditions under which the key must not be on.
-        refused, remarks: values that are an error, or get a warning, with the message.
-        aliases: other spellings of the key.
-        default_note: the default on the reference page, if it depends on other settings.
-        form: the type on the reference page, if the written type differs from the parsed type.
-        label: the name on the page, if the words of the key are not enough.
-        common: a key for first-time users; the page shows all other keys below "More".
-    """
+    """One declared key."""
 
     name: str
     section: str

@@ -16,14 +16,11 @@ from simpletuner.budget.estimate import sent_bytes
 from simpletuner.budget.workload import Bucket
 from simpletuner.techniques.spec import TechniqueCost
 from tests.annexes.test_fit import LEANEST, budget, gpu
-from tests.budget.test_device import fake_smi
+from tests.budget.test_device import LISTED, fake_smi
 from tests.workspace import Workspace
 
 STREAMED = {"enable_group_offload": True, "group_offload_use_stream": True}
 FULL = {"model_type": "full"}
-LISTED = """GPU 0: NVIDIA H100 80GB HBM3 (UUID: GPU-aa)
-GPU 1: NVIDIA H100 80GB HBM3 (UUID: GPU-bb)
-  MIG 3g.40gb     Device  0: (UUID: MIG-cc)"""
 
 
 def peak(chosen: Budget, name: str) -> Any:
