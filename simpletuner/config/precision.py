@@ -185,7 +185,19 @@ def check_products(config: PrecisionConfig) -> Iterator[Problem]:
     if not config.quantized_matmul or (stored is not None and stored.multiplies and not stored.always):
         return
     allowed = ", ".join(name for name, each in QUANTISATIONS.items() if each.multiplies and not each.always)
-    yield Problem("quantized_matmul", f"multiplies weights stored as {allowed}, not {config.base_model_precision!r}.")
+    message = f"multiplies weights stored as {allowed}, not {config.base_model_precision!r}: {_why_not(stored)}."
+    yield Problem("quantized_matmul", message)
+
+
+def _why_not(stored: Quantisation | None) -> str:
+    """Why weights cannot be multiplied as stored."""
+    if stored is None:
+        return "these are not quantised"
+    if stored.always:
+        return "it multiplies in int8 without this key"
+    if stored.library == "torchao":
+        return "torchao computes its own products"
+    return "GPUs multiply another float8" if stored.bits == 8 else "below 8 bits, scales change within a row"
 
 
 def multiplied(config: PrecisionConfig) -> dict[str, Quantisation]:

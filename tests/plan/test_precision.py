@@ -115,10 +115,24 @@ def test_what_a_quantised_base_excludes(
         assert workspace.run("plan") == 0, "a plain dtype excludes none of it"
 
 
-@pytest.mark.parametrize("base", ["no_change", "bf16", "int4", "nf4-bnb", "fp8uz", "int8-torchao", "int8dq-torchao"])
-def test_bases_that_cannot_be_multiplied(base: str) -> None:
-    (problem,) = check_products(PrecisionConfig(base_model_precision=base, quantized_matmul=True))
-    assert str(problem) == f"quantized_matmul: multiplies weights stored as int8-quanto, fp8-quanto, not '{base}'."
+@pytest.mark.parametrize(
+    ("base", "reason"),
+    [
+        ("no_change", "these are not quantised"),
+        ("bf16", "these are not quantised"),
+        ("int4", "below 8 bits, scales change within a row"),
+        ("nf4-bnb", "below 8 bits, scales change within a row"),
+        ("fp8uz", "GPUs multiply another float8"),
+        ("int8-torchao", "torchao computes its own products"),
+        ("int8dq-torchao", "it multiplies in int8 without this key"),
+    ],
+)
+def test_bases_that_cannot_be_multiplied(base: str, reason: str) -> None:
+    config = PrecisionConfig(base_model_precision=base, quantized_matmul=True)
+    (problem,) = check_products(config)
+    assert str(problem) == (
+        f"quantized_matmul: multiplies weights stored as int8-quanto, fp8-quanto, not '{base}': {reason}."
+    )
 
 
 def test_products_at_plan_time(
