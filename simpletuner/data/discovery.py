@@ -14,6 +14,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence, S
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import cache
 from itertools import chain
 from operator import itemgetter
 from pathlib import Path
@@ -122,6 +123,8 @@ def classify(names: Iterable[tuple[str, tuple[str, str] | None]], wanted: frozen
 def _foreign(name: str, wanted: frozenset[str]) -> tuple[str, str]:
     if wanted >= PICTURE_SUFFIXES:
         return "not a picture", "does not have the extension of a picture"
+    if _suffix(name) == ".webp":
+        return "not a clip", "is a WebP file, and those are pictures; convert an animation to .mp4 or .gif"
     if _suffix(name) in PICTURE_SUFFIXES:
         return "not a clip", "is a picture; pictures need a separate dataset (dataset_type image)"
     return "not a clip", "does not have the extension of a clip"
@@ -134,9 +137,10 @@ def _walk(root: Path) -> Iterator[tuple[str, tuple[str, str] | None]]:
     visited: set[tuple[int, int]] = set()
     for folder, below, names in os.walk(top, followlinks=True, onerror=failed.append):
         prefix, status = "" if folder == top else f"{os.path.relpath(folder, top)}/", Path(folder).stat()
-        identity = status.st_dev, status.st_ino
-        if identity in visited:
-            yield prefix or ".", ("unreadable", "is a link to a folder already listed")
+        identity, is_kernel = (status.st_dev, status.st_ino), status.st_dev in _kernel_devices()
+        if identity in visited or is_kernel:
+            message = "belongs to the kernel (/proc, /sys)" if is_kernel else "is a link to a folder already listed"
+            yield prefix or ".", ("unreadable", message)
             below.clear()
             continue
         visited.add(identity)
@@ -148,6 +152,12 @@ def _walk(root: Path) -> Iterator[tuple[str, tuple[str, str] | None]]:
         if error.filename == top:
             raise error
         yield f"{os.path.relpath(error.filename, top)}/", ("unreadable", f"cannot be listed: {error.strerror}")
+
+
+@cache
+def _kernel_devices() -> frozenset[int]:
+    """Devices of the kernel's virtual file systems, which have hundreds of thousands of files."""
+    return frozenset(folder.stat().st_dev for folder in (Path("/proc"), Path("/sys")) if folder.is_mount())
 
 
 def name_problem(name: str) -> tuple[str, str] | None:

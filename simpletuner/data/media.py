@@ -13,17 +13,18 @@ import struct
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
-from PIL import ExifTags, Image, ImageFile, TiffImagePlugin, UnidentifiedImageError
+from PIL import ExifTags, Image, ImageFile, TiffImagePlugin, UnidentifiedImageError, features
 
 from simpletuner.data.buckets import Geometry
 from simpletuner.data.files import LARGEST_PICTURE, MediaError, UnreadableError, UnsuitableError, read_file
 
 # Importing a reader registers it. For a format without a registered reader, Pillow would import all its readers.
-for plugin in ("Avif", "Bmp", "Gif", "Jpeg", "Mpo", "Png", "WebP"):
+for plugin in ("Bmp", "Gif", "Jpeg", "Mpo", "Png", "WebP"):
     importlib.import_module(f"PIL.{plugin}ImagePlugin")
 
 # First bytes of a file, by the name of Pillow's reader.
@@ -67,6 +68,21 @@ def sniff(head: bytes) -> str:
         brands = head[8 : int.from_bytes(head[:4], "big")]
         return "AVIF" if any(brand in brands for brand in AVIF_BRANDS) else "HEIF"
     raise MediaError("is not a picture")
+
+
+@cache
+def reader_problem(kind: str) -> str | None:
+    """Why this machine cannot read a format, or None; registers the reader of HEIC."""
+    if kind == "AVIF":
+        if "avif" not in features.modules or not features.check("avif"):
+            return "is in AVIF format, which needs a newer Pillow: pip install -U 'pillow>=11.3'"
+        importlib.import_module("PIL.AvifImagePlugin")
+    if kind == "HEIF":
+        try:
+            importlib.import_module("pillow_heif").register_heif_opener()
+        except ImportError:
+            return "is in HEIC format, which needs a package: pip install 'pillow-heif>=0.22,<2'"
+    return None
 
 
 def png_has_orientation(data: bytes) -> bool:
@@ -202,8 +218,9 @@ def _opened(source: Path | bytes) -> Iterator[tuple[bytes, Image.Image, str]]:
     data = source if isinstance(source, bytes) else read_file(source, LARGEST_PICTURE)
     try:
         kind = sniff(data[:64])
-        if kind == "HEIF":
-            _register_heif()
+        problem = reader_problem(kind)
+        if problem is not None:
+            raise UnreadableError(problem)  # the file may be intact
         if kind in ENDS and not ENDS[kind](data):
             raise MediaError(f"is truncated: the {kind} data ends too early")
         # Only this reader: errors of other readers on damaged data would be misleading.
@@ -215,14 +232,6 @@ def _opened(source: Path | bytes) -> Iterator[tuple[bytes, Image.Image, str]]:
         raise MediaError("cannot be decoded: its header is damaged or not supported") from error
     except DAMAGE as error:
         raise _blame(error) from error
-
-
-def _register_heif() -> None:
-    try:
-        importlib.import_module("pillow_heif").register_heif_opener()
-    except ImportError as error:  # the file may be intact
-        message = "is in HEIC format, which needs a package: pip install 'pillow-heif>=0.22,<2'"
-        raise UnreadableError(message) from error
 
 
 def _blame(error: Exception) -> Exception:

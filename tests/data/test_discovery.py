@@ -74,6 +74,15 @@ def test_links_are_followed_and_loops_are_not(tmp_path: Path) -> None:
     assert found.ignored["loop/"][0] == "unreadable"
 
 
+@pytest.mark.skipif(not Path("/proc/self").is_dir(), reason="this system has no /proc")
+def test_what_the_kernel_tells_is_not_walked(tmp_path: Path) -> None:
+    touch(tmp_path, "a.png")
+    (tmp_path / "process").symlink_to("/proc/self")
+    found = scan(tmp_path)
+    assert found.files == ("a.png",)
+    assert found.ignored == {"process/": ("unreadable", "belongs to the kernel (/proc, /sys)")}
+
+
 def test_a_missing_folder_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(OSError):
         scan(tmp_path / "nowhere")
