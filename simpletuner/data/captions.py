@@ -15,16 +15,20 @@ from functools import partial
 from pathlib import Path, PurePosixPath
 from typing import Any
 
+import regex
+
 from simpletuner.config.datasets import CaptionShuffle, DatasetConfig, ParquetConfig
 from simpletuner.config.option import Package, check_installed
 from simpletuner.config.values import no_file
 from simpletuner.data.chance import generator
 from simpletuner.data.discovery import FileFacts, Folder, pair_key
 from simpletuner.data.files import LARGEST_CAPTION, LeftOutError, UnreadableError, read_file
-from simpletuner.errors import Problem, Reading, counted, did_you_mean, shorten, warning
+from simpletuner.errors import Problem, Reading, UserError, counted, did_you_mean, shorten, warning
 
+FILTER_SECONDS = 5.0  # for one expression on one caption: some expressions take exponential time
 FILTERS = "caption_filter_list"
 EMPTY = "has an empty caption file"
+LONGEST_SHOWN = 200  # characters of a caption in a message
 UNKNOWN = FileFacts(0, 0, "")
 PYARROW = Package("pyarrow", "pyarrow>=21,<27")
 UTF16_MARKS = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
@@ -90,8 +94,9 @@ def captions_for(name: str, source: CaptionSource) -> tuple[str, ...]:
 
     Raises:
         LeftOutError: the picture has no caption.
+        UserError: an expression of `caption_filter_list` takes too long.
     """
-    captions = _edited(_written(name, source), source.edits)
+    captions = _edited(_written(name, source), source.edits, str(source.folder.root / name))
     for caption in captions:
         if token := control_token(caption):
             raise no_caption(f"has a caption with {token}, a control token of the tokenizer; remove it")
@@ -114,9 +119,12 @@ def _written(name: str, source: CaptionSource) -> tuple[str, ...]:
     return tuple(f"{prompt} {caption}" for prompt in prompts for caption in captions)
 
 
-def _edited(captions: tuple[str, ...], edits: Sequence[Edit]) -> tuple[str, ...]:
+def _edited(captions: tuple[str, ...], edits: Sequence[Edit], path: str) -> tuple[str, ...]:
     for edit in edits:
-        captions = tuple(edited for caption in captions for edited in edit(caption))
+        try:
+            captions = tuple(edited for caption in captions for edited in edit(caption))
+        except TimeoutError as error:
+            raise UserError(f"{path!r}: {error}.") from None
     if not all(captions):
         captions = tuple(filter(None, captions))
     if not captions:
@@ -245,14 +253,14 @@ def _read_list(path: Path) -> Reading[list[Any]]:
     return []
 
 
-def _read_filter(entry: str) -> Reading[tuple[str | None, re.Pattern[str] | None, str]]:
+def _read_filter(entry: str) -> Reading[tuple[str | None, regex.Pattern[str] | None, str]]:
     """Literal text, regular expression and replacement; one of the first two may be missing."""
     replacement = REPLACEMENT.fullmatch(entry)
     pattern, new = (replacement.group(1), replacement.group(2).replace(r"\/", "/")) if replacement else (entry, "")
     try:
-        expression = re.compile(pattern)
-        expression.sub(new, "")  # raises if the replacement refers to a group that does not exist
-    except (re.error, IndexError) as error:
+        re.compile(pattern).sub(new, "")  # raises if the replacement refers to a group that does not exist
+        expression = regex.compile(pattern)  # the same syntax, with a time limit
+    except (re.error, regex.error, IndexError) as error:
         if replacement:
             yield Problem(FILTERS, f"{entry!r} is not a regular expression: {error}.")
         # Plain text such as "(wide shot" need not be a regular expression.
@@ -260,13 +268,21 @@ def _read_filter(entry: str) -> Reading[tuple[str | None, re.Pattern[str] | None
     return None if replacement else entry, expression, new
 
 
-def _filter(filters: Sequence[tuple[str | None, re.Pattern[str] | None, str]], caption: str) -> Sequence[str]:
-    """Treat each entry as plain text if the caption contains it, else as a regular expression."""
+def _filter(filters: Sequence[tuple[str | None, regex.Pattern[str] | None, str]], caption: str) -> Sequence[str]:
+    """Treat each entry as plain text if the caption contains it, else as a regular expression.
+
+    Raises:
+        TimeoutError: an expression takes too long.
+    """
     for literal, expression, new in filters:
         if literal is not None and literal in caption:
             caption = caption.replace(literal, "")
         elif expression is not None:
-            caption = expression.sub(new, caption)
+            try:
+                caption = expression.sub(new, caption, timeout=FILTER_SECONDS)
+            except TimeoutError:
+                filtering = f"{expression.pattern!r} of caption_filter_list on {caption[:LONGEST_SHOWN]!r}"
+                raise TimeoutError(f"{filtering} takes more than {FILTER_SECONDS:g} s") from None
     # Removed words leave two spaces.
     return [re.sub(r"[ \t]{2,}", " ", caption).strip()]
 
