@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import codecs
 import json
+import os
 import re
+import time
 import unicodedata
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -25,6 +27,7 @@ from simpletuner.data.discovery import FileFacts, Folder, pair_key
 from simpletuner.data.files import LARGEST_CAPTION, LeftOutError, UnreadableError, read_file
 from simpletuner.errors import Problem, Reading, UserError, counted, did_you_mean, shorten, warning
 
+COARSEST_CLOCK = 3.0  # seconds; file systems round times, FAT to two seconds
 FILTER_SECONDS = 5.0  # for one expression on one caption: some expressions take exponential time
 FILTERS = "caption_filter_list"
 EMPTY = "has an empty caption file"
@@ -57,7 +60,7 @@ class CaptionSource:
         folder: the dataset's folder as read.
         table: captions by picture name, from a table or from the hub.
         edits: applied to each caption, in this order.
-        facts: file facts by name; captions are added when they are read, for `ignore_missing_files`.
+        facts: file facts by name; the captions of a new or changed caption file are added when it is read.
     """
 
     config: DatasetConfig
@@ -96,6 +99,10 @@ def captions_for(name: str, source: CaptionSource) -> tuple[str, ...]:
         LeftOutError: the picture has no caption.
         UserError: an expression of `caption_filter_list` takes too long.
     """
+    known = source.facts.get(name)
+    # Without a stamp, the captions in the index are already edited.
+    if known and name in source.folder.gone and known.captions and not known.stamp:
+        return known.captions
     captions = _edited(_written(name, source), source.edits, str(source.folder.root / name))
     for caption in captions:
         if token := control_token(caption):
@@ -107,13 +114,7 @@ def _written(name: str, source: CaptionSource) -> tuple[str, ...]:
     config, prompts = source.config, tuple(source.config.instance_prompt or ())
     if config.only_instance_prompt or config.caption_strategy in ("instanceprompt", "instance_prompt"):
         return prompts
-    known = source.facts.get(name, UNKNOWN)
-    if name in source.folder.gone and known.captions:
-        captions = known.captions
-    else:
-        captions = _own_captions(name, source)
-        if captions != known.captions:
-            source.facts[name] = replace(known, captions=captions)
+    captions = _own_captions(name, source)
     if not config.prepend_instance_prompt:
         return captions
     return tuple(f"{prompt} {caption}" for prompt in prompts for caption in captions)
@@ -140,11 +141,34 @@ def _own_captions(name: str, source: CaptionSource) -> tuple[str, ...]:
         if not captions:
             raise no_caption("has no caption in the table")
         return captions
-    folder = source.folder
+    folder, known = source.folder, source.facts.get(name, UNKNOWN)
     file = folder.listing.captions.get(pair_key(name))
+    if file is None and name in folder.gone and known.stamp:
+        return known.captions
     if file is None:
         raise no_caption(f"has no caption file {PurePosixPath(name).with_suffix('.txt').name!r} beside it")
-    return read_caption_file(folder.root / file, whole=source.config.disable_multiline_split)
+    whole = source.config.disable_multiline_split
+    stamp = caption_stamp(f"{folder.root}/{file}", whole=whole)
+    if stamp is None or stamp != known.stamp:
+        captions = read_caption_file(folder.root / file, whole=whole)
+        # Facts are saved in the index, so the next start opens no unchanged caption file.
+        known = source.facts[name] = replace(known, captions=captions, stamp=stamp)
+    return known.captions
+
+
+def caption_stamp(path: str, *, whole: bool) -> str | None:
+    """A stamp that changes if the captions may have: how the file is split, its size, times and inode.
+
+    The ctime cannot be set, so an edit that restores the mtime is noticed too. None if the file is missing, or so new
+    that a later change could have the same times.
+    """
+    try:
+        status = os.stat(path)  # noqa: PTH116 - pathlib takes three times as long
+    except OSError:
+        return None
+    if time.time() - status.st_ctime < COARSEST_CLOCK:
+        return None
+    return f"{whole:d} {status.st_size} {status.st_mtime_ns} {status.st_ctime_ns} {status.st_ino}"
 
 
 def caption_of_name(name: str) -> str:

@@ -249,6 +249,12 @@ class Dataset:
         """
         # Unreadable files are left out too: the next run retries them.
         files = {name: fact for name, fact in self.facts.items() if fact.content and name not in except_for}
+        # Captions from names, tables and prompts have no stamp; the last ones are kept for `ignore_missing_files`.
+        if any(not fact.stamp for fact in files.values()):
+            used = {sample.name: sample.captions for sample in self.samples}
+            for name, fact in files.items():
+                if not fact.stamp and fact.captions != used.get(name, ()):
+                    files[name] = replace(fact, captions=used.get(name, ()))
         if except_for or files != self.folder.indexed:
             save_index(self.latent_dir, self.root, files)
 

@@ -195,9 +195,11 @@ class FileFacts:
         width, height: pixels as shown, after any rotation; 0 with a problem.
         problem: why the file cannot be used, or None.
         reason: category of the problem, as in `Rejected`.
-        captions: when it was last used, in case the file is gone.
+        captions: content of the caption file at `stamp`; without a stamp the last captions used, in case the file is
+            gone.
         clip: length and rate; None for pictures.
         white: for a mask, the settings it was last read with and its white share.
+        stamp: `captions.caption_stamp` of the caption file when it was read, or None.
     """
 
     size: int
@@ -209,6 +211,7 @@ class FileFacts:
     captions: tuple[str, ...] = ()
     clip: ClipFacts | None = None
     white: tuple[str, float] | None = None
+    stamp: str | None = None
     reason: str = ""
 
     @property
