@@ -7,7 +7,7 @@ import os
 import re
 import shutil
 import subprocess
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple, cast
@@ -57,6 +57,10 @@ def write_rates(folder: Path, rates: DeviceRates) -> None:
 
 
 QUERY_SECONDS = 5  # a hung driver must not block the plan
+# Lines of `nvidia-smi -L`: "GPU 0: NVIDIA H100 80GB HBM3 (UUID: GPU-...)" followed by "MIG 3g.40gb  Device 0: (...)".
+WHOLE = re.compile(r"GPU (?P<index>\d+): (?P<name>.+?) \(UUID")
+SLICE = re.compile(r"MIG (?P<sevenths>\d)g\.(?P<gigabytes>\d+)gb")
+SLICE_SHARE = 0.97  # usable share of the memory in the name of a MIG slice
 # Device memory lost to the driver and libraries (bytes), and to fragmentation (share).
 DEVICE_OVERHEAD, FRAGMENTS = 0.6e9, 0.03
 # Host memory of the process before any weight is loaded: the interpreter, torch, diffusers and transformers; less
@@ -167,8 +171,11 @@ CARDS: Mapping[Card, KnownCard] = {card: _card(**row) for card, row in TABLE.ite
 UNKNOWN_GPU = _rates(50, 0.5, 11)
 # The typical card by minimum GiB, whose rates `--device-memory` assumes without `--device`.
 USUAL: Mapping[float, Card] = {0: "3060", 15: "4080", 20: "4090", 30: "5090", 40: "a100", 120: "h200"}
-CORE_FLOPS = 60e9  # float32 FLOP/s of a core, assumed: AVX2 at 2.6 GHz reaches 60 to 90 % of 83e9
-CPU_BYTES = 20e9  # bytes/s of the memory that small tensors are in
+# float32 FLOP/s of a core, by the widest vector instructions that /proc/cpuinfo lists: 60 to 90 % of two fused
+# multiply-adds of a vector a cycle at 2.6 GHz; and bytes/s of the memory that small tensors are in.
+CORE_FLOPS: Mapping[str, float] = {"avx512f": 150e9, "avx2": 60e9, "": 20e9}
+CPU_BYTES = 20e9
+NVLINK_BYTES = 18e9  # bytes/s of one NVLink that exchanges reach, of 25 (second to fourth generation)
 
 
 def find_device(gibibytes: float | None = None, output_dir: Path | None = None, card: Card | None = None) -> Device:
@@ -209,9 +216,39 @@ def planned_device(gibibytes: float | None, card: Card | None, gpu: Gpu | None) 
 
 def this_cpu(idle: str = "") -> Device:
     """The CPU of this machine, with the name of a GPU that torch cannot use, if any."""
-    host, flops = host_memory(), compute_threads() * CORE_FLOPS
+    host, flops = host_memory(), compute_threads() * core_flops()
     rates = Rates(flops, flops, flops, CPU_BYTES, CPU_BYTES, CPU_BYTES)
     return Device("CPU", host, host, False, rates, "rates assumed", idle=idle)
+
+
+def core_flops() -> float:
+    """float32 FLOP/s of a core, assumed from its instructions."""
+    try:
+        listed = Path("/proc/cpuinfo").read_text(encoding="utf-8")
+    except OSError:  # not Linux
+        listed = ""
+    return next(flops for instructions, flops in CORE_FLOPS.items() if instructions in listed)
+
+
+def one_of_several(device: Device, *, is_planned: bool) -> Device:
+    """The device of one of several processes: with NCCL's buffers, and with this machine's links.
+
+    Args:
+        is_planned: the device may not be in this machine.
+    """
+    links = linked() if device.is_gpu and not is_planned else {}
+    return replace(device, buffers=NCCL_BUFFERS, rates=replace(device.rates, **links))
+
+
+def linked() -> dict[str, float]:
+    """The rate of the NVLinks between this machine's GPUs, as `link` of `Rates`; empty if unknown.
+
+    In the matrix of `nvidia-smi topo -m`, NV18 in the row of GPU0 means 18 links to another GPU; PIX, PHB, NODE and SYS
+    are paths through the host.
+    """
+    row = next((line.split() for line in ask_driver("topo", "-m") if line.split()[:2] == ["GPU0", "X"]), [])
+    links = [int(cell[2:]) for cell in row if re.fullmatch(r"NV\d+", cell)]
+    return {"link": max(links) * NVLINK_BYTES} if links else {}
 
 
 def torch_uses_gpus() -> bool:
@@ -225,8 +262,15 @@ def torch_uses_gpus() -> bool:
 
 
 def rates_of(name: str) -> Rates:
-    """Assumed rates of a GPU by name."""
-    return next((card.rates for card in CARDS.values() if card.name in name), UNKNOWN_GPU)
+    """Assumed rates of a GPU by name; a MIG slice gets its share in sevenths."""
+    whole = next((card.rates for card in CARDS.values() if card.name in name), UNKNOWN_GPU)
+    part = SLICE.search(name)
+    if part is None:
+        return whole
+    share = int(part["sevenths"]) / 7
+    # Slices do not divide the bus.
+    flops = {key: share * rate for key, rate in asdict(whole).items() if key not in ("transfer", "link")}
+    return replace(whole, **flops)
 
 
 def with_measured(device: Device, folder: Path) -> Device:
@@ -247,7 +291,7 @@ def with_measured(device: Device, folder: Path) -> Device:
 
 
 class Gpu(NamedTuple):
-    """A GPU: name, bytes of memory, and bytes in use."""
+    """A GPU or a MIG slice: name, bytes of memory, and bytes in use, which are unknown for a slice."""
 
     name: str
     memory: float
@@ -257,6 +301,8 @@ class Gpu(NamedTuple):
 def query_gpu() -> Gpu | None:
     """The first NVIDIA GPU visible to this process, from nvidia-smi; None if there is none, or the driver is broken,
     which torch reports later."""
+    if part := _slice(ask_driver("-L") if driver() else [], _first_visible()):
+        return part
     try:
         # Split from the right, since the name may contain commas.
         name, total, used = _ask_about("gpu=name,memory.total,memory.used", _first_visible())[0].rsplit(",", 2)
@@ -274,7 +320,9 @@ def query_users() -> str:
 
 def compute_capability() -> tuple[int, int] | None:
     """CUDA compute capability of that GPU; None if unknown."""
-    answer = "".join(_ask_about("gpu=compute_cap", _first_visible())[:1])
+    first = _first_visible()
+    # Queries answer for whole GPUs only, see `_slice`; assumes that a machine's GPUs are alike.
+    answer = "".join(_ask_about("gpu=compute_cap", "" if first.startswith("MIG-") else first)[:1])
     numbers = re.fullmatch(r"(\d+)\.(\d+)", answer)
     return (int(numbers[1]), int(numbers[2])) if numbers else None
 
@@ -284,16 +332,12 @@ def count_gpus() -> int:
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is not None and shutil.which("nvidia-smi"):
         return len([each for each in visible.split(",") if each.strip() not in ("", "-1")])
-    return sum(line.startswith("GPU ") for line in ask_driver("-L"))
+    return sum(WHOLE.match(line) is not None for line in ask_driver("-L"))
 
 
 def _first_visible() -> str:
-    """The index or UUID of the first visible GPU; empty if all are visible.
-
-    A MIG slice counts as the first GPU: queries answer for whole GPUs only.
-    """
-    first = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")[0].strip()
-    return "" if first.startswith("MIG-") else first
+    """The index or UUID of the first visible GPU; empty if all are visible."""
+    return os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")[0].strip()
 
 
 def _ask_about(what: str, gpu: str) -> list[str]:
@@ -309,6 +353,28 @@ def ask_driver(*words: str) -> list[str]:
     except (OSError, subprocess.SubprocessError):
         return []
     return done.stdout.strip().splitlines()
+
+
+def _slice(listed: Sequence[str], chosen: str) -> Gpu | None:
+    """The MIG slice that CUDA would use; None if it uses a whole GPU.
+
+    nvidia-smi lists slices below their GPU, but its queries answer for whole GPUs only. CUDA uses one slice: the slice
+    whose UUID is in CUDA_VISIBLE_DEVICES, else the first slice of the chosen GPU.
+
+    Args:
+        listed: output of `nvidia-smi -L`.
+        chosen: an index or a UUID; empty for the first GPU.
+    """
+    gpu, is_meant = "", False
+    for line in listed:
+        whole, part = WHOLE.match(line), SLICE.search(line)
+        if whole is not None:
+            gpu = whole["name"]
+            # CUDA also accepts the beginning of a UUID.
+            is_meant = (chosen or "0") == whole["index"] or (chosen.startswith("GPU-") and chosen in line)
+        elif part is not None and (chosen in line if chosen.startswith("MIG-") else is_meant):
+            return Gpu(f"{gpu} {part[0]}", float(part["gigabytes"]) * SLICE_SHARE * 2**30)
+    return None
 
 
 def host_memory() -> float:

@@ -10,12 +10,14 @@ from simpletuner.budget import device as module
 from simpletuner.budget.budget import PhasePeak
 from simpletuner.budget.device import (
     CARDS,
+    NVLINK_BYTES,
     DeviceRates,
     Gpu,
     compared,
     compute_capability,
     find_device,
     host_memory,
+    linked,
     query_gpu,
     rates_of,
     write_rates,
@@ -72,19 +74,42 @@ def test_compute_capability(
     assert compute_capability() is None
 
 
-def test_a_slice_of_a_gpu_counts_as_the_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    fake_smi(tmp_path, monkeypatch, 'case "$*" in *MIG*) exit 6;; esac; echo "NVIDIA H100 80GB HBM3, 81920, 0"')
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "MIG-dd,MIG-cc")
-    assert query_gpu() == ("NVIDIA H100 80GB HBM3", 80 * 2**30, 0)
+LISTED = """GPU 0: NVIDIA H100 80GB HBM3 (UUID: GPU-aa)
+GPU 1: NVIDIA H100 80GB HBM3 (UUID: GPU-bb)
+  MIG 3g.40gb     Device  0: (UUID: MIG-cc)
+  MIG 1g.10gb+me  Device  1: (UUID: MIG-dd)"""
+WHOLE, LARGE, SMALL = "NVIDIA H100 80GB HBM3", "NVIDIA H100 80GB HBM3 MIG 3g.40gb", "NVIDIA H100 80GB HBM3 MIG 1g.10gb"
+
+
+@pytest.mark.parametrize(
+    ("visible", "name", "gigabytes"),
+    [(None, WHOLE, 80), ("0", WHOLE, 80), ("1", LARGE, 38.8), ("GPU-bb", LARGE, 38.8), ("MIG-dd,MIG-cc", SMALL, 9.7)],
+)
+def test_parts_of_a_gpu(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, visible: str | None, name: str, gigabytes: float
+) -> None:
+    answer = 'case "$*" in *MIG*) exit 6;; esac; echo "NVIDIA H100 80GB HBM3, 81920, 0"'
+    fake_smi(tmp_path, monkeypatch, f"if [ $1 = -L ]; then echo '{LISTED}'; else {answer}; fi")
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    found = query_gpu()
+    assert found is not None
+    assert found[0] == name
+    assert found[1] == pytest.approx(gigabytes * 2**30)
 
 
 def test_processes_of_a_launcher_plan_for_the_whole_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "query_gpu", lambda: Gpu("NVIDIA H100 80GB HBM3", 80e9, 6e8))
+    monkeypatch.setattr(module, "query_gpu", lambda: Gpu(WHOLE, 80e9, 6e8))
     monkeypatch.setattr(module, "query_users", lambda: "python (process 7)")
     assert find_device().taken > 0
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setenv("WORLD_SIZE", "2")
     assert (find_device().taken, find_device().users) == (0, "")
+
+
+def test_a_part_is_slower() -> None:
+    assert rates_of(LARGE).matmul == pytest.approx(3 / 7 * rates_of(WHOLE).matmul)
+    assert rates_of(LARGE).transfer == rates_of(WHOLE).transfer
 
 
 def test_a_card_with_faster_memory_is_not_taken_for_its_sister() -> None:
@@ -139,6 +164,17 @@ def test_every_name_of_a_card_has_its_rates() -> None:
 @pytest.mark.parametrize("written", ["4090", 4090, "RTX 4090", "NVIDIA GeForce RTX 4090", "rtx-4090"])
 def test_a_card_may_be_written_with_its_series(written: object) -> None:
     assert parse_card(written) == "4090"
+
+
+TOPOLOGY = """\tGPU0\tGPU1\tNIC0\tCPU Affinity
+GPU0\t X \t{link}\tSYS\t0-31
+GPU1\t{link}\t X \tNODE\t0-31"""
+
+
+@pytest.mark.parametrize(("link", "rate"), [("NV12", 12 * NVLINK_BYTES), ("PHB", None)])
+def test_the_links_between_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, link: str, rate: float | None) -> None:
+    fake_smi(tmp_path, monkeypatch, f"if [ $1 = topo ]; then echo '{TOPOLOGY.format(link=link)}'; fi")
+    assert linked() == ({} if rate is None else {"link": rate})
 
 
 def test_measured_rates_of_a_processor_count_whatever_the_numbers(

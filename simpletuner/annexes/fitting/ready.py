@@ -106,7 +106,7 @@ def weigh(plan: Plan) -> Reading[Budget]:
     offload = plan.config.offload
     device = devices.find_device(offload.plan_device_memory_gb, plan.output_dir, offload.plan_device)
     if plan.config.launch.num_processes > 1:
-        device = replace(device, buffers=devices.NCCL_BUFFERS)
+        device = devices.one_of_several(device, is_planned=offload.plans_elsewhere)
     budget = with_strips(make_budget(plan, device))
     # Before `offload: auto`, whose choice depends on whether features are cached.
     if sparing := _sparing(budget):

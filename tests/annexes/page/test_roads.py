@@ -114,7 +114,9 @@ def test_new_asks_for_no_config_that_is_not_there(browser: Any, project: Workspa
 
 
 @pytest.mark.slow(6)
-def test_the_plan_tells_a_problem_once(browser: Any, project: Workspace, planned: dict[str, Any]) -> None:
+def test_the_plan_tells_a_problem_once(
+    browser: Any, project: Workspace, planned: dict[str, Any]
+) -> None:
     project.write_config(train_batch_size=0)
     missing = "these folders do not exist or cannot be listed: pictures: 'datasets/pictures'."
     with opened(browser, project.folder) as page:
