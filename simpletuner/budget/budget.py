@@ -18,6 +18,7 @@ from simpletuner.budget.estimate import FLOAT32_SHARE, Sent, Step, StepModel, ex
 from simpletuner.budget.workload import Bucket, Parts, Workload, parts_of, workload_of
 from simpletuner.config.precision import vae_dtype
 from simpletuner.config.schema import BY_COST, BY_SIZE, RunConfig
+from simpletuner.config.speed import graph_key
 from simpletuner.errors import Problem, warning
 from simpletuner.models.cost import BYTES, TILE, VaeLoad
 from simpletuner.plan.build import Plan
@@ -417,6 +418,26 @@ def with_milestones(budget: Budget) -> Budget:
     # A multiple of ten, for readable file names.
     interval = max(SHORTEST_INTERVAL, math.ceil(total / (between + 1) / 10) * 10)
     return budget.under({"validation_step_interval": interval}, BY_COST)
+
+
+def free_batch(budget: Budget, steps: float) -> int | None:
+    """The largest train_batch_size that fits and does not slow down a step; None if the current one is the largest.
+
+    With small pictures on a fast GPU, a step is bound by the host's kernel launches. CUDA graphs avoid launches.
+
+    Args:
+        steps: steps per epoch; the samples of each bucket must still fill a step.
+    """
+    batches = {bucket.batch for bucket in budget.workload.buckets}
+    if len(batches) != 1 or graph_key(budget.config.launch) is not None:
+        return None
+    (present,) = batches
+    enough = present * steps * min(bucket.share for bucket in budget.workload.buckets)
+    for batch in range(int(min(enough, *(step.free_samples for step in budget.steps))), present, -1):
+        buckets = [replace(bucket, batch=batch) for bucket in budget.workload.buckets]
+        if replace(budget, workload=replace(budget.workload, buckets=buckets)).fits:
+            return batch
+    return None
 
 
 def steps_per_epoch(plan: Plan) -> float:

@@ -439,6 +439,13 @@ class Step:
         return max(computing, launching) if self.device.is_gpu else computing + launching
 
     @property
+    def free_samples(self) -> int:
+        """Largest micro-batch that takes no longer, while a GPU is bound by kernel launches."""
+        waits = self.device.is_gpu and self.cost.launching > self.cost.copying
+        most = self.load.samples * self.cost.launching / self.cost.computing
+        return max(int(most), self.load.samples) if waits else self.load.samples
+
+    @property
     def exchanged(self) -> float:
         """Bytes that a process sends within its sequence-parallel group."""
         model, load, sequence = self.model, self.load, self.model.config.launch.sequence_parallel_size

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from functools import cache
 from typing import Any
@@ -15,10 +16,11 @@ from simpletuner.budget.budget import (
     PREVIEWS,
     Budget,
     check_decoding,
+    free_batch,
     with_faster_previews,
     with_strips,
 )
-from simpletuner.budget.device import HOST_BASE, Device, rates_of
+from simpletuner.budget.device import DEVICE_OVERHEAD, FRAGMENTS, HOST_BASE, Device, rates_of
 from simpletuner.budget.estimate import FLOAT32_SHARE
 from simpletuner.budget.workload import Bucket, Parts, Workload, kernels_on
 from simpletuner.config.load import Layer, resolve
@@ -607,3 +609,36 @@ def test_streaming_and_moving_all_weights_exclude_each_other() -> None:
     assert not choose(before).config.offload.enable_group_offload
     (change,) = smallest_change(before)
     assert change.values == {**STREAMED, "enable_model_cpu_offload": False}
+
+
+SMALL = Bucket(256, 256, 1, 1, 1.0, 64)
+
+
+def small(gigabytes: float = 80, **settings: Any) -> Budget:
+    """Small pictures on a fast card, whose kernels take less time than launching them."""
+    return budget(gpu(gigabytes, 1e12), SMALL, "t2i-lite-sft", **{"gradient_checkpointing": True, **settings})
+
+
+def test_a_larger_batch_is_proposed_where_the_gpu_waits_for_the_host() -> None:
+    before = small()
+    batch = free_batch(before, math.inf)
+    assert batch is not None
+    assert batch > 1
+    after, beyond = (
+        replace(before, workload=replace(before.workload, buckets=[replace(SMALL, batch=count)]))
+        for count in (batch, batch + 1)
+    )
+    assert after.step_seconds == before.step_seconds < beyond.step_seconds
+    assert free_batch(after, math.inf) is None
+    assert free_batch(budget(gpu(80, 1e12), PICTURE, "t2i-lite-sft"), math.inf) is None, "computing takes longer"
+    assert free_batch(small(dynamo_mode="reduce-overhead"), math.inf) is None, "a CUDA graph needs no launches"
+    assert free_batch(before, batch / 2) == batch // 2, "an epoch has no more samples"
+    assert free_batch(before, 1.5) is None
+
+
+def test_a_proposed_batch_fits() -> None:
+    roomy, peak = small(), small().peaks[0]
+    batch = free_batch(roomy, math.inf)
+    tight = replace(roomy, device=gpu((peak * 1.02 + DEVICE_OVERHEAD) / (1 - FRAGMENTS) / 1e9, 1e12))
+    assert tight.fits
+    assert (free_batch(tight, math.inf) or 1) < (batch or 1)

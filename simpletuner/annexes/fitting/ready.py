@@ -15,8 +15,10 @@ from simpletuner.budget import device as devices
 from simpletuner.budget.budget import (
     Budget,
     check_decoding,
+    free_batch,
     make_budget,
     remaining_seconds,
+    steps_per_epoch,
     with_faster_previews,
     with_strips,
 )
@@ -139,6 +141,10 @@ def _sparing(budget: Budget) -> dict[str, object]:
 def _chosen(budget: Budget) -> Budget:
     """The budget with what `offload: auto` chooses."""
     chosen = choose(budget)
+    if batch := free_batch(chosen, steps_per_epoch(chosen.plan)):
+        # It changes results, so that it is only proposed.
+        advice = f"with train_batch_size {batch} a step would take as long: the GPU waits for the host"
+        chosen = replace(chosen, decisions=[*chosen.decisions, advice])
     if chosen.config.caching.vae_enable_tiling != budget.config.caching.vae_enable_tiling:
         # Tiled latents have separate cache entries, so the missing ones are listed again.
         chosen = replace(make_budget(chosen.plan, chosen.device), decisions=chosen.decisions)

@@ -16,9 +16,11 @@ from simpletuner.annexes.figures import duration
 from simpletuner.annexes.fitting.fit import find_ways, way_of
 from simpletuner.budget.budget import (
     Budget,
+    free_batch,
     preview_rounds,
     remaining_seconds,
     remaining_steps,
+    steps_per_epoch,
 )
 from simpletuner.budget.device import gigabytes
 from simpletuner.budget.disk import feature_costs, find_writings
@@ -261,6 +263,8 @@ def _time_lines(budget: Budget) -> Iterator[str]:
     if previews:
         count, share = preview_rounds(plan), previews / (training + previews)
         yield f"  {counted(count, 'round')} of previews, {share:.0%} of that time; {halved_previews(plan)} halves it"
+    if batch := free_batch(budget, steps_per_epoch(plan)):
+        yield f"  the GPU waits for the host to launch kernels: with train_batch_size {batch} a step takes as long"
 
 
 def halved_previews(plan: Plan) -> str:

@@ -114,10 +114,11 @@ def test_new_asks_for_no_config_that_is_not_there(browser: Any, project: Workspa
 
 
 @pytest.mark.slow(6)
-def test_the_plan_tells_a_problem_once(
+def test_the_plan_tells_a_problem_once_and_has_buttons(
     browser: Any, project: Workspace, planned: dict[str, Any]
 ) -> None:
     project.write_config(train_batch_size=0)
+    batch = "with train_batch_size 8 a step would take as long: the GPU waits for the host"
     missing = "these folders do not exist or cannot be listed: pictures: 'datasets/pictures'."
     with opened(browser, project.folder) as page:
         told = page.locator("[data-key=train_batch_size] .told .bad")
@@ -129,11 +130,14 @@ def test_the_plan_tells_a_problem_once(
         first = next(each for each in said["problems"] if each["key"] == "train_batch_size")
         fits = {**first, "message": f"{first['message']} This would fit.", "remedy": {"train_batch_size": 2}}
         planned |= {"problems": [fits, {"key": "instance_data_dir", "message": missing, "fatal": True}]}
+        planned |= {"offload_auto": [batch]}
         page.reload()
         expect(told).to_contain_text("This would fit. Apply")
         expect(told).to_have_count(1)
         expect(page.locator(".dataset-card [data-key=instance_data_dir] .bad")).to_have_text(missing)
         expect(page.locator("#problems li")).to_have_count(0)
+        page.locator("#plan").get_by_role("button", name="Apply").click()
+        expect(page.locator("#f-train_batch_size")).to_have_value("8")
 
 
 @pytest.mark.slow(6)

@@ -80,8 +80,14 @@ function draw(plan, known = null) {
     facts(plan),
     ...(plan.buckets.length ? [buckets(plan.buckets)] : []),
     ...plan.assumed.map(dim),
-    ...plan.offload_auto.map(dim),
+    ...plan.offload_auto.map((line) => advice(line, known)),
   );
+}
+
+// The choices of `offload: auto` with reasons; a proposal has a button, except in a plan for another card.
+function advice(line, known) {
+  const [, batch] = /^with train_batch_size (\d+) a step would take as long/.exec(line) ?? [];
+  return batch && !known ? told([problemLine({ key: "", message: line, remedy: { train_batch_size: Number(batch) } })]) : dim(line);
 }
 
 const told = (lines) => element("div", { className: "told" }, ...lines);
