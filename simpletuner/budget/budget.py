@@ -15,6 +15,7 @@ from typing import Any
 
 from simpletuner.budget.device import Device, compared
 from simpletuner.budget.estimate import FLOAT32_SHARE, Sent, Step, StepModel, exchange_seconds, sent_bytes
+from simpletuner.budget.outcomes import UNCORRECTED, Outcome, find_outcome
 from simpletuner.budget.workload import Bucket, Parts, Workload, parts_of, workload_of
 from simpletuner.config.precision import vae_dtype
 from simpletuner.config.schema import BY_COST, BY_SIZE, RunConfig
@@ -115,6 +116,7 @@ class Budget:
         plan: with the settings that are estimated; with `offload: auto` those that were chosen.
         listing: cache entries of the first epoch; None if the checkpoint is not on this machine.
         decisions: choices of `offload: auto`, with reasons.
+        outcome: outcome of an earlier run of this kind on this device, which corrects the durations.
     """
 
     plan: Plan
@@ -123,6 +125,7 @@ class Budget:
     device: Device
     listing: Listing | None = None
     decisions: Sequence[str] = ()
+    outcome: Outcome = UNCORRECTED
 
     @property
     def config(self) -> RunConfig:
@@ -152,7 +155,7 @@ class Budget:
         micro = sum(step.cost.seconds * bucket.share for bucket, step in buckets)
         computing = micro * self.config.schedule.gradient_accumulation_steps
         # Assumes that the shorter of the two is hidden behind the longer.
-        return max(computing, exchange_seconds(self.sent, self.device, self.config.launch))
+        return self.outcome.step * max(computing, exchange_seconds(self.sent, self.device, self.config.launch))
 
     @property
     def sent(self) -> Sent:
@@ -168,7 +171,7 @@ class Budget:
         """Seconds of one prompt's previews at all sizes."""
         passes = [self._step(self._sampled(preview)).forward_seconds for preview in self.workload.previews]
         decoding = self.config.validation.num_validation_images * decoding_seconds(self)
-        return self._forwards * sum(passes) + decoding
+        return self.outcome.previews * (self._forwards * sum(passes) + decoding)
 
     @property
     def preview_flops(self) -> float:
@@ -396,8 +399,12 @@ def make_budget(plan: Plan, device: Device) -> Budget:
     """Estimate a plan as configured."""
     catalogue = make_catalogue(plan)
     listing = list_entries(plan, catalogue) if catalogue else None
-    parts = parts_of(plan, is_gpu=device.is_gpu)
-    return with_milestones(Budget(plan, parts, workload_of(plan, listing), device, listing))
+    workload = workload_of(plan, listing)
+    outcome = find_outcome(plan, workload, device)
+    budget = Budget(plan, parts_of(plan, is_gpu=device.is_gpu), workload, device, listing, outcome=outcome)
+    # With assumed densities, since measured ones are specific to this machine.
+    budget = with_milestones(budget)
+    return replace(budget, parts=budget.parts.with_densities(outcome.densities))
 
 
 def with_milestones(budget: Budget) -> Budget:

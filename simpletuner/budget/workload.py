@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import compress
@@ -243,6 +243,13 @@ class Parts:
             "text encoders": self.text_parameters,
         }
         return sum(2 * sizes[part] for part in self.assumed)
+
+    def with_densities(self, measured: Mapping[int, float]) -> Parts:
+        """The parts with measured shares of tiles visited by block-sparse attention, by tokens of a sample."""
+        cost, assumed = self.transformer, self.transformer.density
+        if assumed is None:
+            return self
+        return replace(self, transformer=replace(cost, density=lambda tokens: measured.get(tokens, assumed(tokens))))
 
     def load(self, bucket: Bucket) -> BatchShape:
         """The micro-batch of a bucket, in tokens."""

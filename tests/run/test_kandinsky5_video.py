@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -181,6 +182,12 @@ def test_block_sparse_checkpoints_ask_for_tiles(tmp_path: Path, capsys: pytest.C
     assert workspace.train("max_train_steps=1") == 0
     density = workspace.metrics()[0]["attention_density"]
     assert f", attention density {density * 100:.0f} %" in capsys.readouterr().out
+    measured = {"day": "2026-11-23", "densities": {2 * 8 * 8: density}}
+    outcomes = {"a GPU with 80 GiB": {"kandinsky5-video t2v-lite-sft-10s, lora, 128x128@5": measured}}
+    workspace.path("cache").mkdir(exist_ok=True)
+    workspace.path("cache/outcomes.json").write_text(json.dumps(outcomes))
+    assert workspace.train(*on_a_gpu) == 0
+    assert f"{density * 100:.0f} % at 128x128@5 (measured)" in capsys.readouterr().out
     workspace.write_datasets([{**CLIPS, "aspect_bucket_alignment": "16"}, DATASETS[1]])
     assert workspace.train("--dry-run", "output_dir=other") == 2
     assert "128" in capsys.readouterr().err

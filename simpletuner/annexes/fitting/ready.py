@@ -24,6 +24,7 @@ from simpletuner.budget.budget import (
 )
 from simpletuner.budget.device import gigabytes
 from simpletuner.budget.disk import check_disk, feature_costs, find_writings
+from simpletuner.budget.outcomes import find_outcome
 from simpletuner.config.precision import check_capability, multiplied
 from simpletuner.config.sources import Arguments
 from simpletuner.config.values import check_unset
@@ -183,4 +184,4 @@ def on_cpu(budget: Budget) -> Budget:
     device = devices.find_device(output_dir=plan.output_dir)
     if device.is_gpu:
         device = devices.with_measured(devices.this_cpu(idle=device.name), plan.output_dir)
-    return replace(budget, device=device)
+    return replace(budget, device=device, outcome=find_outcome(plan, budget.workload, device))

@@ -24,6 +24,7 @@ from simpletuner.budget.budget import (
 )
 from simpletuner.budget.device import gigabytes
 from simpletuner.budget.disk import feature_costs, find_writings
+from simpletuner.budget.outcomes import UNCORRECTED
 from simpletuner.caching.catalogue import Entries
 from simpletuner.config.optimizers import learning_rate, peak_learning_rate
 from simpletuner.config.values import typed
@@ -245,10 +246,14 @@ def _bucket_lines(budget: Budget) -> Iterator[str]:
 
 def _density_lines(budget: Budget) -> Iterator[str]:
     """The density of block-sparse attention in the largest buckets; TFLOP and time include it."""
-    if (density := budget.parts.transformer.density) is not None:
-        shown = zip(budget.workload.buckets[:SHOWN_BUCKETS], budget.steps, strict=False)
-        shares = [f"{density(step.load.tokens) * 100:.0f} % at {bucket.label}" for bucket, step in shown]
-        yield f"  attention density (share of the tiles visited): {', '.join(shares)} (assumed)"
+    density, known = budget.parts.transformer.density, budget.outcome.densities
+    if density is not None:
+        shown = zip(budget.workload.buckets[:SHOWN_BUCKETS], [step.load.tokens for step in budget.steps], strict=False)
+        shares = [
+            f"{density(tokens) * 100:.0f} % at {bucket.label} ({'measured' if tokens in known else 'assumed'})"
+            for bucket, tokens in shown
+        ]
+        yield f"  attention density (share of the tiles visited): {', '.join(shares)}"
 
 
 def _time_lines(budget: Budget) -> Iterator[str]:
@@ -263,6 +268,8 @@ def _time_lines(budget: Budget) -> Iterator[str]:
     if previews:
         count, share = preview_rounds(plan), previews / (training + previews)
         yield f"  {counted(count, 'round')} of previews, {share:.0%} of that time; {halved_previews(plan)} halves it"
+    if (known := budget.outcome) != UNCORRECTED:
+        yield f"  corrected by earlier runs, the last on {known.day}: x{known.step:.2f}"
     if batch := free_batch(budget, steps_per_epoch(plan)):
         yield f"  the GPU waits for the host to launch kernels: with train_batch_size {batch} a step takes as long"
 
