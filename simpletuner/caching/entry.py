@@ -26,6 +26,8 @@ ENTRY_SUFFIX = ".safetensors.zst"
 ENTRY_NAME = re.compile(rf"([0-9a-f]{{64}}){re.escape(ENTRY_SUFFIX)}")
 # Lower levels are faster; at STORED_LEVEL, zstd stores blocks uncompressed.
 ZSTD_LEVEL, STORED_LEVEL = 3, -10_000
+# Bytes; far above real entries: ten seconds at 1280x768 take 60 MB.
+LARGEST_ENTRY = 1 << 30
 
 # Errors from parsing arbitrary bytes. Not MemoryError, since the file may be intact.
 UNREADABLE = (zstandard.ZstdError, ValueError, LookupError, TypeError, AttributeError)
@@ -80,16 +82,21 @@ def read_entry(folder: Path, key: str) -> bytes:
     """
     path = entry_path(folder, key)
     try:
-        blob = zstandard.ZstdDecompressor().stream_reader(path.read_bytes()).readall()
-        head, header = read_head(BytesIO(blob))
+        source = zstandard.ZstdDecompressor().stream_reader(path.read_bytes())
+        head, header = read_head(source)
+        # Check first: a frame of a few kilobytes can decompress to gigabytes.
+        end = max((entry["data_offsets"][1] for name, entry in header.items() if name != METADATA), default=0)
+        if end > LARGEST_ENTRY:
+            raise ValueError(f"it claims {end:,} bytes")
+        data = source.read(end + 1)  # one extra byte, so that trailing data fails the checksum
         provenance = header[METADATA]
         checksum = provenance.pop(CHECKSUM)
-        sound = checksum == _checksum(header, memoryview(blob)[len(head) :]) and provenance.pop(KEY) == key
+        sound = checksum == _checksum(header, data) and provenance.pop(KEY) == key
     except UNREADABLE as error:
         raise DamagedEntryError(f"{path}: damaged cache entry ({error})") from error
     if not sound:
         raise DamagedEntryError(f"{path}: damaged cache entry (the checksum does not match)")
-    return blob
+    return head + data
 
 
 def read_provenance(path: Path) -> dict[str, str]:

@@ -6,6 +6,7 @@ import errno
 import hashlib
 import itertools
 import os
+import tracemalloc
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -21,6 +22,7 @@ from simpletuner.annexes.inspection import origin_of
 from simpletuner.caching.entry import DamagedEntryError, entry_path, list_keys, read_provenance
 from simpletuner.caching.read import CacheStore
 from simpletuner.errors import DiskFullError
+from simpletuner.headers import METADATA, join_header
 
 
 def key(name: object) -> str:
@@ -195,3 +197,21 @@ def test_threads_read_and_write_at_once(tmp_path: Path, compress: bool) -> None:
         list(pool.map(work, range(600)))
     assert list(list_keys(writers[0].folder)) == sorted(keys)
     assert not list(tmp_path.rglob("*.tmp"))
+
+
+@pytest.mark.parametrize("claimed", [4 * 10, 1 << 40])
+def test_an_entry_unpacks_at_most_to_what_its_header_needs(tmp_path: Path, claimed: int) -> None:
+    """A megabyte of zeros takes a few bytes; a header that asks for less or for a terabyte gets neither."""
+    name = key("bomb")
+    header = {"x": {"dtype": "F32", "shape": [claimed // 4], "data_offsets": [0, claimed]}}
+    entry = tmp_path / name[:2] / f"{name}.safetensors.zst"
+    entry.parent.mkdir()
+    writer = zstandard.ZstdCompressor().compressobj()
+    parts = [writer.compress(join_header({**header, METADATA: {}}, b""))]
+    parts += [writer.compress(bytes(1 << 20)) for _ in range(256)] + [writer.flush()]
+    entry.write_bytes(b"".join(parts))
+    tracemalloc.start()
+    with pytest.raises(DamagedEntryError):
+        CacheStore(tmp_path).read(name)
+    assert tracemalloc.get_traced_memory()[1] < 10 << 20
+    tracemalloc.stop()
