@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterable, Iterator
 from functools import cache
 from importlib.resources import files
 from pathlib import Path
+from types import UnionType
 from typing import Annotated, Any, TypeVar
 
 from pydantic import BeforeValidator, PlainSerializer, TypeAdapter, ValidationError
@@ -40,7 +41,7 @@ def read_stored(path: Path, kind: type[Stored]) -> Stored | None:
         return None
 
 
-def read_json(path: Path, kind: type = object, needed: str = "") -> Reading[Any]:
+def read_json(path: Path, kind: type | UnionType = object, needed: str = "") -> Reading[Any]:
     """Read a JSON file; returns None after a problem, which has file, line and column.
 
     A comma before a closing bracket is accepted with a warning, since published examples contain some. A key that
@@ -78,6 +79,14 @@ def read_json(path: Path, kind: type = object, needed: str = "") -> Reading[Any]
         fault = f"must hold {needed}, not {json_kind(value)}"
     yield Problem(str(path), f"{fault}.")
     return None
+
+
+def named_by(key: str, path: Path, reading: Reading[Stored]) -> Reading[Stored]:
+    """A reading of a file, with its problems under the key that names the file."""
+    problems = Problems()
+    result = problems.take(reading)
+    yield from (Problem(key, f"{str(path)!r} {each.message}", each.fatal) for each in problems)
+    return result
 
 
 def read_text(path: Path) -> Reading[str | None]:
