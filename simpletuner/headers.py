@@ -28,9 +28,9 @@ def read_header(path: Path) -> dict[str, Any]:
 
 
 def read_head(file: BinaryIO) -> tuple[bytes, dict[str, Any]]:
-    """The bytes before the tensor data, and the parsed header; leaves the file at the data.
+    """The bytes before the tensor data, and the parsed header, always with metadata; leaves the file at the data.
 
-    The header of a user's weights is checked by the library, see `models.source.weights_header`.
+    Tensors are not checked: the library does that for a user's weights, see `models.source.weights_header`.
 
     Raises:
         ValueError: the header is not readable.
@@ -40,7 +40,10 @@ def read_head(file: BinaryIO) -> tuple[bytes, dict[str, Any]]:
     if size > LONGEST_HEADER:
         raise ValueError("it has no header")
     text = file.read(size)
-    header: dict[str, Any] = json.loads(text)
+    header = json.loads(text)
+    if not isinstance(header, dict):
+        raise ValueError("its header is not a JSON object")
+    header[METADATA] = header.get(METADATA) or {}  # the library accepts null
     return length + text, header
 
 

@@ -177,7 +177,7 @@ def check_init_lora(config: LoraConfig, modules: Sequence[str], targets: Targets
         message = f"{str(path)!r} holds a LoKr or LoHa, whose weights no LoRA can start from; take the LoRA beside it."
         yield Problem(key, message)
         return
-    trigger = read_header(path).get(METADATA, {}).get("trigger")
+    trigger = read_header(path)[METADATA].get("trigger")
     if trigger:
         message = f"{str(path)!r} was trained with captions that begin with {trigger!r}; begin yours with it, too."
         yield Problem(key, message, fatal=False)
@@ -260,7 +260,7 @@ def lora_settings(path: Path) -> dict[str, Any]:
     Raises:
         WeightsError: the settings cannot be read.
     """
-    text = read_header(path).get(METADATA, {}).get(METADATA_KEY)
+    text = read_header(path)[METADATA].get(METADATA_KEY)
     beside = path.with_name("config_lora.json")
     if text is None and path.name == OFFICIAL_FILE and beside.is_file():
         text = beside.read_text(encoding="utf-8", errors="replace")
@@ -338,5 +338,5 @@ def _check_fit(
 
 def family_in_header(path: Path) -> str:
     """The family in the header of a LoRA that this program trained; empty if the header has none."""
-    notes = read_header(path).get(METADATA, {})
+    notes = read_header(path)[METADATA]
     return str(notes.get("modelspec.architecture", "")).partition("/")[0] if STEP_NOTE in notes else ""

@@ -98,6 +98,12 @@ def test_metadata_of_other_kinds(tmp_path: Path, metadata: object) -> None:
     assert "is not a complete safetensors file" in told or "settings of the adapter that cannot be read" in told
 
 
+@pytest.mark.parametrize("metadata", [None, {}])
+def test_no_metadata(tmp_path: Path, metadata: object) -> None:
+    rewrite(tmp_path / "lora.safetensors", lambda header: header.update(__metadata__=metadata))
+    assert complaints(tmp_path / "lora.safetensors") == []
+
+
 def rewrite(path: Path, change: Any) -> None:
     """Write a good file whose header has been changed."""
     blob = save(GOOD)
