@@ -11,7 +11,6 @@
 from __future__ import annotations
 
 import difflib
-import functools
 import re
 import unicodedata
 from collections.abc import Generator, Iterable, Mapping, Sequence
@@ -199,11 +198,7 @@ SHORTEST_ABBREVIATION = 3  # letters; one or two letters occur in nearly every w
 
 def nearest(word: str, known: Iterable[str], cutoff: float = 0.6) -> str | None:
     """The known word most similar to `word`, else the only word that it abbreviates (txt: textfile), else None."""
-    return _nearest(word, tuple(known), cutoff)
-
-
-@functools.lru_cache(1000)  # the page checks a misspelt key after every change, and comparing takes 20 ms
-def _nearest(word: str, words: tuple[str, ...], cutoff: float) -> str | None:
+    words = list(known)
     if matches := difflib.get_close_matches(word, words, n=1, cutoff=cutoff):
         return matches[0]
     in_order = re.compile(".*".join(map(re.escape, word)))

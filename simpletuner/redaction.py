@@ -7,7 +7,6 @@ import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
-from functools import cache
 from typing import Any
 
 HIDDEN = "[hidden]"
@@ -138,13 +137,8 @@ def _hide_in(text: str, secrets: list[str]) -> str:
 
 def _secrets() -> list[str]:
     """All known secrets, longest first, since one may contain another."""
-    values = filter(is_worth_hiding, (os.environ[name] for name in os.environ if _is_secret_name(name)))
+    values = filter(is_worth_hiding, (value for name, value in os.environ.items() if SECRET_NAME.search(name)))
     return sorted(_known_secrets | (_passing_secrets.get() or set()) | {*values}, key=len, reverse=True)
-
-
-@cache  # called for every environment variable with each payload and log line
-def _is_secret_name(name: str) -> bool:
-    return SECRET_NAME.search(name) is not None
 
 
 def _hide_group(match: re.Match[str]) -> str:

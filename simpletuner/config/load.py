@@ -213,8 +213,8 @@ def _sentence(details: ErrorDetails, path: str, model: type[Group]) -> str:
         return f"{shown} {_why_not(details, path, model)}"
     for limit in context.keys() & LIMITS.keys():
         return f"{shown} is out of range; it must be {LIMITS[limit]} {context[limit]:.10g}."
-    if kind in ("value_error", "too_large"):
-        return f"{shown} {context['error'] if kind == 'value_error' else details['msg']}."
+    if kind == "value_error":
+        return f"{shown} {context['error']}."
     return f"{shown} is not {EXPECTED[kind]}." if kind in EXPECTED else f"{shown}: {details['msg']}."
 
 

@@ -249,8 +249,6 @@ def check_optimizer(config: OptimizerConfig, mixed_precision: str) -> Iterator[P
         yield Problem("optimizer", f"'adamw_bf16' needs mixed_precision bf16, not {mixed_precision!r}; use adamw.")
     yield from _overrides(config, spec)[1]
     yield from _check_numbers(config, name, spec)
-    if mixed_precision == "bf16" and spec.keeps_bf16 and not spec.rounds_randomly:
-        yield from _check_means(name, optimizer_settings(config, mixed_precision))
     if spec.package is not None:
         yield from check_installed(spec.package, "optimizer", name)
     if config.optimizer_release_gradients and not spec.per_weight:
@@ -283,17 +281,6 @@ def _check_numbers(config: OptimizerConfig, name: str, spec: OptimizerSpec) -> I
         yield warning("learning_rate", "prodigy finds the rate and multiplies it by this one, which should be 1.")
     if spec.schedule_free and not config.lr_scheduler.startswith("constant"):
         yield warning("lr_scheduler", f"{config.lr_scheduler!r} is ignored: {name} keeps the rate after the warm-up.")
-
-
-def _check_means(name: OptimizerName, settings: Mapping[str, OptimizerValue]) -> Iterator[Problem]:
-    """Warn about moving averages of gradients that never decay in bf16. Averages of squares are float32 if needed."""
-    betas = [beta for beta in BETAS if beta in settings]
-    # Lion keeps one average (beta2) and interpolates it with the gradient (beta1).
-    kept = ["beta2"] if name == "optimi-lion" else betas[:-1] if betas else ["momentum"]
-    for key in kept:
-        if is_lost_in_bf16(float(settings[key])):
-            message = f"{name!r} with {key} {settings[key]}: in bf16, a mean of gradients may never fade."
-            yield warning("optimizer", f"{message} Use .996 or less, or adamw, which has float32 weights.")
 
 
 def _given(config: OptimizerConfig, keys: dict[str, str]) -> dict[str, OptimizerValue]:

@@ -16,10 +16,10 @@ from collections.abc import Callable, Iterable, Iterator
 from functools import cache
 from importlib.resources import files
 from pathlib import Path
+from types import UnionType
 from typing import Annotated, Any, TypeVar
 
 from pydantic import BeforeValidator, PlainSerializer, TypeAdapter, ValidationError
-from pydantic_core import PydanticCustomError
 
 from simpletuner.errors import Problem, Problems, Reading, did_you_mean, warning
 from simpletuner.redaction import SECRET_NAME, hide, hide_secrets
@@ -29,13 +29,8 @@ TRAILING_COMMA = re.compile(r'("(?:[^"\\]|\\.)*")|,(?=\s*[}\]])')
 ENVIRONMENT_REFERENCE = re.compile(r"\{env:([^}]*)\}")
 UNSET = "needs the environment variable {}, which is not set"
 LARGEST_TEXT = 1 << 28  # bytes; the captions of 100,000 files take a fifth of this
-DEEPEST_NESTING = 100  # levels; far below Python's recursion limit of 1000 frames
 Pairs = list[tuple[str, Any]]
 Stored = TypeVar("Stored")
-
-
-class UnusableJsonError(ValueError):
-    """Valid JSON with a value that cannot be used."""
 
 
 def read_stored(path: Path, kind: type[Stored]) -> Stored | None:
@@ -46,7 +41,7 @@ def read_stored(path: Path, kind: type[Stored]) -> Stored | None:
         return None
 
 
-def read_json(path: Path, kind: type = object, needed: str = "") -> Reading[Any]:
+def read_json(path: Path, kind: type | UnionType = object, needed: str = "") -> Reading[Any]:
     """Read a JSON file; returns None after a problem, which has file, line and column.
 
     A comma before a closing bracket is accepted with a warning, since published examples contain some. A key that
@@ -76,9 +71,7 @@ def read_json(path: Path, kind: type = object, needed: str = "") -> Reading[Any]
     try:
         value = parse_json(repaired, keep_last)
         yield from notes
-    except json.JSONDecodeError as error:
-        fault = json_fault(error)
-    except UnusableJsonError as error:
+    except ValueError as error:
         fault = str(error)
     else:
         if isinstance(value, kind):
@@ -86,6 +79,14 @@ def read_json(path: Path, kind: type = object, needed: str = "") -> Reading[Any]
         fault = f"must hold {needed}, not {json_kind(value)}"
     yield Problem(str(path), f"{fault}.")
     return None
+
+
+def named_by(key: str, path: Path, reading: Reading[Stored]) -> Reading[Stored]:
+    """A reading of a file, with its problems under the key that names the file."""
+    problems = Problems()
+    result = problems.take(reading)
+    yield from (Problem(key, f"{str(path)!r} {each.message}", each.fatal) for each in problems)
+    return result
 
 
 def read_text(path: Path) -> Reading[str | None]:
@@ -125,19 +126,16 @@ def parse_json(text: str, object_of: Callable[[Pairs], Any] = dict) -> Any:
     """The value of a JSON text.
 
     Raises:
-        json.JSONDecodeError: the text is not JSON.
-        UnusableJsonError: numbers with thousands of digits, very deep nesting, or invalid characters.
+        ValueError: it is not JSON, or holds what nothing could work with; the message continues the text's name.
     """
     try:
         value = json.loads(text, object_pairs_hook=object_of)
-    except json.JSONDecodeError:  # a ValueError too, but not the one of the last branch
-        raise
-    except RecursionError:
-        raise UnusableJsonError("is nested too deeply") from None
-    except ValueError:
-        # int() refuses more than 4300 digits.
-        raise UnusableJsonError("contains a number with thousands of digits") from None
-    _check_usable(value)
+        # JSON can contain half of a UTF-16 pair, which no file can.
+        json.dumps(value, ensure_ascii=False).encode()
+    except json.JSONDecodeError as error:
+        raise ValueError(json_fault(error)) from None
+    except (ValueError, RecursionError) as error:  # very deep nesting, or a number of more than 4300 digits
+        raise ValueError(f"cannot be used: {error}") from None
     return value
 
 
@@ -225,23 +223,6 @@ def json_kind(value: Any) -> str:
     return kinds.get(type(value), "a number")
 
 
-def _check_usable(value: Any) -> None:
-    """Refuse values that would fail later: NUL characters and lone surrogates in texts, and deep nesting."""
-    # Iterative, since recursion could exceed the limit it checks.
-    waiting = [(value, 1)]
-    while waiting:
-        inner, depth = waiting.pop()
-        if depth > DEEPEST_NESTING:
-            raise UnusableJsonError("is nested too deeply")
-        if isinstance(inner, dict):
-            waiting += [(part, depth + 1) for pair in inner.items() for part in pair]
-        elif isinstance(inner, list):
-            waiting += [(part, depth + 1) for part in inner]
-        # JSON can contain half of a UTF-16 pair, which UTF-8 cannot encode, and NUL, which paths cannot contain.
-        elif isinstance(inner, str) and ("\0" in inner or any("\ud800" <= letter <= "\udfff" for letter in inner)):
-            raise UnusableJsonError(f"contains an invalid character, in {inner!a:.80}")
-
-
 TRUE_WORDS = frozenset({"true", "1", "yes", "on"})
 FALSE_WORDS = frozenset({"false", "0", "no", "off"})
 
@@ -272,7 +253,7 @@ def parse_integer(value: object) -> object:
             raise ValueError("is not a whole number")
         number = int(exact)
     if not -(2**63) <= number < 2**63:
-        raise PydanticCustomError("too_large", "is too large for a 64-bit number")
+        raise ValueError("is too large for a 64-bit number")
     return number
 
 
@@ -330,12 +311,7 @@ def parse_json_text(value: object) -> object:
     """A list or object, or its JSON text (the only form on the command line)."""
     # All other texts are paths, names or comma-separated lists.
     if isinstance(value, str) and value.lstrip()[:1] in ("{", "["):
-        try:
-            return parse_json(value)
-        except json.JSONDecodeError as error:
-            raise ValueError(json_fault(error)) from None
-        except UnusableJsonError as error:
-            raise ValueError(str(error)) from None
+        return parse_json(value)
     return value
 
 

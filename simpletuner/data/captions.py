@@ -6,7 +6,6 @@ A picture may have several captions; one of them is drawn each time it is used.
 from __future__ import annotations
 
 import codecs
-import json
 import os
 import re
 import time
@@ -21,7 +20,7 @@ import regex
 
 from simpletuner.config.datasets import CaptionShuffle, DatasetConfig, ParquetConfig
 from simpletuner.config.option import Package, check_installed
-from simpletuner.config.values import no_file
+from simpletuner.config.values import named_by, no_file, read_json, read_text
 from simpletuner.data.chance import generator
 from simpletuner.data.discovery import FileFacts, Folder, pair_key
 from simpletuner.data.files import LARGEST_CAPTION, LeftOutError, UnreadableError, read_file
@@ -265,17 +264,11 @@ def read_filters(value: Any) -> Reading[Edit | None]:
 
 
 def _read_list(path: Path) -> Reading[list[Any]]:
-    try:
-        text = read_file(path, LARGEST_CAPTION).decode("utf-8-sig")
-        if path.suffix.lower() == ".json":
-            content = json.loads(text)
-            return content if isinstance(content, list) else [content]
-        return [line for line in text.splitlines() if line.strip()]
-    except UnreadableError as error:
-        yield Problem(FILTERS, f"{str(path)!r} {error}.")
-    except ValueError as error:
-        yield Problem(FILTERS, f"{str(path)!r} is not a list of texts: {error}.")
-    return []
+    if path.suffix.lower() == ".json":
+        content = yield from named_by(FILTERS, path, read_json(path, list | str, "a JSON list of texts"))
+        return [content] if isinstance(content, str) else content or []
+    text = (yield from named_by(FILTERS, path, read_text(path))) or ""
+    return [line for line in text.splitlines() if line.strip()]
 
 
 def _read_filter(entry: str) -> Reading[tuple[str | None, regex.Pattern[str] | None, str]]:

@@ -24,12 +24,12 @@ from pydantic import TypeAdapter, ValidationError
 
 from simpletuner.atomic import open_atomically
 from simpletuner.config.datasets import MASKS, DatasetConfig
-from simpletuner.config.values import Size, read_json
+from simpletuner.config.values import Size, named_by, read_json
 from simpletuner.data import files
 from simpletuner.data.clips import CLIP_SUFFIXES, ClipFacts, is_clip, probe_clip
 from simpletuner.data.media import PICTURE_SUFFIXES, probe
 from simpletuner.data.sample import Rejected
-from simpletuner.errors import Problem, Problems, Reading
+from simpletuner.errors import Problem, Reading
 
 if TYPE_CHECKING:  # entries imports this module
     from simpletuner.data.entries import DataContext
@@ -349,11 +349,9 @@ def read_excluded(config: DatasetConfig) -> Reading[frozenset[str]]:
         return frozenset()
     if "exclude_files" not in config.model_fields_set and not path.is_file():
         return frozenset()
-    problems = Problems()
-    names = problems.take(read_json(path, list, "a JSON list of file names")) or []
+    names = (yield from named_by("exclude_files", path, read_json(path, list, "a JSON list of file names"))) or []
     if not all(isinstance(name, str) for name in names):
-        problems.append(Problem("", 'must be a JSON list of file names, such as ["a.png"].'))
-    yield from (Problem("exclude_files", f"{str(path)!r} {each.message}", each.fatal) for each in problems)
+        yield Problem("exclude_files", f'{str(path)!r} must be a JSON list of file names, such as ["a.png"].')
     return frozenset(name for name in names if isinstance(name, str))
 
 

@@ -11,11 +11,10 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Generator, Iterable
-from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextvars import ContextVar
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import islice
-from queue import SimpleQueue
 from typing import Any, TypeVar
 
 import torch
@@ -114,72 +113,51 @@ class BatchLoader:
         return read_ahead(range(self.index, len(batches)), make, ahead)
 
 
-@dataclass(frozen=True)
-class Errands:
-    """Calls that a prefetch thread delegates to the loop's thread.
-
-    Attributes:
-        asked: calls; None after each finished item.
-        answered: their results; None once the loop has ended.
-    """
-
-    asked: SimpleQueue[Callable[[], Any] | None] = field(default_factory=SimpleQueue)
-    answered: SimpleQueue[Future[Any] | None] = field(default_factory=SimpleQueue)
+class OnlyInLoopError(Exception):
+    """A prefetch thread would have to load a model."""
 
 
-# Set in prefetch threads, None in all other threads.
-_ERRANDS: ContextVar[Errands | None] = ContextVar("errands", default=None)
+# Set in prefetch threads.
+_READS_AHEAD: ContextVar[bool] = ContextVar("reads ahead", default=False)
 
 
 def read_ahead(items: Iterable[Item], make: Callable[[Item], Result], ahead: int) -> Generator[Result]:
     """Yield `make(item)` for every item, in order; a background thread prefetches up to `ahead` items."""
     gpu = torch.cuda.current_device() if torch.cuda.is_initialized() else None
-    errands = Errands()
 
     def begin() -> None:
-        _ERRANDS.set(errands)
+        _READS_AHEAD.set(True)
         if gpu is not None:  # a thread starts with the first, where locking pages would take memory
             torch.cuda.set_device(gpu)
 
-    def start(item: Item) -> Future[Result]:
-        made = reader.submit(make, item)
-        made.add_done_callback(lambda _: errands.asked.put(None))
-        return made
-
-    rest, waiting = iter(items), deque[Future[Result]]()
+    rest, waiting = iter(items), deque[tuple[Item, Future[Result]]]()
     with ThreadPoolExecutor(1, "batch-reader", begin) as reader:
+
+        def start(item: Item) -> tuple[Item, Future[Result]]:
+            return item, reader.submit(make, item)
+
         try:
             # `ahead` items, and the one being made.
             waiting.extend(map(start, islice(rest, ahead + 1)))
             while waiting:
-                for call in iter(errands.asked.get, None):
-                    errands.answered.put(_run(call))
-                made = waiting.popleft().result()
+                item, made = waiting.popleft()
+                try:
+                    result = made.result()
+                except OnlyInLoopError:
+                    wait(later for _, later in waiting)  # no thread may create tensors while a model is loaded
+                    result = make(item)
                 waiting.extend(map(start, islice(rest, 1)))
-                yield made
+                yield result
         finally:
-            # First, and in C: a second Ctrl-C can interrupt any Python call, and the thread must still end.
-            errands.answered.put(None)
             reader.shutdown(wait=False, cancel_futures=True)
 
 
-def _run(call: Callable[[], Any]) -> Future[Any]:
-    result = Future[Any]()
-    try:
-        result.set_result(call())
-    except BaseException as error:  # noqa: BLE001 - re-raised in the prefetch thread
-        result.set_exception(error)
-    return result
-
-
 def in_loop(call: Callable[[], Result]) -> Result:
-    """Make a call in the loop's thread: immediately, or, from a prefetch thread, once the loop waits for this batch."""
-    errands = _ERRANDS.get()
-    if errands is None:
-        return call()
-    errands.asked.put(call)
-    made: Future[Result] | None = errands.answered.get()
-    if made is None:
-        errands.answered.put(None)  # for the next item
-        raise CancelledError
-    return made.result()
+    """Make a call that loads a model. In a prefetch thread, raise instead: the loop then makes the item itself.
+
+    Raises:
+        OnlyInLoopError: in a prefetch thread.
+    """
+    if _READS_AHEAD.get():
+        raise OnlyInLoopError
+    return call()

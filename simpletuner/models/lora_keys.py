@@ -8,22 +8,21 @@ from __future__ import annotations
 
 import json
 import math
-import mmap
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
-from functools import lru_cache
 from pathlib import Path
 from typing import Any, Literal
 
 from simpletuner.config.lora import LoraConfig
 from simpletuner.config.values import absence_of, home_path, read_json
 from simpletuner.errors import Problem, Reading, UserError, counted, did_you_mean, shorten
-from simpletuner.headers import EXPONENTS, METADATA, not_finite, read_head, read_header
+from simpletuner.headers import METADATA, read_header
 from simpletuner.models.cost import Shape, Shapes
 from simpletuner.models.source import HUB_ID, WeightsError, hub_fault, tensor_shapes, weights_header
 from simpletuner.models.spec import FamilySpec
 
 LORA_TARGETS = "peft_lora_target_modules"
+FLOATS = ("F64", "F32", "F16", "BF16", "F8_E5M2", "F8_E4M3")  # dtypes of the format that a LoRA may have
 Targets = list[str] | str
 
 
@@ -178,7 +177,7 @@ def check_init_lora(config: LoraConfig, modules: Sequence[str], targets: Targets
         message = f"{str(path)!r} holds a LoKr or LoHa, whose weights no LoRA can start from; take the LoRA beside it."
         yield Problem(key, message)
         return
-    trigger = read_header(path).get(METADATA, {}).get("trigger")
+    trigger = read_header(path)[METADATA].get("trigger")
     if trigger:
         message = f"{str(path)!r} was trained with captions that begin with {trigger!r}; begin yours with it, too."
         yield Problem(key, message, fatal=False)
@@ -221,8 +220,8 @@ def read_shapes(key: str, path: Path) -> Reading[dict[str, Shape]]:
         yield Problem(key, absence_of(path))
         return {}
     try:
-        shapes, status = tensor_shapes(path), path.stat()
-        if fault := _fault(path, status.st_size, status.st_mtime_ns) if shapes else "holds no weights":
+        shapes = tensor_shapes(path)
+        if fault := _fault(path) if shapes else "holds no weights":
             raise WeightsError(fault)
         return shapes
     except WeightsError as error:
@@ -230,27 +229,18 @@ def read_shapes(key: str, path: Path) -> Reading[dict[str, Shape]]:
         return {}
 
 
-@lru_cache(maxsize=64)
-def _fault(path: Path, size: int, mtime_ns: int) -> str:
-    """The fault of a LoRA file's weights or settings, as text after its name; empty without a fault.
-
-    Cached by size and modification time, since it reads the whole file.
-    """
+def _fault(path: Path) -> str:
+    """The fault of a LoRA file's header or settings, as text after its name; empty without a fault."""
     header = weights_header(path)
-    entries = {name: entry for name, entry in header.items() if name != METADATA}
-    kinds = {name: fields["dtype"] for name, fields in entries.items() if role_of(name) not in (None, "alpha")}
-    if wrong := [f"{name} ({kind})" for name, kind in kinds.items() if kind not in EXPONENTS]:
+    kinds = {name: kind for name, (kind, _) in header.items() if role_of(name) not in (None, "alpha")}
+    if wrong := [f"{name} ({kind})" for name, kind in kinds.items() if kind not in FLOATS]:
         return f"holds weights that are no floating-point numbers: {shorten(wrong, 3)}"
-    if wrong := _unpaired({name: tuple(fields["shape"]) for name, fields in entries.items()}):
+    if wrong := _unpaired({name: shape for name, (_, shape) in header.items()}):
         return f"holds matrices without a product: {shorten(wrong, 3)}"
     try:
         lora_settings(path)
     except WeightsError as error:
         return str(error)
-    with path.open("rb") as file:
-        (head, _), data = read_head(file), mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-    if guilty := not_finite(header, memoryview(data)[len(head) :]):
-        return f"holds NaN or infinite values in {shorten(guilty, 3)}"
     return ""
 
 
@@ -271,7 +261,7 @@ def lora_settings(path: Path) -> dict[str, Any]:
     Raises:
         WeightsError: the settings cannot be read.
     """
-    text = read_header(path).get(METADATA, {}).get(METADATA_KEY)
+    text = read_header(path)[METADATA].get(METADATA_KEY)
     beside = path.with_name("config_lora.json")
     if text is None and path.name == OFFICIAL_FILE and beside.is_file():
         text = beside.read_text(encoding="utf-8", errors="replace")
@@ -349,5 +339,5 @@ def _check_fit(
 
 def family_in_header(path: Path) -> str:
     """The family in the header of a LoRA that this program trained; empty if the header has none."""
-    notes = read_header(path).get(METADATA, {})
+    notes = read_header(path)[METADATA]
     return str(notes.get("modelspec.architecture", "")).partition("/")[0] if STEP_NOTE in notes else ""

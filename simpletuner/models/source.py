@@ -18,10 +18,11 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
+from safetensors import SafetensorError, safe_open
+
 from simpletuner.config.schema import RunConfig
 from simpletuner.config.values import absence_of, home_path
 from simpletuner.errors import Problem, UserError, did_you_mean, shorten, warning
-from simpletuner.headers import METADATA, read_head
 from simpletuner.models.cost import Shape, Shapes
 from simpletuner.models.spec import FamilySpec, Flavour
 
@@ -42,11 +43,11 @@ def tensor_shapes(path: Path) -> dict[str, Shape]:
     Raises:
         WeightsError: as for `weights_header`.
     """
-    return {name: tuple(entry["shape"]) for name, entry in weights_header(path).items() if name != METADATA}
+    return {name: shape for name, (_, shape) in weights_header(path).items()}
 
 
-def weights_header(path: Path) -> dict[str, Any]:
-    """The header of a safetensors file whose data is complete.
+def weights_header(path: Path) -> dict[str, tuple[str, Shape]]:
+    """Dtype and shape of each tensor in a safetensors file whose data is complete.
 
     Raises:
         WeightsError: the file is not a safetensors file, or is truncated.
@@ -56,21 +57,18 @@ def weights_header(path: Path) -> dict[str, Any]:
         return _header(path, status.st_size, status.st_mtime_ns)
     except OSError as error:
         raise WeightsError(f"cannot be read: {error.strerror}") from None
-    except WeightsError:
-        raise
-    except ValueError as error:
-        raise WeightsError(f"is not a safetensors file: {error}") from None
 
 
 @lru_cache(maxsize=256)
-def _header(path: Path, size: int, mtime_ns: int) -> dict[str, Any]:
+def _header(path: Path, size: int, mtime_ns: int) -> dict[str, tuple[str, Shape]]:
     """The header, cached by size and modification time, since several parts of a plan read it."""
-    with path.open("rb") as file:
-        head, header = read_head(file)
-    end = len(head) + max((entry["data_offsets"][1] for name, entry in header.items() if name != METADATA), default=0)
-    if size < end:
-        raise WeightsError(f"is truncated: {size} of {end} bytes are there")
-    return header
+    try:
+        with safe_open(path, "np") as file:
+            slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 - no mapping
+            return {name: (each.get_dtype(), tuple(each.get_shape())) for name, each in slices.items()}
+    except SafetensorError as error:
+        advice = "download it again, if by git then with git lfs"
+        raise WeightsError(f"is not a complete safetensors file ({error}); {advice}") from None
 
 
 def weights_fault(folder: Path) -> str | None:

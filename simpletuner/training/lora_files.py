@@ -144,6 +144,8 @@ def read_lora_file(path: Path, modules: list[str], key: str = "init_lora") -> di
         raise UserError(f"{key}: {str(path)!r} does not exist.")
     # fp8 has no arithmetic; float32 can represent all its values.
     raw = {name: tensor.float() if tensor.dtype.itemsize == 1 else tensor for name, tensor in load_file(path).items()}
+    if guilty := [name for name, tensor in raw.items() if not bool(tensor.isfinite().all())]:
+        raise UserError(f"{key}: {str(path)!r} holds NaN or infinite values in {shorten(guilty, 3)}.")
     pairs = _by_module(raw, modules)
     if not pairs:
         raise UserError(f"{key}: no key of {str(path)!r} belongs to this model (the first is {next(iter(raw))!r}).")

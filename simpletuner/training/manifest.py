@@ -172,7 +172,7 @@ def result_step(output_dir: Path, model_type: str) -> int | None:
     """The step of the result in a folder, from the result's note; None without a result or note."""
     if model_type == "lora":
         try:
-            notes = read_header(output_dir / LORA_FILE).get(METADATA, {})
+            notes = read_header(output_dir / LORA_FILE)[METADATA]
         except (OSError, ValueError):
             return None
     else:

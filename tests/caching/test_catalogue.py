@@ -5,10 +5,10 @@ from __future__ import annotations
 import shutil
 
 import pytest
+from safetensors import safe_open
 
 from simpletuner.caching import keys
 from simpletuner.caching.keys import hash_text
-from simpletuner.headers import read_head
 from simpletuner.models import source
 from tests.workspace import DATASETS, Workspace
 
@@ -51,7 +51,7 @@ def test_a_start_digests_every_key_once_and_reads_every_header_once(
     hashed: list[str] = []
     headers: list[str] = []
     monkeypatch.setattr(keys, "hash_text", lambda text: hashed.append(text) or hash_text(text))
-    monkeypatch.setattr(source, "read_head", lambda file: headers.append(file.name) or read_head(file))
+    monkeypatch.setattr(source, "safe_open", lambda path, kind: headers.append(str(path)) or safe_open(path, kind))
     source._header.cache_clear()
     assert workspace.run("cache", "fill", *settings) == 0
     pictures = 8

@@ -141,6 +141,8 @@ def test_filters_take_texts_expressions_and_replacements(tmp_path: Path) -> None
     (tmp_path / "list.json").write_text('["grey ", "s/car/bus/"]', encoding="utf-8")
     for name in ("list.txt", "list.json"):
         assert filtered("a grey car", str(tmp_path / name)) == "a bus"
+    (tmp_path / "one.json").write_text('"s/grey/red/"', encoding="utf-8")
+    assert filtered("a grey car", str(tmp_path / "one.json")) == "a red car"
 
 
 @pytest.mark.parametrize("value", [["s/(/x/"], [r"s/a/\1/"], [1], {"a": 1}, "nowhere.txt"])

@@ -136,17 +136,16 @@ def test_weights_are_looked_at(copy: Path) -> None:
     next((copy / "text_encoder").glob("*.safetensors")).write_text("version https://git-lfs.github.com/spec/v1\n")
     (copy / "text_encoder_2" / "config.json").write_text("{")
     (problem,) = problems(pretrained_model_name_or_path=str(copy))
-    size = transformer.stat().st_size
-    assert f"transformer ({transformer.name} is truncated: {size} of {size + 1} bytes are there)" in problem
+    assert f"transformer ({transformer.name} is not a complete safetensors file" in problem
     assert "vae (it contains no weights)" in problem
-    assert "a pointer that git lfs has not replaced" in problem
+    assert "download it again, if by git then with git lfs" in problem
     assert "text_encoder_2 (config.json cannot be read)" in problem
 
 
 def test_shapes_come_from_the_header(tmp_path: Path) -> None:
     path = safetensors(tmp_path / "m.safetensors", {"a.weight": (2, 3), "a.bias": (2,)})
     assert tensor_shapes(path) == {"a.weight": (2, 3), "a.bias": (2,)}
-    with pytest.raises(WeightsError, match="is truncated"):
+    with pytest.raises(WeightsError, match="not a complete safetensors file"):
         tensor_shapes(safetensors(path, {"a.weight": (2, 3)}, missing=1))
 
 
@@ -158,7 +157,7 @@ def test_shapes_come_from_the_header(tmp_path: Path) -> None:
 )  # fmt: skip
 def test_what_is_no_weight_file(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "m.safetensors").write_bytes(content)
-    with pytest.raises(WeightsError, match="is not a safetensors file"):
+    with pytest.raises(WeightsError, match="is not a complete safetensors file"):
         tensor_shapes(tmp_path / "m.safetensors")
 
 

@@ -235,9 +235,9 @@ class TestInitLora:
     @pytest.mark.parametrize(
         ("content", "words"),
         [
-            (b"not a lora", "is not a safetensors file"),
-            (b"\x80\x04\x95\x10\x00\x00\x00", "is not a safetensors file"),
-            (None, "is truncated"),
+            (b"not a lora", "is not a complete safetensors file"),
+            (b"\x80\x04\x95\x10\x00\x00\x00", "is not a complete safetensors file"),
+            (None, "is not a complete safetensors file"),
         ],
     )
     def test_what_is_no_lora_file(

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import signal
 import threading
-from concurrent.futures import ThreadPoolExecutor
+import time
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,6 @@ from transformers import Dinov2Config, Dinov2Model
 
 from simpletuner.data.loader import in_loop, read_ahead
 from simpletuner.reporting.events import CACHING, EVALUATION, PREVIEWS, EventStream, PhaseStarted, StepReport
-from tests.processes import PATIENCE
 from tests.run.test_encoding_in_training import ENTRIES
 from tests.run.test_resume import RESULT
 from tests.validation.test_eval_loss import EVAL
@@ -67,73 +65,30 @@ def test_every_entry_is_damaged_at_every_phase(
     assert healthy.path(RESULT).read_bytes() == broken.path(RESULT).read_bytes()
 
 
-def test_what_a_reading_thread_asks_for_is_done_in_the_loops_thread() -> None:
-    """Its errors come out of the loop, and a loop that stops leaves nobody waiting."""
-    threads = []
-
-    def work() -> str:
-        threads.append(threading.current_thread())
-        if len(threads) > 2:
-            raise ValueError("damaged")
-        return "healed"
-
-    planned: Any = range(5)
-    made: Any = read_ahead(planned, lambda each: (each, in_loop(work)), 2)
-    assert [next(made), next(made)] == [(0, "healed"), (1, "healed")]
-    with pytest.raises(ValueError, match="damaged"):
-        next(made)
-    assert set(threads) == {threading.main_thread()}
-    before = threading.enumerate()
-    waiting: Any = read_ahead(planned, lambda each: each if not each else in_loop(work), 2)
-    next(waiting)
-    waiting.close()
-    assert not any("batch-reader" in thread.name for thread in threading.enumerate() if thread not in before)
-    assert len(threads) == 3
-
-
-def test_a_second_interrupt_leaves_no_thread_that_waits_for_the_loop() -> None:
-    """It comes while the loop waits for an item that is being read, which then has something to ask for."""
-    reading, may_ask = threading.Event(), threading.Event()
+def test_models_are_loaded_in_the_loops_thread_while_no_other_reads() -> None:
+    """An item that needs one is made by the loop. What else was to be read is read first, and errors come out of it."""
+    loading, reading = list[int](), threading.Lock()
 
     def make(number: int) -> int:
-        if number:
-            reading.set()
-            may_ask.wait(PATIENCE)
-            in_loop(list)
+        if number == 0:
+            return number
+        if number == 2:
+            with reading:
+                time.sleep(0.2)
+            return number
+        return in_loop(lambda: load(number))
+
+    def load(number: int) -> int:
+        assert threading.current_thread() is threading.main_thread()
+        assert not reading.locked()
+        loading.append(number)
+        if number == 3:
+            raise ValueError("damaged")
         return number
 
-    ahead: Any = read_ahead(range(3), make, 1)
-    assert next(ahead) == 0
-    assert reading.wait(PATIENCE)
-    [thread] = [each for each in threading.enumerate() if "batch-reader" in each.name]
-    # To this thread, whose wait it has to end.
-    threading.Timer(0.2, signal.pthread_kill, (threading.get_ident(), signal.SIGINT)).start()
-    with pytest.raises(KeyboardInterrupt):
-        ahead.close()
-    may_ask.set()
-    thread.join(PATIENCE)
-    assert not thread.is_alive()
-
-
-def test_an_interrupt_at_the_end_of_the_loop_leaves_no_item_that_waits(monkeypatch: pytest.MonkeyPatch) -> None:
-    """All that were to be read ask for something, since nobody cancelled them."""
-    may_ask, asked, shut_down = threading.Event(), list[int](), ThreadPoolExecutor.shutdown
-
-    def make(number: int) -> None:
-        if number:
-            may_ask.wait(PATIENCE)
-            asked.append(number)
-            in_loop(list)
-
-    def interrupt(reader: ThreadPoolExecutor, wait: bool = True, *, cancel_futures: bool = False) -> None:
-        may_ask.set()
-        if cancel_futures:
-            raise KeyboardInterrupt
-        shut_down(reader, wait)
-
-    ahead: Any = read_ahead(range(5), make, 2)
-    next(ahead)
-    monkeypatch.setattr(ThreadPoolExecutor, "shutdown", interrupt)
-    with pytest.raises(KeyboardInterrupt):
-        ahead.close()
-    assert asked == [1, 2, 3]
+    made: Any = read_ahead(range(4), make, 3)
+    assert [next(made), next(made), next(made)] == [0, 1, 2]
+    with pytest.raises(ValueError, match="damaged"):
+        next(made)
+    assert loading == [1, 3]
+    assert not any("batch-reader" in thread.name for thread in threading.enumerate())

@@ -180,7 +180,7 @@ def test_losses_that_would_not_fit_are_not_measured(trained: Workspace, capsys: 
         (["other.safetensors", *PROMPT], ["1 of 1 layers in 'other.safetensors' are not in this model (blocks.0)"]),
         (["wide.safetensors", *PROMPT], ["is for other layers"]),
         (["lokr.safetensors", *PROMPT], ["is not a plain LoRA: it holds blocks.0.lokr_w1"]),
-        (["config/config.json", *PROMPT], ["source: 'config/config.json' is not a safetensors file"]),
+        (["config/config.json", *PROMPT], ["source: 'config/config.json' is not a complete safetensors file"]),
         (["empty.safetensors", *PROMPT], ["source: 'empty.safetensors' holds no weights"]),
         (["output", *PROMPT, "--strength", "nan", "--checkpoint", "3"], ["--strength: 'nan'", "'3' is not a complete"]),
         (["output", *PROMPT, "--strength", "0,x, y"], ["--strength: 'x' is not a number", "--strength: 'y' is not"]),

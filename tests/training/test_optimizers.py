@@ -260,35 +260,6 @@ def test_the_second_moment_of_bf16_weights_decays_as_that_of_float32_ones(name: 
     assert found[1] == pytest.approx(found[0], rel=0.01)
 
 
-@pytest.mark.parametrize(("beta2", "fades"), [(0.99, True), (0.996, True), (0.999, False)])
-def test_a_mean_that_bf16_cannot_let_go_of_is_warned_of(beta2: float, fades: bool) -> None:
-    """Lion's mean of gradients stays where it was, although there are none any more."""
-    weight = nn.Parameter(torch.ones(2, 2, dtype=torch.bfloat16))
-    optimizer = build("optimi-lion", [weight], optimizer_config=f"{beta2=}")
-    for step in range(200):
-        weight.grad = torch.full_like(weight, float(step == 0))
-        if step == 1:
-            optimizer.state[weight]["exp_avg"].fill_(1)
-        optimizer.step()
-    assert bool((optimizer.state[weight]["exp_avg"] < 1).all()) is fades
-    told = [str(each) for each in problems("bf16", optimizer="optimi-lion", optimizer_config=f"{beta2=}")]
-    assert [f"with beta2 {beta2}: " in each for each in told] == [True] * (not fades)
-
-
-@pytest.mark.parametrize(
-    ("name", "settings", "precision", "count"),
-    [
-        ("adamw_bf16", "beta1=.999", "bf16", 1), ("adamw_bf16", "beta2=.999", "bf16", 0),
-        ("optimi-adan", "beta1=.999,beta2=.999,beta3=.999", "bf16", 2), ("optimi-sgd", "momentum=.999", "bf16", 1),
-        ("optimi-lion", "beta1=.999", "bf16", 0), ("optimi-lion", "beta2=.999", "no", 0),
-        ("adamw", "beta1=.999", "bf16", 0), ("ao-adamw8bit", "beta1=.999", "bf16", 0),
-    ],
-)  # fmt: skip
-def test_only_means_in_bf16_are_warned_of(name: str, settings: str, precision: str, count: int) -> None:
-    found = problems(precision, optimizer=name, optimizer_config=settings)
-    assert ["may never fade" in each.message for each in found] == [True] * count
-
-
 @pytest.mark.parametrize("beta2", [0.99, 0.996, 0.9962, 0.999])
 def test_the_second_moment_is_float32_where_bf16_loses_its_decay(beta2: float) -> None:
     """All numbers from 1 to 2, the same for every power of two, show it."""

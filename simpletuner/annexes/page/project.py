@@ -216,7 +216,7 @@ async def read_object(request: Request) -> dict[str, Any]:
     except TimeoutError:
         raise Refusal(408, f"The request took longer than {BODY_SECONDS:g} s to arrive.") from None
     except ValueError as error:
-        raise Refusal(400, f"The request is not valid JSON: {error}.") from None
+        raise Refusal(400, f"The request {error}.") from None
     if not isinstance(content, dict):
         raise Refusal(400, f"The request must be a JSON object, not {json_kind(content)}.")
     return content

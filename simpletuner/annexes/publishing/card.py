@@ -225,7 +225,7 @@ def published_result(plan: Plan, step: int) -> dict[str, str] | None:
         return None
     path = plan.output_dir / (LORA_FILE if model_type == "lora" else PIPELINE_FOLDER)
     files = [path] if path.is_file() else [file for file in path.rglob("*") if file.is_file()]
-    notes = read_header(path).get(METADATA, {}) if path.is_file() else {}
+    notes = read_header(path)[METADATA] if path.is_file() else {}
     result = str(plan.output_dir if path.is_file() else path)
     snippet = example_program(plan, plan.source["transformer"].location, result)
     size = size_text(sum(file.stat().st_size for file in files))
