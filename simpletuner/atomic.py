@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import errno
 import json
+import logging
 import os
 import re
 import secrets
@@ -17,11 +18,14 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from functools import cache
 from itertools import chain, count
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from simpletuner.errors import DiskFullError, WriteError
+
+logger = logging.getLogger(__name__)
 
 TEMPORARY_SUFFIX = ".tmp"
 UNFINISHED_FOLDER_SUFFIX = "-tmp"
@@ -30,6 +34,8 @@ DISK_FULL_CODES = frozenset({errno.ENOSPC, errno.EDQUOT})
 NOT_PERMITTED = frozenset({errno.EACCES, errno.EPERM})
 # Not permitted, read-only, or a failing disk or network.
 UNWRITABLE_CODES = NOT_PERMITTED | {errno.EROFS, errno.EIO, errno.ENXIO, errno.ENODEV, errno.ESTALE, errno.ENOTCONN}
+# Of disks without locks, such as some network volumes of rented machines.
+NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS)
 # Names created by `open_atomically`; temporary files of other programs are kept.
 STRAY_FILE = re.compile(rf"\..+\.[0-9a-f]{{12}}{re.escape(TEMPORARY_SUFFIX)}")
 # Native writers (safetensors, torch) report the system's error only as text.
@@ -99,7 +105,7 @@ def changing(path: Path) -> Iterator[None]:
 
 
 def hold(file: BinaryIO, *, wait: bool = True) -> bool:
-    """Take an exclusive lock on an open file, held until it is closed; does nothing on Windows.
+    """Take an exclusive lock on an open file, held until it is closed; does nothing on Windows or a disk without locks.
 
     Args:
         wait: wait for the lock; otherwise return False if another process holds it.
@@ -111,7 +117,16 @@ def hold(file: BinaryIO, *, wait: bool = True) -> bool:
             fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
         except BlockingIOError:
             return False
+        except OSError as error:
+            if error.errno not in NO_LOCKS:
+                raise
+            _warn_of_no_locks(Path(file.name).parent)
     return True
+
+
+@cache  # once a folder
+def _warn_of_no_locks(folder: Path) -> None:
+    logger.warning("%s is on a disk without locks. Start one run at a time with this folder.", folder)
 
 
 @contextmanager

@@ -1,13 +1,13 @@
 """A lock that allows one run at a time in an output folder.
 
 The lock is a file that names its owner. The operating system locks it until the owner's process ends, however it ends.
-Some network disks keep the locks of different machines apart, so every owner refreshes the time of its file, and a run
-that finds the name of another machine watches that time first. Clocks of different machines are never compared.
+Some network disks have no locks, or keep those of different machines apart. So every owner refreshes the time of its
+file, and a run that finds the name of another machine watches that time first. Clocks of different machines are never
+compared.
 """
 
 from __future__ import annotations
 
-import errno
 import json
 import logging
 import os
@@ -35,8 +35,6 @@ LOCK_FILE = "run.lock"
 REFRESH_SECONDS = 15.0
 # Longer than a change may take to appear on other machines, and longer than C code usually blocks the owner's threads.
 ABANDONED_SECONDS = 180.0
-# Errors of disks without locks, such as some network volumes of rented machines.
-NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS)
 
 
 @dataclass(frozen=True)
@@ -92,7 +90,7 @@ def lock_output(folder: Path, after: Callable[[], int] = lambda: 0) -> Iterator[
     path, over = folder / LOCK_FILE, threading.Event()
     with ExitStack() as held:
         try:
-            if (file := take_or_open(path)) is None:
+            if (file := take(path)) is None:
                 raise in_use(path, read_owner(path), "Wait for its end, stop it, or choose another output_dir.")
             held.enter_context(file)
             refuse_if_at_work(path)
@@ -120,17 +118,6 @@ def take(path: Path) -> BinaryIO | None:
         return file
     file.close()  # its owner has removed it since it was opened
     return take(path)
-
-
-def take_or_open(path: Path) -> BinaryIO | None:
-    """`take`; on a disk without locks, the file is only opened, and two runs that start at once may miss each other."""
-    try:
-        return take(path)
-    except OSError as error:
-        if error.errno not in NO_LOCKS:
-            raise
-    logger.warning("%s: this disk has no locks. Start one run at a time in this folder.", path)
-    return path.open("a+b")
 
 
 def is_at(path: Path, file: BinaryIO) -> bool:

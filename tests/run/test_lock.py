@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import json
 import os
 import re
@@ -209,13 +210,13 @@ def test_a_disk_without_locks(
 ) -> None:
     """The name of a living process, or of another machine that refreshes it, still refuses a second run."""
 
-    def refuse(file: BinaryIO, *, wait: bool) -> bool:
+    def refuse(file: BinaryIO, how: int) -> None:
         raise OSError(code, os.strerror(code))
 
-    monkeypatch.setattr(lock, "hold", refuse)
+    monkeypatch.setattr(fcntl, "flock", refuse)
     monkeypatch.setattr(lock, "ABANDONED_SECONDS", 0.2)
     with lock_output(tmp_path):
-        assert "has no locks. Start one run at a time" in caplog.text
+        assert "is on a disk without locks. Start one run at a time" in caplog.text
         with pytest.raises(UserError, match=rf"in use by process {os.getpid()} on"), lock_output(tmp_path):
             pass
     assert list(tmp_path.iterdir()) == []
