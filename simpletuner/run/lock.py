@@ -95,16 +95,17 @@ def lock_output(folder: Path, after: Callable[[], int] = lambda: 0) -> Iterator[
             held.enter_context(file)
             refuse_if_at_work(path)
             # The page distinguishes sessions by the last event before them, since clocks may be adjusted.
-            replace(this_process(), after=after()).write(file)
+            owner = replace(this_process(), after=after())
+            owner.write(file)
         except OSError as error:
             raise UserError(f"output_dir: {str(path)!r} cannot be written: {error.strerror}.") from None
-        threading.Thread(target=refresh, args=(path, over), name="lock", daemon=True).start()
+        threading.Thread(target=refresh, args=(path, owner, over), name="lock", daemon=True).start()
         try:
             yield
         finally:
             over.set()
-            with suppress(OSError):
-                if is_at(path, file):
+            with suppress(OSError, UserError):
+                if read_owner(path) == owner:
                     path.unlink()
 
 
@@ -127,10 +128,15 @@ def is_at(path: Path, file: BinaryIO) -> bool:
     return False
 
 
-def refresh(path: Path, over: threading.Event) -> None:
-    """Refresh the time of a lock until `over`."""
+def refresh(path: Path, owner: Owner, over: threading.Event) -> None:
+    """Refresh the time of a lock until `over`; exits this process if another machine, which now owns the folder, took
+    the lock while this one was frozen."""
     while not over.wait(REFRESH_SECONDS):
-        with suppress(OSError):  # retried
+        with suppress(OSError, UserError):  # retried
+            if (winner := read_owner(path)) not in (None, owner):
+                print(f"{path} was taken over by {winner}, because this process did not refresh it.", file=sys.stderr)
+                # Not `sys.exit`, which would end only this thread while training continues to write.
+                os._exit(1)
             os.utime(path)
 
 

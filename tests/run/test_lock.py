@@ -9,6 +9,7 @@ import os
 import re
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, replace
@@ -177,6 +178,21 @@ def test_an_owner_refreshes_its_lock(tmp_path: Path, monkeypatch: pytest.MonkeyP
         while (tmp_path / LOCK_FILE).stat().st_mtime == 1:
             time.sleep(0.01)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_whoever_has_lost_its_lock_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lock, "REFRESH_SECONDS", 0.05)
+    ended = threading.Event()
+
+    def end(code: int) -> None:
+        ended.set()
+        raise SystemExit(code)  # of the thread
+
+    monkeypatch.setattr(lock.os, "_exit", end)
+    with lock_output(tmp_path):
+        write_lock(tmp_path, replace(this_process(), host="elsewhere"))
+        assert ended.wait(60)
+    assert json.loads((tmp_path / LOCK_FILE).read_text())["host"] == "elsewhere", "it is not removed either"
 
 
 def test_a_lock_that_was_removed_meanwhile_is_opened_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
