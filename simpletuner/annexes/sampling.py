@@ -194,6 +194,8 @@ def _weights_of_run(request: SampleRequest, path: Path) -> Reading[tuple[list[Sa
         weights = []
         for checkpoint in chosen:
             weights.append((yield from _weights(checkpoint.path, checkpoint.step, request.ema, is_full)))
+            if not weights[-1].name:
+                break  # the others lack it for the same reason
         return weights, run
     result = path / (PIPELINE_FOLDER if is_full else lora_keys.LORA_FILE)
     if result.exists():
@@ -219,8 +221,9 @@ def _weights(folder: Path, step: int | None, ema: bool, is_full: bool) -> Readin
     if not path.exists():
         plain = "checkpoints contain the adapter (lora_type) in its native form; only the result is also a plain LoRA."
         yield Problem("source", f"{str(path)!r} does not exist: {'the run had no use_ema.' if ema else plain}")
+        return Sampled("")
     if not is_full:
-        return Sampled(folder.name, step, lora=path, content=hash_file(path)) if path.exists() else Sampled("")
+        return Sampled(folder.name, step, lora=path, content=hash_file(path))
     part = Part("transformer", "source", str(folder), name, None, None)
     # Path and time instead of a hash: a full transformer has gigabytes.
     return Sampled(folder.name, step, transformer=part, content=f"{path.resolve()} {folder.stat().st_mtime_ns}")

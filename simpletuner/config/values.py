@@ -21,7 +21,7 @@ from typing import Annotated, Any, TypeVar
 
 from pydantic import BeforeValidator, PlainSerializer, TypeAdapter, ValidationError
 
-from simpletuner.errors import Problem, Problems, Reading, did_you_mean, warning
+from simpletuner.errors import Problem, Problems, Reading, nearest, warning
 from simpletuner.redaction import SECRET_NAME, hide, hide_secrets
 
 # A comma before a closing bracket, and every string (so that commas inside strings are left alone).
@@ -288,8 +288,18 @@ def home_path(text: str) -> Path:
 
 def absence_of(path: Path) -> str:
     """`'x' does not exist. Did you mean 'y'?`, with the nearest name beside it."""
-    beside = [str(each) for each in path.parent.glob("*") if each.exists()]
-    return f"{str(path)!r} does not exist.{did_you_mean(str(path), beside)}"
+    return f"{str(path)!r} does not exist.{similar_path(path)}"
+
+
+def similar_path(path: Path, pattern: str = "*") -> str:
+    """` Did you mean 'x'?` with the most similar name beside a path, or an empty string.
+
+    Args:
+        pattern: of the names to consider; `*/` means folders.
+    """
+    # Names alone: paths with the same long parent would all be similar.
+    guess = nearest(path.name, sorted(each.name for each in path.parent.glob(pattern) if each.exists()))
+    return f" Did you mean {str(path.parent / guess)!r}?" if guess else ""
 
 
 def parse_path(value: object) -> object:

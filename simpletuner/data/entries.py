@@ -13,8 +13,9 @@ from typing import Any, Protocol
 from simpletuner.config.datasets import MASKS, DatasetConfig
 from simpletuner.config.remote import check_source
 from simpletuner.config.schema import CachingConfig, DatasetDefaults, RunConfig
+from simpletuner.config.values import similar_path
 from simpletuner.data.discovery import Scan, is_readable, load_index
-from simpletuner.errors import Problem, Problems, Reading, did_you_mean, not_one_of, warning
+from simpletuner.errors import Problem, Problems, Reading, not_one_of, warning
 from simpletuner.models.registry import FAMILIES
 from simpletuner.models.spec import FamilySpec, Task
 
@@ -247,7 +248,7 @@ def _check_folders(configs: Configs, context: DataContext) -> Iterator[Problem]:
     if missing:
         hint = "paths are relative to the working directory"
         listed = "; ".join(f"{name}: {str(folder)!r}" for name, folder in missing.items())
-        guesses = [did_you_mean(str(folder), map(str, folder.parent.glob("*/"))) for folder in missing.values()]
+        guesses = [similar_path(folder, "*/") for folder in missing.values()]
         message = f"these folders do not exist or cannot be listed ({hint}): {listed}.{''.join(dict.fromkeys(guesses))}"
         yield Problem("instance_data_dir", message, entries=[*missing])
     for config, folder in named:

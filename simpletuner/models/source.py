@@ -21,8 +21,8 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 
 from simpletuner.config.schema import RunConfig
-from simpletuner.config.values import absence_of, home_path
-from simpletuner.errors import Problem, UserError, did_you_mean, shorten, warning
+from simpletuner.config.values import absence_of, home_path, similar_path
+from simpletuner.errors import Problem, UserError, shorten, warning
 from simpletuner.models.cost import Shape, Shapes
 from simpletuner.models.spec import FamilySpec, Flavour
 
@@ -338,8 +338,8 @@ class ModelSource:
         for location, key in {part.location: part.key for part in self.parts.values()}.items():
             folder = Path(location)
             if HUB_ID.fullmatch(location) and not folder.exists() and folder.parent.is_dir():
-                guess = did_you_mean(location, map(str, folder.parent.glob("*/")))
-                yield warning(key, f"there is no folder {location!r}, so it is taken for a model of the hub.{guess}")
+                message = f"there is no folder {location!r}, so it is taken for a model of the hub."
+                yield warning(key, f"{message}{similar_path(folder, '*/')}")
 
 
 def looks_like_path(location: str) -> bool:

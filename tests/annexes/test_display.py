@@ -157,6 +157,19 @@ def test_the_live_display_shows_the_run_and_restores_the_terminal(monkeypatch: p
     assert "Trained 1 step in" in shown[shown.rindex(show) :]
 
 
+def test_a_phase_that_counts_nothing_has_no_count() -> None:
+    stream = io.StringIO()
+    console = Console(file=stream, width=100)
+    with closing(LiveDisplay(Terminal())) as display:
+        for phase in (PhaseStarted("Loading torch"), PhaseStarted("Encoding", 3, "captions")):
+            display.show(phase)
+        console.print(display._bars)
+    first, second = stream.getvalue().splitlines()
+    assert "Loading torch" in first
+    assert "/" not in first
+    assert "0/3 captions (0 %)" in second
+
+
 def test_log_lines_appear_above_the_live_display(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TERM", "xterm-256color")
     terminal = Terminal()

@@ -210,6 +210,8 @@ def test_a_full_fine_tune_has_checkpoints_but_no_strength(workspace: Workspace, 
     assert workspace.run("sweep", "output", *PROMPT, "--output", "sweep") == 0
     cells = {path.read_bytes() for path in workspace.path("sweep/cells").glob("*.png")}
     assert cells == {preview(workspace, 1), preview(workspace, 2)}
+    assert workspace.run("sweep", "output", "--ema") == 2
+    assert capsys.readouterr().err.count("the run had no use_ema") == 1, "once, not for every checkpoint"
     assert workspace.run("sweep", "output", "--strengths", "0.5") == 2
     assert "--strengths: is for LoRAs" in capsys.readouterr().err
     assert workspace.run("sweep", "datasets", "--checkpoints", "9") == 2

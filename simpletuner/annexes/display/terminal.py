@@ -15,7 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from simpletuner.annexes.display.progress import Display, LastingStream, key_figures
-from simpletuner.annexes.figures import Pace, ending, line_of
+from simpletuner.annexes.figures import Pace, ending, line_of, reached
 from simpletuner.reporting import events
 from simpletuner.reporting.pace import clock
 
@@ -35,8 +35,7 @@ class LiveDisplay(Display):
             progress.SpinnerColumn(finished_text="[green]✓[/]"),
             progress.TextColumn("{task.description}", style="bold"),
             progress.BarColumn(bar_width=28),
-            progress.MofNCompleteColumn(),
-            progress.TextColumn("{task.fields[unit]}"),
+            progress.TextColumn("{task.fields[reached]}"),
             progress.TimeRemainingColumn(compact=True),
             # File names may contain brackets, which rich would parse as markup.
             progress.TextColumn("{task.fields[note]}", style="dim", markup=False),
@@ -49,9 +48,11 @@ class LiveDisplay(Display):
         match event:
             case events.PhaseStarted():
                 self._open()
-                self._tasks[event] = self._bars.add_task(event.title, total=event.total, unit=event.unit, note="")
+                count = reached(event, 0) if event.total else ""  # such as the imports of torch
+                self._tasks[event] = self._bars.add_task(event.title, total=event.total, reached=count, note="")
             case events.PhaseAdvanced():
-                self._bars.update(self._tasks[event.phase], completed=event.done, note=event.note)
+                count = reached(event.phase, event.done)
+                self._bars.update(self._tasks[event.phase], completed=event.done, reached=count, note=event.note)
             # A line that scrolls replaces the bar, so that only running phases have bars.
             case events.PhaseEnded():
                 self._bars.remove_task(self._tasks.pop(event.phase))

@@ -35,7 +35,7 @@ from simpletuner.config.load import canonical
 from simpletuner.config.schema import all_options
 from simpletuner.config.sources import DATASET_FILE, ENV_VARIABLES, example_names, read_config_file
 from simpletuner.distributed import requests
-from simpletuner.errors import UserError, result_of
+from simpletuner.errors import UserError, did_you_mean, result_of
 from simpletuner.models.lora_keys import LORA_FILE
 from simpletuner.redaction import redact
 from simpletuner.reporting.metrics import METRICS_FILE
@@ -139,7 +139,8 @@ class Runs:
     def _existing(self, config: str) -> Path:
         file = self.project.config_file(config)
         if not file.is_file():
-            raise Refusal(404, f"There is no config {config!r}.")
+            guess = did_you_mean(config, self.project.config_names())
+            raise Refusal(404, f"There is no config {config!r}.{guess}")
         return file
 
     def settings_of(self, run: Run, more: Mapping[str, Any]) -> dict[str, Any]:

@@ -25,13 +25,14 @@ from simpletuner.budget.budget import Budget
 from simpletuner.budget.device import find_device
 from simpletuner.config.schema import render_config
 from simpletuner.config.sources import EXAMPLES, Arguments, configured
+from simpletuner.config.values import similar_path
 from simpletuner.data.buckets import PixelGrid
 from simpletuner.data.captions import read_caption_file
 from simpletuner.data.clips import CLIP_SUFFIXES, ClipFacts, fitting_frames, probe_clip
 from simpletuner.data.discovery import Scan, is_readable, pair_key, scan
 from simpletuner.data.files import LeftOutError, MediaError
 from simpletuner.data.media import PICTURE_SUFFIXES, probe
-from simpletuner.errors import ConfigError, UserError, did_you_mean, shorten
+from simpletuner.errors import ConfigError, UserError, shorten
 from simpletuner.models.registry import FAMILIES
 from simpletuner.models.spec import FamilySpec
 from simpletuner.validation.prompts import SMALLEST_SIDE
@@ -80,8 +81,8 @@ class Material:
             UserError: the folder contains neither.
         """
         if not is_readable(folder):
-            guess = did_you_mean(str(folder), map(str, folder.parent.glob("*/")))
-            raise UserError(f"{folder} cannot be read." if folder.is_dir() else f"{folder} is not a folder.{guess}")
+            wrong = "cannot be read." if folder.is_dir() else f"is not a folder.{similar_path(folder, '*/')}"
+            raise UserError(f"{folder} {wrong}")
         if pair := _pair(folder):
             if not (pictures := scan(pair[1])).files:
                 raise UserError(f"{pair[1]} contains no pictures.")

@@ -141,11 +141,16 @@ def test_everybody_is_let_in_with_a_warning_in_red(
         (["--token", "0123456789abcdef"], "No such option: --token"),
         (["--token-file", "/dev/null/x"], "cannot be stored"),
         (["--mode", "all"], "unified"),
-        (["--env", "nothing"], "There is no config 'nothing'."),
+        (["--env", "my-cta"], "There is no config 'my-cta'. Did you mean 'my-cat'?"),
         (["--env", "../nothing"], "'../nothing' is not the name of a config."),
     ],
 )
-def test_bad_option_is_refused(options: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_bad_option_is_refused(
+    options: list[str], words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("config/my-cat").mkdir(parents=True)
+    Path("config/my-cat/config.json").write_text("{}")
     assert main(["server", "--port", str(free_port()), *options]) == 2
     assert words in capsys.readouterr().err
 
