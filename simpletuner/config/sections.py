@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import functools
-import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 from simpletuner.config.schema import sections
+from simpletuner.config.values import read_toml
 
 
 @dataclass(frozen=True)
@@ -32,7 +31,7 @@ class Section:
 
 
 DATASETS = "dataset/training_data"  # the section of the dataset file and its cards
-TABLE = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
+TABLE = read_toml("simpletuner.config", "sections.toml")
 SECTIONS = tuple(
     Section(each["id"], each["label"], tuple(each.get("groups", ())), tuple(each.get("keys", ())))
     for each in TABLE["sections"]

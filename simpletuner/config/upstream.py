@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import functools
-import tomllib
-from pathlib import Path
 from typing import Any, Literal
 
-from simpletuner.config.values import FALSE_WORDS
+from simpletuner.config.values import FALSE_WORDS, read_toml
 from simpletuner.errors import Problem
 
 # Values that switch a key off.
@@ -28,7 +26,7 @@ File = Literal["config", "datasets"]
 def instead_of(file: File) -> dict[str, str]:
     """Replacements for keys of a config.json, or for keys and `type` words of a dataset file."""
     # Read lazily: most runs have no foreign key.
-    table = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))[file]
+    table = read_toml("simpletuner.config", "upstream.toml")[file]
     return {key: words for keys, words in table.items() for key in keys.split()}
 
 

@@ -15,6 +15,7 @@ import tomllib
 from collections.abc import Callable, Iterable, Iterator
 from functools import cache
 from importlib.resources import files
+from itertools import chain
 from pathlib import Path
 from types import UnionType
 from typing import Annotated, Any, TypeVar
@@ -29,6 +30,7 @@ TRAILING_COMMA = re.compile(r'("(?:[^"\\]|\\.)*")|,(?=\s*[}\]])')
 ENVIRONMENT_REFERENCE = re.compile(r"\{env:([^}]*)\}")
 UNSET = "needs the environment variable {}, which is not set"
 LARGEST_TEXT = 1 << 28  # bytes; the captions of 100,000 files take a fifth of this
+DEEPEST_NESTING = 100  # levels; functions that walk through settings need up to three of Python's 1000 frames a level
 Pairs = list[tuple[str, Any]]
 Stored = TypeVar("Stored")
 
@@ -99,6 +101,8 @@ def read_text(path: Path) -> Reading[str | None]:
         return path.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
         yield Problem(str(path), f"is not UTF-8 text (byte {error.start}).")
+    except ValueError as error:  # NUL in the name
+        yield Problem(str(path), f"cannot be read: {error}.")
     except OSError as error:
         yield Problem(str(path), f"cannot be read: {error.strerror}.")
     return None
@@ -132,11 +136,22 @@ def parse_json(text: str, object_of: Callable[[Pairs], Any] = dict) -> Any:
         value = json.loads(text, object_pairs_hook=object_of)
         # JSON can contain half of a UTF-16 pair, which no file can.
         json.dumps(value, ensure_ascii=False).encode()
+        if _is_deep(value):
+            raise RecursionError("nested too deeply")
     except json.JSONDecodeError as error:
         raise ValueError(json_fault(error)) from None
-    except (ValueError, RecursionError) as error:  # very deep nesting, or a number of more than 4300 digits
+    except (ValueError, RecursionError) as error:  # deep nesting, or a number of more than 4300 digits
         raise ValueError(f"cannot be used: {error}") from None
     return value
+
+
+def _is_deep(value: Any) -> bool:
+    """Whether a parsed value has more than `DEEPEST_NESTING` levels."""
+    level = [value]
+    for _ in range(DEEPEST_NESTING):
+        inner = [part.values() if isinstance(part, dict) else part for part in level if isinstance(part, dict | list)]
+        level = [*chain.from_iterable(inner)]
+    return bool(level)
 
 
 # (text at the error, part of Python's message, message for users)

@@ -96,7 +96,11 @@ class Sampler:
     def batches_per_epoch(self, epoch: int) -> int:
         """Number of batches this process gets in an epoch; 0 if no dataset takes part in it."""
         if epoch not in self._lengths:
-            self._lengths[epoch] = len(self._plan(epoch))
+            active = self._active(epoch)
+            # Planning an epoch is slow; without step windows, the number of batches follows from the sizes.
+            is_planned = any(map(_has_step_window, active))
+            counts = [self._group_count(dataset, epoch) for dataset in active]
+            self._lengths[epoch] = len(self._plan(epoch)) if is_planned else sum(counts)
         return self._lengths[epoch]
 
     def batches(self, epoch: int) -> Epoch:
@@ -141,13 +145,25 @@ class Sampler:
         configs = [(dataset, dataset.config) for dataset in self.datasets]
         return [dataset for dataset, config in configs if config.start_epoch <= epoch <= (config.end_epoch or epoch)]
 
+    def _group_count(self, dataset: Dataset, epoch: int) -> int:
+        """Number of groups from `_groups`; depends on the epoch only if random aspects change the buckets."""
+        if dataset.config.crop_aspect == "random":
+            dataset = dataset.at_epoch(epoch)
+        size = self._global_size(dataset)
+        # `passes` pads every bucket to whole batches.
+        return sum(-(-len(samples) * (dataset.repeats + 1) // size) for samples in dataset.buckets.values())
+
+    def _global_size(self, dataset: Dataset) -> int:
+        """Samples per global batch."""
+        return dataset.batch_size * self.world.size
+
     def _weights(self, queues: Sequence[_Queue]) -> list[float]:
         is_uniform = self.sampling == "uniform"
         return [queue.dataset.config.probability * (1 if is_uniform else queue.remaining) for queue in queues]
 
     def _groups(self, dataset: Dataset, epoch: int) -> list[list[Sample]]:
         """The global batches of a dataset in an epoch, each from one bucket."""
-        size = dataset.batch_size * self.world.size  # of a global batch
+        size = self._global_size(dataset)
         groups = []
         # One generator per bucket, so that its order does not depend on the other buckets.
         for label, samples in dataset.buckets.items():

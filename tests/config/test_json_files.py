@@ -60,6 +60,8 @@ def test_what_is_not_json_is_told_with_line_and_column(tmp_path: Path) -> None:
         (b'{"a": "\xff"}', "is not UTF-8 text (byte 7)"),
         (b'\xff\xfe{\x00"\x00', "is not UTF-8 text"),
         ("[" * 100_000, "cannot be used"),
+        ("[" * 101 + "]" * 101, "nested too deeply"),
+        ('{"a": ' * 900 + "1" + "}" * 900, "nested too deeply"),
         ('{"a": ' + "9" * 5000 + "}", "4300 digits"),
         (r'{"a": {"\ud800": 1}}', "surrogates not allowed"),
     ],

@@ -278,6 +278,8 @@ def test_a_list_that_cannot_be_used_is_an_error(content: str, message: str, cont
     ]
     _, problems = build(context, folder(photos, exclude_files="x" * 300))
     assert "cannot be read: File name too long" in problems[0].message
+    _, problems = build(context, folder(photos, exclude_files="a\0b"))
+    assert "cannot be read: embedded null byte" in problems[0].message
     _, problems = build(context, folder(photos, exclude_files="none.json"))
     assert ["none.json" in problem.message for problem in fatal(problems)] == [True], "a list that was named must exist"
     _, problems = build(context, folder(photos, exclude_files="../exclude.json"))

@@ -145,7 +145,7 @@ def test_filters_take_texts_expressions_and_replacements(tmp_path: Path) -> None
     assert filtered("a grey car", str(tmp_path / "one.json")) == "a red car"
 
 
-@pytest.mark.parametrize("value", [["s/(/x/"], [r"s/a/\1/"], [1], {"a": 1}, "nowhere.txt"])
+@pytest.mark.parametrize("value", [["s/(/x/"], [r"s/a/\1/"], [1], {"a": 1}, "nowhere.txt", "a\0b", "a\0b.json"])
 def test_filters_that_cannot_be_read_are_problems(value: Any) -> None:
     problems = Problems()
     problems.take(within("text", read_filters(value)))
