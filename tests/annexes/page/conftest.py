@@ -14,6 +14,10 @@ from simpletuner.annexes.page.guard import VARIABLE
 from tests.commands import forked_commands
 from tests.processes import PATIENCE
 
+# The shell has no windows, tabs and address bar of its own, whose drawing takes more than half of Chromium's time.
+BROWSERS = (
+    "chromium-headless-shell", "chrome-headless-shell", "chromium", "chromium-browser", "google-chrome", "chrome",
+)  # fmt: skip
 # Chromium shows two more pages in each window, for its address bar, which took as long as the page of a test. This
 # replaces Playwright's switch of the same name: the rest are those of that list which would go to the network.
 LESS = "WebUIOmniboxPopup,WebUIOmniboxAimPopup,HttpsUpgrades,MediaRouter,OptimizationHints,NetworkTimeServiceQuerying"
@@ -52,8 +56,7 @@ def quick_commands(commands: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -
 def browser(commands: tuple[str, ...]) -> Iterator[Any]:
     """A browser with one window, in which each test has a tab; without one they are skipped. What the page starts is
     `quick_commands`."""
-    names = ("chromium", "chromium-browser", "google-chrome", "chrome")
-    path = next(filter(None, map(shutil.which, names)), None)
+    path = next(filter(None, map(shutil.which, BROWSERS)), None)
     if path is None:
         pytest.skip("needs an installed Chromium")
     from playwright.sync_api import expect, sync_playwright

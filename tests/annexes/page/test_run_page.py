@@ -59,7 +59,7 @@ def test_a_run_goes_from_its_start_to_its_last_preview(
     page: Any, project: Workspace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(PACE, "0.2")  # the rest of the machine is for the browser
-    shown = {"validation_disable": False, "validation_step_interval": 4, "checkpoint_step_interval": 1000}
+    shown = {"validation_disable": False, "validation_step_interval": 10, "checkpoint_step_interval": 1000}
     project.write_config(**shown, max_train_steps=5000)
     expect(state(page)).to_have_text("idle")
     press(page, "Start")

@@ -1,5 +1,5 @@
 // The dataset file as cards; keys that a card does not show are edited as JSON.
-import { api, ask, asJson, bindField, bindJson, complete, element, inForm, isObject, problemLine, showField, showJson, state, tell } from "./form.js";
+import { asJson, bindField, bindJson, complete, element, inForm, isObject, problemLine, showField, showJson, state, tell } from "./form.js";
 
 const list = inForm("#datasets"), template = document.querySelector("#dataset");
 const SHORT = new Set(["id", "dataset_type", "type"]); // all that an entry without samples needs
@@ -62,14 +62,14 @@ function makeCard(index) {
   });
   const browse = element("button", { type: "button", className: "browse", textContent: "Browse" });
   browse.addEventListener("click", async () => {
-    const chosen = await chooseFolder(entry().instance_data_dir);
+    const { chooseFolder } = await import("./folders.js"), chosen = await chooseFolder(entry().instance_data_dir);
     if (chosen) { put(entry(), "instance_data_dir", chosen); edit(); }
   });
   card.querySelector('[data-key="instance_data_dir"] .set').append(browse);
   return card;
 }
 
-// There are no cards until the tab is drawn. `planned`: the plan's results for the folders.
+// There are no cards until the tab is drawn.
 export function showDatasets(planned = counted) {
   if (list.isConnected) list.replaceChildren(...state.datasets.entries.map((entry, index) => makeCard(index)));
   refreshDatasets();
@@ -80,36 +80,35 @@ export function refreshDatasets() {
   cards().forEach((card, index) => refresh(card, state.datasets.entries[index]));
 }
 
-// Problems name an entry by its id or number.
-const nameOf = (index) => state.datasets.entries[index].id || `[${index}]`;
-const named = (problem) => problem.key.replace(/^[^:]*\.json: /, "");
-// Missing folders of several entries are one problem.
-const isMissing = ({ entries = [] }, id) => entries.includes(id);
-
-function isOf(index, problem) {
-  const id = nameOf(index);
-  return isMissing(problem, id) || named(problem) === id || named(problem).startsWith(`${id}.`) || problem.key.includes(`.json[${index}]`);
+// The key of an entry that a problem is about, "" for all of it; undefined if it is about something else. Problems name
+// an entry by its id or number; missing folders of several entries are one problem.
+function keyIn(index, { key, entries = [] }) {
+  const id = state.datasets.entries[index].id || `[${index}]`, named = key.replace(/^[^:]*\.json: /, "");
+  if (entries.includes(id)) return key;
+  return named === id || named.startsWith(`${id}.`) || key.includes(`.json[${index}]`) ? named.slice(id.length + 1) : undefined;
 }
 
-export const isOfDataset = (problem) => state.datasets.entries.some((entry, index) => isOf(index, problem));
+export const isOfDataset = (problem) => state.datasets.entries.some((entry, index) => keyIn(index, problem) !== undefined);
 
 // Shows problems on the cards of their entries.
 export function tellDatasets(problems) {
   cards().forEach((card, index) => {
-    const id = nameOf(index), fields = [...card.querySelectorAll(".field:not([hidden])")], told = new Map();
-    for (const problem of problems.filter((each) => isOf(index, each))) {
-      const key = isMissing(problem, id) ? problem.key : named(problem).slice(id.length + 1), field = fields.find((each) => each.dataset.key === key);
+    const fields = [...card.querySelectorAll(".field:not([hidden])")], told = new Map();
+    for (const problem of problems) {
+      const key = keyIn(index, problem), fieldOf = (name) => fields.find((each) => each.dataset.key === name);
+      if (key === undefined) continue;
       // Problems of a whole entry (its files), and of keys that are only in its JSON.
-      const place = field ?? (key ? card : (fields.find((each) => problem.kind === "captions" && each.dataset.key === "caption_strategy") ?? fields[0]));
+      const place = fieldOf(key) ?? (key ? card : ((problem.kind === "captions" && fieldOf("caption_strategy")) || fields[0]));
       told.set(place, [...(told.get(place) ?? []), problem]);
     }
     for (const field of fields) tell(field, told.get(field) ?? []);
-    const hidden = (told.get(card) ?? []).map((problem) => problemLine(problem, `${named(problem).slice(id.length + 1)}: ${problem.message}`));
+    const hidden = (told.get(card) ?? []).map((problem) => problemLine(problem, `${keyIn(index, problem)}: ${problem.message}`));
     card.querySelector(".json .told").replaceChildren(...hidden);
     for (const fold of card.querySelectorAll("details.more")) fold.open ||= Boolean(fold.querySelector(".told .bad"));
   });
 }
 
+// The plan's results for the folders.
 export function tellLedger(datasets = []) {
   counted = datasets;
   cards().forEach((card, index) => {
@@ -131,28 +130,4 @@ export function startDatasets(whenChanged) {
     list.lastElementChild.querySelector("input[type=text]").focus();
     changed();
   });
-}
-
-// A dialog to browse the folders that the server may show.
-export async function chooseFolder(start) {
-  const dialog = document.querySelector("#browser");
-  let here = "", inside = "";
-  const go = async (path) => {
-    const { ok, data } = await api(`/api/datasets/browse?path=${encodeURIComponent(path)}`);
-    if (!ok) return path === "." ? undefined : go(".");
-    here = data.path;
-    inside = here.startsWith(`${data.roots[0]}/`) ? here.slice(data.roots[0].length + 1) : here; // of the project, as people write it
-    dialog.querySelector(".here").textContent = here;
-    const files = Object.entries(data.files).map(([kind, count]) => `${count} ${kind}`).join(", ");
-    dialog.querySelector(".count-of-files").textContent = files || "No files here.";
-    const step = (label, target) => {
-      const button = element("button", { type: "button", textContent: label });
-      button.addEventListener("click", () => go(target));
-      return element("li", {}, button);
-    };
-    const up = data.parent ? [step("‹ up", data.parent)] : [];
-    dialog.querySelector(".folders").replaceChildren(...up, ...data.folders.map((name) => step(name, `${here}/${name}`)));
-  };
-  await go(start || ".");
-  return (await ask(dialog)) === "choose" ? inside : "";
 }

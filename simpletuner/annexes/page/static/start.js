@@ -1,6 +1,6 @@
 // The pane "Start": uploads files, asks what to learn from them, and starts the run.
 import { api, element, page, sentences } from "./form.js";
-import { chooseFolder } from "./datasets.js";
+import { chooseFolder } from "./folders.js";
 import { maySwitch, newConfig, openConfig } from "./app.js";
 import { duration, gigabytes } from "./plan.js";
 
