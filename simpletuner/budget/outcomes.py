@@ -82,7 +82,9 @@ def kind_of_run(plan: Plan, workload: Workload) -> str:
 
 
 def _machine(device: Device) -> str:
-    return device.name if device.is_gpu else f"{device.name}, {compute_threads()} of its cores"
+    """The device and its rates: a run that was estimated with assumed rates does not correct measured ones."""
+    cores = "" if device.is_gpu else f", {compute_threads()} of its cores"
+    return f"{device.name}{cores}, {device.note}"
 
 
 def _read(folder: Path) -> Outcomes:

@@ -92,6 +92,8 @@ def test_the_usual_one_of_the_latest_runs_corrects(tmp_path: Path, monkeypatch: 
     assert [each.step for each in found] == [1.2, 1.2, 1.3, 1.3, 1.3, 1.3, 1.1, 0.6]
     assert [each.previews for each in found] == [2 * each.step for each in found]
     assert max(len(each.latest) for each in found) == LATEST
+    measured = replace(estimate.device, note="matmul measured")
+    assert find_outcome(plan, estimate.workload, measured) == outcomes.UNCORRECTED, "an estimate with other rates"
 
 
 @pytest.mark.parametrize(("share", "is_stored"), [(0.2, True), (0.4, False)])
