@@ -15,6 +15,7 @@ import shutil
 import signal
 import sys
 import tempfile
+import time
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +42,7 @@ for number, handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIG
         signal.signal(number, handler)
 
 _frozen_modules = 0
+_collecting = _collecting_since = 0.0  # seconds of a processor since objects were frozen, and when the last one began
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -97,22 +99,34 @@ def seconds(item: pytest.Item) -> float:
 def pytest_collection_finish() -> None:
     import tests.torch_settings  # noqa: F401 - it makes them
 
-    _freeze_imports()
+    _freeze_objects()
+    gc.callbacks.append(_time_collections)
 
 
+@pytest.hookimpl(trylast=True)
 def pytest_runtest_teardown() -> None:
-    """Libraries import their parts when these are first used, most of them in the first tests."""
-    if len(sys.modules) > _frozen_modules + 50:
-        _freeze_imports()
+    """Libraries import their parts when these are first used, most of them in the first tests, and keep more and more:
+    torch's compiler a hundred thousand objects a minute."""
+    if len(sys.modules) > _frozen_modules + 50 or _collecting > 0.05:
+        _freeze_objects()
 
 
-def _freeze_imports() -> None:
-    """Take what has been imported out of the garbage collector's sight: a run collects after each encoder that it
+def _freeze_objects() -> None:
+    """Take what is there to stay out of the garbage collector's sight: a run collects after each encoder that it
     releases, and looking through the modules of torch and transformers takes as long as the rest of a tiny run."""
-    global _frozen_modules
+    global _frozen_modules, _collecting
     _frozen_modules = len(sys.modules)
     gc.collect()
     gc.freeze()
+    _collecting = 0.0
+
+
+def _time_collections(phase: str, info: dict[str, int]) -> None:
+    """Add up what collections of all generations take, which a run asks for."""
+    global _collecting, _collecting_since
+    if info["generation"] == 2:
+        _collecting += time.thread_time() - _collecting_since if phase == "stop" else 0.0
+        _collecting_since = time.thread_time()
 
 
 @pytest.fixture(scope="session", autouse=True)
