@@ -184,6 +184,14 @@ def one_size(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("simpletuner.models.blocks.FreeSizes.mark", mark_no_sizes)
 
 
+@pytest.fixture
+def usual_vectors(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For tests that have inductor generate and compile code."""
+    from tests.torch_settings import usual_vectors
+
+    monkeypatch.setattr("torch._inductor.cpu_vec_isa.valid_vec_isa_list", usual_vectors)
+
+
 @pytest.fixture(scope="session")
 def t2i_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A Kandinsky 5 text-to-image checkpoint of random weights."""

@@ -9,12 +9,17 @@ from typing import Any
 
 import torch
 import torch._dynamo.guards
+from torch._inductor.cpu_vec_isa import VecAVX2, VecISA, valid_vec_isa_list, x86_isa_checker
 
+from simpletuner.budget import measure
 from simpletuner.models.blocks import FreeSizes
 
 torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))  # see tests/conftest.py
 if os.environ.get("MKLDNN") == "off":
     torch.backends.mkldnn.set_flags(False)
+
+# Every run times the processor; the smaller of two matrix products will do, which takes a sixteenth of the time.
+measure.AFFORDABLE_SECONDS = 0.0
 
 # After each compilation torch collects garbage, and flushes the processor's caches to time the guards: a fifth of the
 # time that tiny graphs take.
@@ -36,3 +41,9 @@ def trace(function: Callable[..., Any], compile: Callable[..., Any] = torch.comp
 def mark_no_sizes(sizes: FreeSizes, inputs: object, dimensions: object) -> None:
     """In place of `FreeSizes.mark`: blocks are compiled for the sizes that they see. Symbols take two to three times as
     long to trace, and gain nothing where there is one size. That they serve all sizes is for tests/speed."""
+
+
+def usual_vectors() -> list[VecISA]:
+    """In place of inductor's `valid_vec_isa_list`: vectors of 256 bits where the processor has them. To find the widest
+    ones it compiles a program for each kind, and kernels for these take longer to compile."""
+    return [VecAVX2()] if "avx2" in x86_isa_checker() else valid_vec_isa_list()

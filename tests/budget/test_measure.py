@@ -23,16 +23,20 @@ def test_a_cpu_is_measured_plausibly(tmp_path: Path) -> None:
     assert json.loads((tmp_path / RATES_FILE).read_text())["matmul_flops"] == rates.matmul_flops
 
 
-def test_a_processor_that_emulates_a_precision_is_not_kept_busy(monkeypatch: pytest.MonkeyPatch) -> None:
-    sides = []
+@pytest.mark.parametrize(("rate", "sides"), [(1e9, [256]), (1e11, [256, 512])])
+def test_a_processor_that_emulates_a_precision_is_not_kept_busy(
+    monkeypatch: pytest.MonkeyPatch, rate: float, sides: list[int]
+) -> None:
+    found = []
 
-    def slow(device: torch.device, dtype: torch.dtype, side: int, rounds: int = 1) -> float:
-        sides.append(side)
-        return 1e9
+    def product(device: torch.device, dtype: torch.dtype, side: int, rounds: int = 1) -> float:
+        found.append(side)
+        return rate
 
-    monkeypatch.setattr(measure, "matmul_flops", slow)
-    assert measure._measure_cpu(torch.bfloat16).matmul_flops == 1e9
-    assert sides == [measure.SMALL_SIDE]
+    monkeypatch.setattr(measure, "matmul_flops", product)
+    monkeypatch.setattr(measure, "AFFORDABLE_SECONDS", 0.01)
+    assert measure._measure_cpu(torch.bfloat16).matmul_flops == rate
+    assert found == sides
 
 
 def test_it_is_measured_once_per_device_and_precision(tmp_path: Path) -> None:

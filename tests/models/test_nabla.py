@@ -193,6 +193,7 @@ def test_every_gpu_has_blocks_of_the_backward_pass_that_divide_a_tile(
 
 @pytest.mark.slow
 @needs_compiler
+@pytest.mark.usefixtures("usual_vectors")
 @pytest.mark.parametrize("blocks", BLOCKS.values(), ids=BLOCKS)
 def test_compiled_flex_obeys(blocks: Callable[[Tensor], BlockMask]) -> None:
     settle_compiler(ones_are_sizes=True)  # as the compiled parts of a block leave it

@@ -142,7 +142,7 @@ def test_blocks_with_sparse_attention_are_compiled_but_for_it(tmp_path: Path, mo
 LAUNCH = re.compile(r"^    .*\b(?:cpp_fused\w*|extern_kernels\.\w+|torch\.ops\.[\w.]+)\(", re.MULTILINE)
 
 
-@pytest.mark.usefixtures("one_size")
+@pytest.mark.usefixtures("one_size", "usual_vectors")
 @pytest.mark.skipif(not has_compiler(), reason="inductor needs a C compiler")
 def test_a_block_with_sparse_attention_launches_what_a_dense_one_does(monkeypatch: pytest.MonkeyPatch) -> None:
     """All kernels and products of a block with a LoRA, forward and backward, apart from the self-attention."""
@@ -351,6 +351,7 @@ def test_the_launcher_in_c_goes_with_every_mode(
     assert native["options"].items() >= {"cpp_wrapper": True, **expected}.items()
 
 
+@pytest.mark.usefixtures("usual_vectors")
 @pytest.mark.skipif(not has_compiler(), reason="inductor needs a C compiler")
 def test_inductor_on_one_block() -> None:
     """With padded captions, and modulation that is stored in bf16."""
