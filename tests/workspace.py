@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import json
 import multiprocessing
 import re
@@ -11,6 +12,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import cache
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
@@ -57,6 +59,18 @@ FORKS = multiprocessing.get_context("forkserver")
 FORKS.set_forkserver_preload(["tests.preloaded"])
 
 
+@cache
+def noise_pictures(count: int, seed: int, scale: int) -> list[bytes]:
+    """PNG files of noise; hundreds of tests ask for the same ones."""
+    random, files = np.random.default_rng(seed), []
+    for index in range(count):
+        shape = (64, 64, 3) if index % 2 else (64, 96, 3)
+        picture = Image.fromarray(random.integers(0, 255, shape, dtype=np.uint8))
+        picture.resize((picture.width * scale, picture.height * scale)).save(file := io.BytesIO(), "PNG")
+        files.append(file.getvalue())
+    return files
+
+
 @dataclass
 class Workspace:
     """One working directory."""
@@ -87,11 +101,8 @@ class Workspace:
         """Noise pictures in two aspect ratios, each with two captions of unequal length."""
         target = self.folder / folder
         target.mkdir(parents=True, exist_ok=True)
-        random = np.random.default_rng(seed)
-        for index in range(count):
-            shape = (64, 64, 3) if index % 2 else (64, 96, 3)
-            picture = Image.fromarray(random.integers(0, 255, shape, dtype=np.uint8))
-            picture.resize((picture.width * scale, picture.height * scale)).save(target / f"p{index}.png")
+        for index, content in enumerate(noise_pictures(count, seed, scale)):
+            (target / f"p{index}.png").write_bytes(content)
             (target / f"p{index}.txt").write_text(f"picture {index}\n" + "noise of many colours " * (index % 3 + 1))
 
     @contextlib.contextmanager
