@@ -16,13 +16,16 @@ import os
 import sys
 import threading
 from collections import defaultdict
+from functools import cache
 from pathlib import Path
 from types import FrameType
 from typing import NoReturn
 
 TREE, REPORT, END = Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3]
 PACKAGE = f"{TREE}/simpletuner/"
+FUNCTION = inspect.CO_OPTIMIZED
 BACKWARD = ("torch/_tensor.py", "torch/autograd/__init__.py")
+TO_BACKWARD = END == "backward"
 ROADS = {
     "backward": ["--validation_disable=true"],
     "end": ["--max_train_steps=3", "--checkpoint_step_interval=2", "--validation_step_interval=2",
@@ -35,10 +38,15 @@ hops = 0
 
 def file_of_function(frame: FrameType | None) -> str | None:
     """The file of a function of the package; modules and classes that are being made have no locals of their own."""
-    if frame is None or not frame.f_code.co_flags & inspect.CO_OPTIMIZED:
+    if frame is None or not is_of_package(frame.f_code.co_filename) or not frame.f_code.co_flags & FUNCTION:
         return None
-    file = frame.f_code.co_filename
-    return file if file.startswith(PACKAGE) and file.endswith(".py") else None
+    return frame.f_code.co_filename
+
+
+@cache
+def is_of_package(file: str) -> bool:
+    """Asked at every call of any function."""
+    return file.startswith(PACKAGE) and file.endswith(".py")
 
 
 def watch(frame: FrameType, event: str, argument: object) -> None:
@@ -47,7 +55,7 @@ def watch(frame: FrameType, event: str, argument: object) -> None:
     if file := file_of_function(frame):
         executed[file].add(frame.f_code.co_firstlineno)
         hops += file_of_function(frame.f_back) not in (None, file)
-    elif END == "backward" and frame.f_code.co_name == "backward" and frame.f_code.co_filename.endswith(BACKWARD):
+    elif TO_BACKWARD and frame.f_code.co_name == "backward" and frame.f_code.co_filename.endswith(BACKWARD):
         leave(0)
 
 
