@@ -119,9 +119,13 @@ def fresh_compiler() -> None:
 @pytest.mark.parametrize(
     ("targets", "given", "most"), [(DEFAULT, False, 23), (ALL_LINEAR, True, 27)], ids=["default-t2v", "all-linear-i2v"]
 )
-def test_what_a_compiled_block_keeps_is_planned(targets: Any, given: bool, most: float) -> None:
+def test_what_a_compiled_block_keeps_is_planned(
+    request: pytest.FixtureRequest, targets: Any, given: bool, most: float
+) -> None:
     """In hidden states; of diffusers' code it was 42, with a given first frame 50. `all-linear` needs the input of both
     products in the feed-forward, four."""
+    if not given:
+        request.getfixturevalue("one_size")  # test_cost compiles it for all sizes
     block = Block(SMALL, targets, given=given, dtype=torch.bfloat16)
     compiler = partial(torch.compile, backend="aot_eager_decomp_partition", dynamic=False, fullgraph=True)
     there = [each for each in tree_leaves(block.inputs) if isinstance(each, Tensor)]
