@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from copy import deepcopy
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from simpletuner.diffusion.batch import Batch, NoisyBatch
+from simpletuner.diffusion.batch import Batch, NoisyBatch, TextEmbeds
 from simpletuner.diffusion.flow import make_noisy, shift_sigmas
 from simpletuner.models.adapter import TextRequest
 from simpletuner.models.lora_keys import check_lora_file, linear_modules, matching_modules
@@ -29,9 +31,14 @@ DEFAULT = list(SANA_VIDEO.lora_targets)
 MODES = ["t2v", "i2v"]
 
 
-def make_batch(checkpoint: Path, mode: str, dtype: torch.dtype = torch.float32) -> Batch:
+@cache
+def encoded(checkpoint: Path, dtype: torch.dtype) -> list[TextEmbeds]:
     encoder = make_sana_adapter(checkpoint).load_text_encoder(CPU, dtype)
-    embeds = encoder.encode([TextRequest("a ball"), TextRequest("")])
+    return encoder.encode([TextRequest("a ball"), TextRequest("")])
+
+
+def make_batch(checkpoint: Path, mode: str, dtype: torch.dtype = torch.float32) -> Batch:
+    embeds = deepcopy(encoded(checkpoint, dtype))
     latents = torch.randn(2, 16, 3, 4, 6, generator=torch.Generator().manual_seed(0))
     return Batch(latents, embeds, ["d/0", "d/1"], condition=latents[:, :, :1] if mode == "i2v" else None)
 

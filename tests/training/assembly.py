@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
-from functools import partial
+from copy import deepcopy
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from simpletuner.diffusion.batch import Batch, NoisyBatch
+from simpletuner.diffusion.batch import Batch, NoisyBatch, TextEmbeds
 from simpletuner.diffusion.flow import make_noisy
 from simpletuner.models.adapter import FamilyAdapter, TextRequest
 from simpletuner.models.lora_keys import LORA_FILE
@@ -60,10 +61,16 @@ def no_forward(noisy: NoisyBatch) -> Tensor:
 
 def make_batch(checkpoint: Path, captions: list[str], side: int = 4) -> Batch:
     """Random latents of a square with the embeddings of some captions."""
-    encoder = make_adapter(checkpoint).load_text_encoder(CPU, torch.float32)
-    embeds = encoder.encode([TextRequest(caption) for caption in captions])
+    embeds = deepcopy(_encoded(checkpoint, tuple(captions)))
     latents = torch.randn(len(captions), 16, 1, side, side, generator=torch.Generator().manual_seed(0))
     return Batch(latents, embeds, [f"d/{index}" for index in range(len(captions))])
+
+
+@cache
+def _encoded(checkpoint: Path, captions: tuple[str, ...]) -> list[TextEmbeds]:
+    """To load the encoder takes as long as most of what is done with a batch."""
+    encoder = make_adapter(checkpoint).load_text_encoder(CPU, torch.float32)
+    return encoder.encode([TextRequest(caption) for caption in captions])
 
 
 def fixed_noise(batch: Batch) -> NoisyBatch:
