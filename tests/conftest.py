@@ -16,6 +16,7 @@ import signal
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -185,11 +186,12 @@ def one_size(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def usual_vectors(monkeypatch: pytest.MonkeyPatch) -> None:
+def usual_vectors() -> Iterator[None]:
     """For tests that have inductor generate and compile code."""
     from tests.torch_settings import usual_vectors
 
-    monkeypatch.setattr("torch._inductor.cpu_vec_isa.valid_vec_isa_list", usual_vectors)
+    with usual_vectors():
+        yield
 
 
 @pytest.fixture(scope="session")

@@ -5,11 +5,12 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 import torch._dynamo.guards
-from torch._inductor.cpu_vec_isa import VecAVX2, VecISA, valid_vec_isa_list, x86_isa_checker
+import torch._inductor.config
 
 from simpletuner.budget import measure
 from simpletuner.models.blocks import FreeSizes
@@ -43,7 +44,9 @@ def mark_no_sizes(sizes: FreeSizes, inputs: object, dimensions: object) -> None:
     long to trace, and gain nothing where there is one size. That they serve all sizes is for tests/speed."""
 
 
-def usual_vectors() -> list[VecISA]:
-    """In place of inductor's `valid_vec_isa_list`: vectors of 256 bits where the processor has them. To find the widest
-    ones it compiles a program for each kind, and kernels for these take longer to compile."""
-    return [VecAVX2()] if "avx2" in x86_isa_checker() else valid_vec_isa_list()
+def usual_vectors() -> AbstractContextManager[None]:
+    """Inductor generates code for vectors of 256 bits, which takes less time to compile than for wider ones."""
+    # A setting, since it is part of the key of the compiler's cache. Another run's code for wider vectors, compiled for
+    # these, would compute NaN.
+    patched: AbstractContextManager[None] = torch._inductor.config.patch({"cpp.simdlen": 256})
+    return patched
