@@ -29,10 +29,11 @@ class Outcome:
     """Actual durations of runs, divided by the estimates.
 
     Attributes:
-        day: end of the last run, such as 2026-11-20.
+        day: end of the last run, such as 2026-11-20; empty without a correction.
         step, previews: ratio for a step, and for a round of previews.
         densities: share of tiles visited by block-sparse attention, by tokens of a sample.
         latest: (step, previews) of the latest runs, whose lower medians are `step` and `previews`.
+        rates: the rates of the estimates, as the device's `note` describes them.
     """
 
     day: str
@@ -40,6 +41,7 @@ class Outcome:
     previews: PositiveFloat = 1.0
     densities: Mapping[int, PositiveFloat] = field(default_factory=dict)
     latest: Sequence[tuple[PositiveFloat, PositiveFloat]] = ()
+    rates: str = ""
 
 
 UNCORRECTED = Outcome("")
@@ -50,9 +52,13 @@ class Outcomes(RootModel[dict[str, dict[str, Outcome]]]):
 
 
 def find_outcome(plan: Plan, workload: Workload, device: Device) -> Outcome:
-    """The outcome of the latest runs of this kind on this device, else `UNCORRECTED`."""
+    """The outcome of the latest runs of this kind on this device, else `UNCORRECTED`.
+
+    A run that was estimated with other rates, such as assumed ones, only contributes its densities.
+    """
     runs = _read(machine_folder(plan)).root.get(_machine(device), {})
-    return runs.get(kind_of_run(plan, workload), UNCORRECTED)
+    outcome = runs.get(kind_of_run(plan, workload), UNCORRECTED)
+    return outcome if outcome.rates == device.note else Outcome("", densities=outcome.densities)
 
 
 def remember(plan: Plan, workload: Workload, device: Device, outcome: Outcome) -> None:
@@ -66,9 +72,11 @@ def remember(plan: Plan, workload: Workload, device: Device, outcome: Outcome) -
     with changing(folder / OUTCOMES_FILE):
         known = _read(folder)  # read again, since other runs may have written
         runs, kind = known.root.setdefault(_machine(device), {}), kind_of_run(plan, workload)
-        latest = [*runs.get(kind, UNCORRECTED).latest, (outcome.step, outcome.previews)][-LATEST:]
+        earlier = runs.get(kind, UNCORRECTED)
+        comparable = earlier.latest if earlier.rates == device.note else ()
+        latest = [*comparable, (outcome.step, outcome.previews)][-LATEST:]
         step, previews = map(median_low, zip(*latest, strict=True))
-        runs[kind] = replace(outcome, step=step, previews=previews, latest=latest)
+        runs[kind] = replace(outcome, rates=device.note, step=step, previews=previews, latest=latest)
         write_atomically(folder / OUTCOMES_FILE, known.model_dump_json(indent=1).encode())
 
 
@@ -82,9 +90,7 @@ def kind_of_run(plan: Plan, workload: Workload) -> str:
 
 
 def _machine(device: Device) -> str:
-    """The device and its rates: a run that was estimated with assumed rates does not correct measured ones."""
-    cores = "" if device.is_gpu else f", {compute_threads()} of its cores"
-    return f"{device.name}{cores}, {device.note}"
+    return device.name if device.is_gpu else f"{device.name}, {compute_threads()} of its cores"
 
 
 def _read(folder: Path) -> Outcomes:

@@ -94,6 +94,8 @@ def test_the_usual_one_of_the_latest_runs_corrects(tmp_path: Path, monkeypatch: 
     assert max(len(each.latest) for each in found) == LATEST
     measured = replace(estimate.device, note="matmul measured")
     assert find_outcome(plan, estimate.workload, measured) == outcomes.UNCORRECTED, "an estimate with other rates"
+    remember(plan, estimate.workload, measured, Outcome("today", 3.0, 1.0))
+    assert find_outcome(plan, estimate.workload, measured).step == 3
 
 
 @pytest.mark.parametrize(("share", "is_stored"), [(0.2, True), (0.4, False)])

@@ -24,7 +24,6 @@ from simpletuner.budget.budget import (
 )
 from simpletuner.budget.device import gigabytes
 from simpletuner.budget.disk import feature_costs, find_writings
-from simpletuner.budget.outcomes import UNCORRECTED
 from simpletuner.caching.catalogue import Entries
 from simpletuner.config.optimizers import learning_rate, peak_learning_rate
 from simpletuner.config.values import typed
@@ -268,7 +267,7 @@ def _time_lines(budget: Budget) -> Iterator[str]:
     if previews:
         count, share = preview_rounds(plan), previews / (training + previews)
         yield f"  {counted(count, 'round')} of previews, {share:.0%} of that time; {halved_previews(plan)} halves it"
-    if (known := budget.outcome) != UNCORRECTED:
+    if (known := budget.outcome).day:
         yield f"  corrected by earlier runs, the last on {known.day}: x{known.step:.2f}"
     if batch := free_batch(budget, steps_per_epoch(plan)):
         yield f"  the GPU waits for the host to launch kernels: with train_batch_size {batch} a step takes as long"
