@@ -383,7 +383,10 @@ def _in_parts(head: bytes, rest: BinaryIO) -> Iterator[bytes]:
 
 def other_form(path: Path) -> tuple[LoraForm, str]:
     """The other form of a LoRA, and why it cannot be converted to it; empty if it can."""
-    names, spec = read_header(path).keys(), FAMILIES.get(lora_keys.family_in_header(path))
+    try:
+        names, spec = read_header(path).keys(), FAMILIES.get(lora_keys.family_in_header(path))
+    except ValueError:
+        return "comfyui", "The file is damaged: its header cannot be read."
     form: LoraForm = "diffusers" if any(name.startswith(PREFIXES["comfyui"]) for name in names) else "comfyui"
     if form == "comfyui" and (spec is None or not spec.in_comfyui):
         return form, f"ComfyUI cannot load it: it has no built-in {spec.title if spec else 'model of this family'}."

@@ -21,6 +21,7 @@ from starlette.testclient import TestClient
 
 from simpletuner.annexes import queue as queues
 from simpletuner.annexes.page.control import run_id
+from simpletuner.annexes.page.live import other_form
 from simpletuner.annexes.page.project import Project
 from simpletuner.annexes.page.serve import create_app
 from simpletuner.annexes.queue import Queue
@@ -319,6 +320,11 @@ def test_a_lora_that_has_no_other_form_says_why(
     assert why in shown
     assert "?form=" not in shown
     assert why in page.get(f"/download/{run}?form=comfyui").text
+
+
+def test_a_damaged_lora_has_no_other_form(tmp_path: Path) -> None:
+    (tmp_path / LORA_FILE).write_bytes(bytes(100))
+    assert other_form(tmp_path / LORA_FILE)[1] == "The file is damaged: its header cannot be read."
 
 
 def test_the_page_shows_the_program_of_the_report(page: TestClient, finished: Path) -> None:
