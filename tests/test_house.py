@@ -74,6 +74,7 @@ def test_few_files_ask_which_process_they_are_in(house: House) -> None:
     assert sum(asked.values()) > 9, "none would mean that they are spelt otherwise"
 
 
+@pytest.mark.slow
 def test_everything_public_says_what_it_is_for(house: House) -> None:
     assert house.undocumented() == []
 

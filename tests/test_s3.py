@@ -98,6 +98,7 @@ def test_a_run_is_copied_to_a_bucket(
     assert not [path for path in names if b"open-sesame" in path.read_bytes()]
 
 
+@pytest.mark.slow(3)
 def test_publish_finds_the_keys_where_the_run_had_them(
     endpoint: str, workspace: Workspace, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

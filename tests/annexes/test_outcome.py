@@ -46,6 +46,7 @@ def planned(workspace: Workspace, capsys: pytest.CaptureFixture[str], *settings:
     return seconds
 
 
+@pytest.mark.slow(3)
 def test_a_run_corrects_the_next_estimate(workspace: Workspace, capsys: pytest.CaptureFixture[str]) -> None:
     previews = ("validation_disable=false", "validation_num_inference_steps=1")
     before, other = planned(workspace, capsys, *previews), planned(workspace, capsys, "train_batch_size=4")
@@ -98,6 +99,7 @@ def test_the_usual_one_of_the_latest_runs_corrects(tmp_path: Path, monkeypatch: 
     assert find_outcome(plan, estimate.workload, measured).step == 3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("share", "is_stored"), [(0.2, True), (0.4, False)])
 def test_a_run_beside_other_programs_is_not_stored(
     workspace: Workspace,

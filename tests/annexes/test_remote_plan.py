@@ -169,6 +169,7 @@ def test_what_the_hub_does_not_give_names_the_login(
     assert "1 problem to fix" in err
 
 
+@pytest.mark.slow
 def test_a_dataset_of_the_hub_is_pinned_to_its_commit(
     workspace: Workspace, hub: Hub, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -184,6 +184,7 @@ def test_a_stopped_run_says_why(tmp_path: Path) -> None:
     assert "state stopped" in page.source
 
 
+@pytest.mark.slow
 def test_big_runs_stay_small(tmp_path: Path) -> None:
     records = [picture(tmp_path, step, f"p{row}", 160, noise=True) for row in range(26) for step in range(0, 600, 100)]
     ledger = [LedgerEntry("d", f"{index}.png", "x", "x") for index in range(LEDGER_ROWS)]

@@ -95,6 +95,7 @@ def tell(tracker: GuardedTracker, output: Path, first: int, last: int) -> None:
     tracker(StateChanged("finished", last, last))
 
 
+@pytest.mark.slow(3)
 def test_wandb_offline_for_real(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -214,6 +214,7 @@ def test_a_report_ends_the_silence_and_one_that_gets_on_the_waiting() -> None:
         link.connection.close()
 
 
+@pytest.mark.slow
 def test_processes_that_are_too_many_or_missing(joined: Joined, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     first, *others = joined(World(0, 3), World(1, 3), World(0, 3), World(1, 3), seconds=2.0)
@@ -224,6 +225,7 @@ def test_processes_that_are_too_many_or_missing(joined: Joined, monkeypatch: pyt
     assert len(missing) == 2, "those that have come end together"
 
 
+@pytest.mark.slow
 def test_processes_of_runs_of_different_sizes(joined: Joined) -> None:
     told = [str(each) for each in joined(World(0, 2), World(1, 3), seconds=2.0)]
     assert f"process 1 on {HOST} is one of 3, 0 on {HOST} is one of 2" in told[1]
@@ -269,6 +271,7 @@ def test_a_stranger_is_ignored(joined: Joined) -> None:
     assert list(first.links.found) == [1]
 
 
+@pytest.mark.slow(3)
 def test_a_port_in_use_and_an_address_without_anybody(monkeypatch: pytest.MonkeyPatch) -> None:
     port = free_port()
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")

@@ -46,6 +46,7 @@ def signals() -> Iterator[None]:
     signal.signal(signal.SIGTERM, handler)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("signals", "traced_only")
 @pytest.mark.parametrize("name", SMALLEST)
 def test_it_runs(

@@ -99,6 +99,7 @@ def test_auto_says_what_it_chose_and_the_plan_has_it(workspace: Workspace, capsy
     )
 
 
+@pytest.mark.slow
 def test_auto_trains_to_the_same_losses(tmp_path: Path, t2i_checkpoint: Path, capsys: Capture) -> None:
     runs = [Workspace.create(tmp_path / way, t2i_checkpoint, offload=way) for way in ("manual", "auto")]
     for run in runs:

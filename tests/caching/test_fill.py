@@ -167,6 +167,7 @@ def test_full_disk_keeps_what_is_whole(
     assert workspace.train() == 0, "with space again the run goes on behind it"
 
 
+@pytest.mark.slow(1)
 def test_originals_may_be_gone(workspace: Workspace) -> None:
     assert workspace.train() == 0
     for path in workspace.path("datasets/pictures").iterdir():

@@ -387,6 +387,7 @@ def test_a_full_disk_while_caching(workspace: Workspace, capsys: Capture, monkey
     assert [workspace.path(str(path)).stat().st_mtime_ns for path in written[:2]] == kept, "and is not made again"
 
 
+@pytest.mark.slow(1)
 def test_a_full_disk_while_saving(workspace: Workspace, capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
         flush = atomic._flush_tree

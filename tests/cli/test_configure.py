@@ -556,6 +556,7 @@ def terminal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> pexpect.spawn:
     child.close(force=True)
 
 
+@pytest.mark.slow(3)
 def test_a_conversation_in_a_terminal(terminal: pexpect.spawn, tmp_path: Path) -> None:
     terminal.expect(r"Model \[kandinsky5-image\]")
     terminal.sendline("?")
@@ -590,6 +591,7 @@ def test_a_conversation_in_a_terminal(terminal: pexpect.spawn, tmp_path: Path) -
     assert (values["output_dir"], values["model_flavour"]) == ("output/कुत्ता", "t2i-lite-pretrain")
 
 
+@pytest.mark.slow(1)
 @pytest.mark.parametrize(("key", "code", "words"), [("c", 130, "Interrupted"), ("d", 2, "The input ended")])
 def test_leaving_in_the_middle_writes_nothing(
     terminal: pexpect.spawn, tmp_path: Path, key: str, code: int, words: str

@@ -240,6 +240,7 @@ def test_decord_may_be_missing_or_fail_in_the_middle(folder: Path, monkeypatch: 
     assert np.array_equal(read_clip(folder / "h264.mp4", 48, 24), whole)
 
 
+@pytest.mark.slow(1)
 def test_memory_is_never_blamed_on_a_clip(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*arguments: object) -> None:
         raise MemoryError

@@ -100,6 +100,7 @@ def test_damage_inside_is_found_by_decoding(tmp_path: Path, monkeypatch: pytest.
             decode(path)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::UserWarning")
 def test_random_damage_never_escapes_as_another_error(tmp_path: Path) -> None:
     numbers = random.Random(0)

@@ -263,6 +263,7 @@ def test_text_encoders_that_stream_are_on_a_machine_once(filled: Workspace, monk
     assert sorted(each.source for each in found[0] + found[2]) == sorted(each.source for each in budget.listing.texts)
 
 
+@pytest.mark.slow(5)
 def test_two_processes_share_the_work_of_one(tmp_path: Path, t2i_checkpoint: Path) -> None:
     one, two = (make_workspace(tmp_path / name, t2i_checkpoint) for name in ("one", "two"))
     alone, first, second = run((one, 0, 1), (two, 0, 2), (two, 1, 2))

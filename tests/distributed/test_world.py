@@ -54,6 +54,7 @@ def agree(rank: int, folder: Path) -> None:
         assert (folder / "written").exists()
 
 
+@pytest.mark.slow
 def test_two_processes_agree(tmp_path: Path) -> None:
     assert in_two_processes(agree, tmp_path) == [0, 0]
     found = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2)]
@@ -109,6 +110,7 @@ def fail_early(rank: int, folder: Path) -> None:
         pass
 
 
+@pytest.mark.slow(4)
 def test_a_process_that_fails_while_they_connect(tmp_path: Path) -> None:
     assert in_two_processes(fail_early, tmp_path) == [1, 1]
     reason = "cannot join the others: CUDA error: all CUDA-capable devices are busy or unavailable"
@@ -129,6 +131,7 @@ def hang(rank: int, folder: Path, where: str) -> None:
             world.barrier()
 
 
+@pytest.mark.slow(3)
 @pytest.mark.parametrize(
     ("where", "message"),
     [

@@ -165,6 +165,7 @@ def ratio_of(source: str) -> float:
 
 
 # The blocks of PYTHON.md are one session, see test_python_page.py.
+@pytest.mark.slow(3)
 @pytest.mark.parametrize("text", [each for each in blocks("python") if not str(each.id).startswith("PYTHON")])
 def test_python_block_runs(text: str, t2i_checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With the tiny checkpoint in the place of the real one, and few steps."""

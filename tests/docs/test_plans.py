@@ -26,6 +26,7 @@ def _other_machines(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=1e12))  # a full fine-tune writes 82 GB
 
 
+@pytest.mark.slow(1)
 @pytest.mark.parametrize("page", [*SAMPLED, "DISTRIBUTED"])
 def test_plans_are_those_of_today(page: str, files: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(files)

@@ -28,6 +28,7 @@ def shortened(text: str, **counts: int) -> str:
     return text
 
 
+@pytest.mark.slow
 def test_page_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     page = (ROOT / "docs" / "PYTHON.md").read_text(encoding="utf-8")
     session = "\n".join(text for kind, text in FENCE.findall(page) if kind == "python")
@@ -41,6 +42,7 @@ def test_page_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert list((tmp_path / "samples").glob("*.png"))
 
 
+@pytest.mark.slow
 def test_notebook_trains_the_demo_and_shows_previews(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -83,6 +83,7 @@ def test_the_base_draws_what_the_caption_says(
     assert colour_share(render(pipe, prompt), colour) > 0.7
 
 
+@pytest.mark.slow
 def test_the_base_does_not_know_a_glimmer(pipe: Kandinsky5T2IPipeline) -> None:
     prompts = [json.loads((DEMO / "config.json").read_text())["validation_prompt"]]
     library = json.loads((DEMO / "user_prompt_library.json").read_text())

@@ -54,6 +54,7 @@ def test_every_clip_has_a_caption_and_a_hop(hops: np.ndarray) -> None:
     assert [rise(path_of(clip)) for clip in hops] == pytest.approx([14.0] * len(hops), abs=1)
 
 
+@pytest.mark.slow
 def test_latents_have_unit_variance_and_clips_come_back(pipe: Kandinsky5T2VPipeline, hops: np.ndarray) -> None:
     pixels = torch.from_numpy(hops[:4]).permute(0, 4, 1, 2, 3).float() / 127.5 - 1
 
@@ -68,6 +69,7 @@ def test_latents_have_unit_variance_and_clips_come_back(pipe: Kandinsky5T2VPipel
     assert decibels > 27
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("prompt", "start", "end"),
     [
@@ -85,6 +87,7 @@ def test_the_base_moves_as_the_caption_says(
     assert abs(rise(path)) < 4
 
 
+@pytest.mark.slow
 def test_the_base_does_not_know_how_to_hop(pipe: Kandinsky5T2VPipeline) -> None:
     prompt = json.loads((DEMO / "config.json").read_text())["validation_prompt"]
 

@@ -246,6 +246,7 @@ def calls() -> Iterator[tuple[str, str, str]]:
                     yield from ((file.name, function.name, name) for name in names.intersection(CALLS))
 
 
+@pytest.mark.slow
 def test_every_wait_is_needed() -> None:
     """Wherever it is called from; and no wait in the package is left out here."""
     gpus = [recorded(name) for name in PROGRAMS]

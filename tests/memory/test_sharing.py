@@ -57,6 +57,7 @@ def mapped(mine: torch.Tensor, world: World, folder: Path | None) -> str:
     return next(line.split(maxsplit=5)[5] for line in lines if line.startswith(f"{flat.data_ptr():x}-".zfill(13)))
 
 
+@pytest.mark.slow
 def test_processes_share_memory_also_where_they_do_not_see_each_other(tmp_path: Path) -> None:
     for name in ("shm", "disk"):
         (tmp_path / name).mkdir()

@@ -77,6 +77,7 @@ MODES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 }
 
 
+@pytest.mark.slow(1)
 @pytest.mark.usefixtures("one_size")
 @pytest.mark.parametrize("mode", MODES)
 def test_every_mode_gives_the_same_bits(mode: str) -> None:

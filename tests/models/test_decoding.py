@@ -34,6 +34,7 @@ TINY = [
 ]
 
 
+@pytest.mark.slow(1)
 @pytest.mark.parametrize(("build", "shape", "stride", "pixels"), TINY)
 @torch.no_grad()
 def test_strips_change_the_rounding_and_tiles_a_little_more(
@@ -96,6 +97,7 @@ REAL = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "flavour", "name", "settings", "size", "how"), [(*each[:5], how) for each in REAL for how in each[5]]
 )

@@ -27,6 +27,7 @@ def fourth() -> Iterator[FamilySpec]:
         yield FOURTH
 
 
+@pytest.mark.slow(1)
 @pytest.mark.parametrize("check", CONTRACT, ids=lambda check: check.__name__)
 def test_a_fourth_family_is_a_spec_and_an_adapter(fourth: FamilySpec, check: Check) -> None:
     """Its cost is measured, none of it is written by hand."""

@@ -91,6 +91,7 @@ def test_previews_keep_size_and_length_however_they_are_decoded(
     assert abs(found["tiles"] - found["whole"]).max() > 1
 
 
+@pytest.mark.slow(1)
 @pytest.mark.parametrize("task", ["t2i", "i2i", "i2v", "nabla"])
 @torch.no_grad()
 def test_both_branches_of_guidance_in_one_batch(tmp_path: Path, i2i_checkpoint: Path, task: str) -> None:

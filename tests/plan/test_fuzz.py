@@ -54,6 +54,7 @@ def answer(workspace: Workspace, *arguments: str) -> tuple[int, str]:
         return workspace.run("plan", *arguments), err.getvalue()
 
 
+@pytest.mark.slow(1)
 @pytest.mark.parametrize("seed", range(4))
 def test_shaken_files(workspace: Workspace, seed: int) -> None:
     chance = random.Random(seed)

@@ -66,6 +66,7 @@ def assert_same_run(one: Workspace, other: Workspace) -> None:
         assert one.path(RESULT).read_bytes() == other.path(RESULT).read_bytes()
 
 
+@pytest.mark.slow(1)
 @pytest.mark.parametrize(("kind", "optimizer"), [("lora", "optimi-adamw"), ("full", "adamw")])
 def test_stop_and_go_equals_going_on(tmp_path: Path, filled: Workspace, kind: str, optimizer: str) -> None:
     settings = {**SETTINGS, "model_type": kind, "optimizer": optimizer, "learning_rate": 1e-4}
@@ -87,6 +88,7 @@ def test_a_full_run_goes_on_with_released_gradients(tmp_path: Path, filled: Work
     assert_same_run(straight, broken)
 
 
+@pytest.mark.slow
 def test_resume_from_the_middle(tmp_path: Path, straight: Workspace) -> None:
     resumed = Workspace(shutil.copytree(straight.folder, tmp_path / "resumed"))
     resumed.path(RESULT).unlink()

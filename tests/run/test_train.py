@@ -29,6 +29,7 @@ from tests.workspace import DATASETS, Workspace
 LORA = "output/pytorch_lora_weights.safetensors"
 
 
+@pytest.mark.slow
 def test_previews_have_true_sizes_and_names(workspace: Workspace) -> None:
     library = workspace.path("config/library.json")
     library.write_text(json.dumps({"anime_<token>": "a drawing", "नमस्ते": {"prompt": "hello"}}))
@@ -71,6 +72,7 @@ def test_lora_of_any_strength_draws_the_same_in_the_stock_pipeline(workspace: Wo
     assert workspace.path("output/ema/pytorch_lora_weights.safetensors").exists()
 
 
+@pytest.mark.slow
 def test_comfyui_files_hold_the_same_numbers_and_a_run_goes_on_from_them(workspace: Workspace) -> None:
     workspace.write_config(lora_format="comfyui", lora_rank=4, lora_alpha=7, use_ema=True, learning_rate=0.05)
     assert workspace.train() == 0
@@ -130,6 +132,7 @@ def test_init_that_changes_the_base_is_saved_as_a_difference(workspace: Workspac
         assert update.abs().max() < 1e-5
 
 
+@pytest.mark.slow(3)
 def test_init_lora_starts_from_a_file(workspace: Workspace) -> None:
     workspace.write_config(learning_rate=0.05)
     assert workspace.train() == 0
@@ -253,6 +256,7 @@ def test_loss_that_is_not_finite_stops_before_the_update(
     assert workspace.train() == 0, "it goes on from the checkpoint before"
 
 
+@pytest.mark.slow
 def test_i2i_trains_and_previews_from_its_sources(tmp_path: Path, i2i_checkpoint: Path) -> None:
     workspace = Workspace.create(tmp_path / "run", i2i_checkpoint, model_flavour="i2i-lite-sft")
     workspace.add_pictures("datasets/sources", 8, seed=5)
@@ -268,6 +272,7 @@ def test_i2i_trains_and_previews_from_its_sources(tmp_path: Path, i2i_checkpoint
     assert len(texts) >= 8 * 3
 
 
+@pytest.mark.slow
 def test_photographs_as_people_have_them(tmp_path: Path) -> None:
     """Real pictures, mixed ratios and names, another checkpoint, all the way to previews and report."""
     skimage_data = pytest.importorskip("skimage.data")

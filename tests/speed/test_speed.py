@@ -221,6 +221,7 @@ def test_switches(checkpoints: dict[str, Path], settings: dict[str, Any], fast: 
     assert all(("forward" in vars(block)) is fast for block in blocks)
 
 
+@pytest.mark.slow
 def test_a_run_may_change_between_the_two(tmp_path: Path, t2i_checkpoint: Path) -> None:
     reference = Workspace.create(tmp_path / "reference", t2i_checkpoint, speed="reference")
     assert reference.train() == 0

@@ -136,6 +136,7 @@ def test_hidden_states_are_released_and_recomputed_ones_not_seen(deep: Path, bat
         assembly.hidden[1]
 
 
+@pytest.mark.slow(3)
 @pytest.mark.usefixtures("traced_only", "one_size")
 def test_compiled_blocks_are_watched_run_again_and_run_without_gradients(deep: Path, batch: Batch) -> None:
     """All that techniques do with blocks."""
@@ -201,6 +202,7 @@ def run_of(folder: Path, checkpoint: Path, **settings: Any) -> Workspace:
     return Workspace.create(folder, checkpoint, pictures=4, use_ema=True, **{**STEADY, **settings})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["lora", "full"])
 def test_runs_resume_bit_for_bit_and_publish_nothing_of_it(
     tmp_path: Path, t2i_checkpoint: Path, monkeypatch: pytest.MonkeyPatch, kind: str
@@ -223,6 +225,7 @@ def test_runs_resume_bit_for_bit_and_publish_nothing_of_it(
     assert not any("project" in name for name in names)
 
 
+@pytest.mark.slow
 def test_it_can_be_switched_on_and_off_when_a_run_continues(
     tmp_path: Path, t2i_checkpoint: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

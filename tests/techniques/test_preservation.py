@@ -222,6 +222,7 @@ def test_the_other_caption(keys: dict[str, str], caption: str, other: str) -> No
 WORDS = {"preservation_trigger": "picture", "preservation_prompt": "photo"}
 
 
+@pytest.mark.slow
 def test_runs_resume_bit_for_bit(tmp_path: Path, t2i_checkpoint: Path) -> None:
     runs = []
     for name in ("straight", "plain"):
@@ -245,6 +246,7 @@ def test_runs_resume_bit_for_bit(tmp_path: Path, t2i_checkpoint: Path) -> None:
     assert len(list(runs[0].path("cache/text").rglob("*.zst"))) == captions + 4 + 1, "four named, and the prompt alone"
 
 
+@pytest.mark.slow
 def test_blank_preservation_caches_the_empty_caption(
     tmp_path: Path, i2i_checkpoint: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

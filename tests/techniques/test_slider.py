@@ -52,6 +52,7 @@ def test_the_lora_acts_with_the_strength_of_its_dataset(
     ) < (ROTATION)
 
 
+@pytest.mark.slow(3)
 @pytest.mark.usefixtures("traced_only", "one_size")
 def test_compiled_blocks_follow_the_strength(t2i_checkpoint: Path, batch: Batch) -> None:
     """From one micro-batch to the next, with what preservation adds at the strength of all."""
@@ -114,6 +115,7 @@ def slider_run(folder: Path, checkpoint: Path, **settings: Any) -> Workspace:
     return run
 
 
+@pytest.mark.slow
 def test_runs_resume_bit_for_bit(tmp_path: Path, t2i_checkpoint: Path) -> None:
     straight = slider_run(tmp_path / "straight", t2i_checkpoint)
     assert straight.train() == 0

@@ -142,6 +142,7 @@ def test_weights_of_torch_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, g
     assert rename_weights({"mask_token": pictures}).keys() == {"embeddings.mask_token"}
 
 
+@pytest.mark.slow(4)
 def test_a_run_computes_each_clip_once_and_resumes_exactly(
     tmp_path: Path, t2v: Path, encoder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -184,6 +185,7 @@ def test_a_run_computes_each_clip_once_and_resumes_exactly(
     assert {tuple(each.shape) for each in load_file(saved).values()} == {(32,), (32, 32)}
 
 
+@pytest.mark.slow(1)
 def test_another_encoder_or_size_has_other_features(tmp_path: Path, t2v: Path, encoder: Path) -> None:
     run = make_workspace(tmp_path / "run", t2v, "t2v-lite-sft-5s")
     run.write_config(**settings_of(encoder))

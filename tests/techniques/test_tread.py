@@ -227,6 +227,7 @@ def test_checkpointing_and_accumulation_change_no_gradient(deep: Path, batch: Ba
     assert any(gradient.abs().max() > 1e-4 for gradient in found[0].values())
 
 
+@pytest.mark.slow(1)
 def test_compiled_blocks(deep: Path, batch: Batch) -> None:
     torch.compiler.reset()
     adapter, results, graphs = make_adapter(deep), [], []

@@ -221,6 +221,7 @@ def test_gradients_of_a_model(
     assert 0 < float(error) < 8 * ROTATION
 
 
+@pytest.mark.slow
 def test_a_run_resumes_bit_for_bit_and_writes_the_same_keys(tmp_path: Path, t2i_checkpoint: Path) -> None:
     settings = {"speed_fused_lora": True, "max_train_steps": 4, "checkpoint_step_interval": 2}
     whole, parts, plain = (Workspace.create(tmp_path / name, t2i_checkpoint, **{**settings, "speed_fused_lora": fused})

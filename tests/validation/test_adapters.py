@@ -67,6 +67,7 @@ def tiny_network() -> Any:
     return build
 
 
+@pytest.mark.slow(3)
 def test_previews_with_further_loras_change_nothing_else(workspace: Workspace) -> None:
     other = {"lora_rank": 2, "learning_rate": 0.05, "peft_lora_target_modules": ["to_query", "feed_forward.in_layer"]}
     workspace.write_config(**other, output_dir="other", max_train_steps=2)

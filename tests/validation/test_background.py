@@ -30,6 +30,7 @@ from tests.workspace import Workspace
 RECORD = MediaRecord(1, "a", "a star", "a.png", 8, 8, 0, False, 0)
 
 
+@pytest.mark.slow(1)
 @pytest.mark.parametrize("task", ["t2i", "i2i", "t2v", "i2v"])
 @torch.no_grad()
 def test_what_is_decoded_later_is_byte_for_byte_the_same(tmp_path: Path, i2i_checkpoint: Path, task: str) -> None:
@@ -48,6 +49,7 @@ def test_what_is_decoded_later_is_byte_for_byte_the_same(tmp_path: Path, i2i_che
         assert np.array_equal(np.asarray(one), np.asarray(other))
 
 
+@pytest.mark.slow(1)
 def test_a_run_has_the_same_previews_and_weights(tmp_path: Path, filled: Workspace) -> None:
     """Also if training is much faster than the decoder."""
     runs = [filled.copy(tmp_path / name) for name in ("now", "later")]

@@ -144,6 +144,7 @@ def test_a_run_records_it_and_trains_as_without(
     assert len(list(latents.rglob("*.zst"))) == 2, "num_eval_images of them, and no more"
 
 
+@pytest.mark.slow(1)
 def test_held_out_files_count_as_if_they_were_in_a_folder_of_their_own(tmp_path: Path, t2i_checkpoint: Path) -> None:
     settings = {"eval_steps_interval": 2, "eval_timesteps": 2, "max_train_steps": 2}
     apart, within = (Workspace.create(tmp_path / name, t2i_checkpoint, **settings) for name in ("apart", "within"))
@@ -160,6 +161,7 @@ def test_held_out_files_count_as_if_they_were_in_a_folder_of_their_own(tmp_path:
     assert within.path(LORA).read_bytes() == apart.path(LORA).read_bytes()
 
 
+@pytest.mark.slow
 def test_stop_and_go_measures_the_same(tmp_path: Path, t2i_checkpoint: Path) -> None:
     straight = Workspace.create(tmp_path / "straight", t2i_checkpoint)
     straight.add_pictures("datasets/held out", 1, seed=9)

@@ -97,6 +97,7 @@ def previewed(workspace: Workspace) -> Workspace:
     return workspace
 
 
+@pytest.mark.slow(1)
 def test_the_previews_of_a_run_grow_and_stay_the_same(previewed: Workspace) -> None:
     seen: list[Event] = []
     train(previewed, seen.append)

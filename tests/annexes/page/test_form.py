@@ -171,6 +171,7 @@ def test_check_has_the_words_of_the_command_line(client: TestClient) -> None:
     assert client.post("/api/training/validate", json={"values": []}).status_code == 400
 
 
+@pytest.mark.slow
 def test_plan_is_for_what_is_not_saved_yet(client: TestClient, workspace: Workspace) -> None:
     opened = client.get("/api/configs/config").json()
     before = sorted(workspace.folder.rglob("*"))
@@ -195,6 +196,7 @@ def csv_entry(workspace: Workspace, address: str) -> dict[str, Any]:
             "csv_caption_column": "text", "allow_private_urls": True, "repeats": 1}  # fmt: skip
 
 
+@pytest.mark.slow(3)
 def test_files_of_remote_datasets_are_fetched_only_when_asked_for(client: TestClient, workspace: Workspace) -> None:
     opened = client.get("/api/configs/config").json()
     with serve() as site:

@@ -231,6 +231,7 @@ class Listener:
         self.connection.close()
 
 
+@pytest.mark.slow
 def test_events_reach_every_browser_and_none_is_missed(project: Workspace) -> None:
     output = project.path("output")
     output.mkdir()

@@ -178,6 +178,7 @@ sys.exit(main(sys.argv[1:]))
 """
 
 
+@pytest.mark.slow
 def test_streams_and_long_requests_hold_nobody_up_and_end_with_the_server(tmp_path: Path) -> None:
     with started(tmp_path, program=["-c", STREAMS]) as (process, address):
         browsers = [socket.create_connection(("127.0.0.1", int(address[3])), PATIENCE) for _ in range(100)]
@@ -203,6 +204,7 @@ def test_mode_chooses_what_is_served(mode: serve.Mode, there: list[str], missing
     assert not routes & set(missing)
 
 
+@pytest.mark.slow
 def test_change_of_the_source_starts_it_anew(tmp_path: Path) -> None:
     with started(tmp_path, "--reload") as (process, address):
         deadline = time.monotonic() + PATIENCE
