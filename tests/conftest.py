@@ -46,6 +46,10 @@ _frozen_modules = 0
 _collecting = _collecting_since = 0.0  # seconds of a processor since objects were frozen, and when the last one began
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--all", action="store_true", help="run the tests marked thorough, too")
+
+
 def pytest_configure(config: pytest.Config) -> None:
     """Only `-m gpu` sees the GPUs of this machine. All other tests are of the CPU, and fork what has imported
     diffusers, which asks for a GPU; CUDA does not work in forks of a process that has asked."""
@@ -72,7 +76,23 @@ def pytest_xdist_setupnodes(config: pytest.Config, specs: list[Any]) -> None:
         spec.python = program
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if not config.getoption("--all"):
+        leave_out_thorough(config, items)
+    share_out(items)
+
+
+def leave_out_thorough(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Deselect the tests that would take the suite beyond its minutes, unless they are named one by one."""
+    if any("::" in argument for argument in config.args):
+        return
+    thorough = [item for item in items if item.get_closest_marker("thorough")]
+    if thorough:
+        config.hook.pytest_deselected(items=thorough)
+        items[:] = [item for item in items if not item.get_closest_marker("thorough")]
+
+
+def share_out(items: list[pytest.Item]) -> None:
     """What takes long starts early, or all other processes would wait for one in the end.
 
     xdist cuts the list into one part per process, and whoever has done his takes from the end of the longest that is
