@@ -1,8 +1,8 @@
 """The source stays pleasant to read: standards for its parts.
 
-The reader's time is the measure, so nothing bounds the number of lines: a function or a file is too long when nobody can
-keep it in mind. The bounds are those of programs that are pleasant to read (torchtitan, nanochat, torchtune, litgpt,
-httpx). `python -m tests.house --against REF` prints what a change did to the sizes.
+The reader's time is the measure, so nothing bounds the number of lines: a function or a file is too long
+when nobody can keep it in mind. The bounds are those of programs that are pleasant to read (torchtitan,
+nanochat, torchtune, litgpt, httpx). `python -m tests.house --against REF` prints what a change did to sizes.
 """
 
 from __future__ import annotations
