@@ -7,14 +7,18 @@ import contextlib
 import hashlib
 import json
 import re
+import shutil
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from typing import Any
 
+import huggingface_hub
 import pytest
 import yaml
+from huggingface_hub.errors import LocalEntryNotFoundError
 
 WRITE, READ, GUEST = "hf_writewritewritewrite", "hf_readreadreadreadread", "hf_guestguestguestguest"
 ROLES = {WRITE: "write", READ: "read", GUEST: "write"}
@@ -204,3 +208,29 @@ def used_hub(monkeypatch: pytest.MonkeyPatch, token: str | None = WRITE) -> Iter
         if token:
             monkeypatch.setenv("HF_TOKEN", token)
         yield hub
+
+
+def repository_of_loras(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Stand in for the hub's functions that download; returns the folder with the files of its one repository."""
+    remote = folder / "remote"
+    cache = folder / "cache"
+    remote.mkdir()
+
+    def download(repository: str, name: str) -> str:
+        target = cache / name
+        target.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(remote / name, target)
+        return str(target)
+
+    def snapshot(repository: str, *, local_files_only: bool) -> str:
+        if not cache.is_dir():
+            raise LocalEntryNotFoundError("nothing is here")
+        return str(cache)
+
+    def names(api: object, repository: str) -> list[str]:
+        return [str(path.relative_to(remote)) for path in remote.rglob("*") if path.is_file()]
+
+    monkeypatch.setattr(huggingface_hub.HfApi, "list_repo_files", names)
+    monkeypatch.setattr(huggingface_hub, "hf_hub_download", download)
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot)
+    return remote

@@ -19,8 +19,8 @@ from simpletuner.data.files import MediaError, content_hash
 from simpletuner.data.media import probe
 from simpletuner.data.sample import Sample
 from simpletuner.errors import ConfigError, Problem, Reading, result_of, warning
-from simpletuner.headers import METADATA, read_header
-from simpletuner.models import lora_keys
+from simpletuner.models import lora_checks, lora_keys
+from simpletuner.models.lora_source import lora_file, model_in_header
 from simpletuner.models.source import Part, tensor_shapes
 from simpletuner.models.spec import Flavour
 from simpletuner.plan.build import Plan, Rendering, make_plan
@@ -99,7 +99,7 @@ def plan_samples(request: SampleRequest) -> tuple[Plan, list[Sampled]]:
     weights, run = problems.take(find_weights(request))
     # Unreadable files are reported here; the checks below need readable ones.
     weights = [
-        each for each in weights if each.lora is None or problems.take(lora_keys.read_shapes("source", each.lora))
+        each for each in weights if each.lora is None or problems.take(lora_checks.read_shapes("source", each.lora))
     ]
     if not weights:
         problems.take(canonical(request.arguments.layer()))  # also reports unknown keys
@@ -135,7 +135,7 @@ def _check_loras(paths: Sequence[Path], plan: Plan) -> Iterator[Problem]:
     source = plan.source
     modules = {} if source.problems() else lora_keys.linear_modules(source["transformer"].weight_shapes())
     for path in paths:
-        yield from lora_keys.check_lora_file("LoRA", path, modules, plan.spec.name)
+        yield from lora_checks.check_lora_file("LoRA", path, modules, plan.spec.name)
 
 
 def _prompts(texts: Sequence[str]) -> list[ValidationPrompt]:
@@ -201,6 +201,8 @@ def _weights_of_run(request: SampleRequest, path: Path) -> Reading[tuple[list[Sa
     if result.exists():
         step = result_step(path, "full" if is_full else "lora")
         return [(yield from _weights(result if is_full else path, step, request.ema and not is_full, is_full))], run
+    if run is None and lora_file(path).is_file():  # a folder of another program
+        return (yield from _weights_in_file(request, lora_file(path)))
     names = ", ".join(each.path.name for each in whole)
     advice = f"Its checkpoints: {names}; choose one with --checkpoint." if whole else "It has no checkpoints either."
     yield Problem("source", f"{request.source!r} contains no result ({result.name}). {advice}")
@@ -253,8 +255,8 @@ def _layers(request: SampleRequest, weights: Sampled, run: Checkpoint | None) ->
         for name in selectors:
             yield Problem(name, f"has no effect: the settings are those of the run {run.path.parent}.")
         return [*layers, _layer_of(run)]
-    if lora is not None and lora_keys.family_in_header(lora):
-        family, _, flavour = read_header(lora)[METADATA]["modelspec.architecture"].partition("/")
+    if lora is not None and all(model_in_header(lora)):
+        family, flavour = model_in_header(lora)
         layers.append(Layer(str(lora), [("model_family", family), ("model_flavour", flavour)]))
     # Problems of the arguments are collected later, with those of other layers.
     if selectors or not (layers[1:] or "model_family" in result_of(canonical(request.arguments.layer()))):

@@ -81,7 +81,7 @@ class LoraConfig(Group):
             when(lora_type="standard", because="it is a LoRA; resume others from a checkpoint", fatal=True),
         ),
     )
-    """File or folder of a LoRA to start from; Kandinsky's official LoRAs work too."""
+    """LoRA to start from: a file, a folder, or `repo[:file]` on the hub; Kandinsky's official LoRAs work too."""
     init_lora_step: Integer = option(0, ge=0)
     """Step number of that LoRA."""
 

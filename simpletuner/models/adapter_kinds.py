@@ -14,6 +14,7 @@ from simpletuner.config.schema import PLAIN_PRECISIONS, RunConfig
 from simpletuner.errors import Problem, Reading
 from simpletuner.models import lora_keys
 from simpletuner.models.cost import Adapters, Shapes
+from simpletuner.models.lora_checks import check_init_lora
 from simpletuner.models.lora_keys import Targets, matching_modules
 from simpletuner.models.source import ModelSource
 from simpletuner.models.spec import FamilySpec
@@ -70,7 +71,7 @@ def trained_layers(config: RunConfig, spec: FamilySpec, source: ModelSource) -> 
         quantised = config.precision.base_model_precision not in PLAIN_PRECISIONS
         return (yield from kind.layers(config.lora, spec, lora_keys.weights_of(shapes), quantised))
     modules = lora_keys.linear_modules(shapes)
-    yield from lora_keys.check_init_lora(config.lora, list(modules), targets)
+    yield from check_init_lora(config.lora, modules, targets, spec.name)
     if modules:
         yield from lora_keys.check_targets(modules, targets)
     # Above the narrower side of a weight, a higher rank adds parameters without expressiveness.

@@ -31,6 +31,9 @@ from simpletuner.memory.offload.attach import LayerQuantiser, Offload
 from simpletuner.memory.precision import DTYPES, quantise
 from simpletuner.models.adapter import Encoder, EncoderQuantiser, FamilyAdapter, LatentEncoder, TextEncoder
 from simpletuner.models.loading import check_shapes
+from simpletuner.models.lora_checks import check_init_lora
+from simpletuner.models.lora_keys import linear_modules
+from simpletuner.models.lora_source import find_lora, is_on_hub
 from simpletuner.models.registry import load_adapter
 from simpletuner.models.source import Part
 from simpletuner.plan.build import Plan, plan_length
@@ -39,6 +42,7 @@ from simpletuner.plan.entries import Listing, list_entries, make_catalogue
 from simpletuner.reporting.events import CACHING, EventStream, PhaseStarted
 from simpletuner.run.quarantine import quarantine
 from simpletuner.training.assemble import make_accelerator
+from simpletuner.validation.prompts import fetched_runs
 
 logger = logging.getLogger(__name__)
 
@@ -344,6 +348,27 @@ def fetch(plan: Plan, events: EventStream) -> None:
         problems.raise_if_fatal()
     for role in ("transformer", "vae"):
         check_shapes(plan.source[role])
+    fetch_loras(plan, check_again=bool(absent))
+
+
+def fetch_loras(plan: Plan, *, check_again: bool) -> None:
+    """Download the LoRAs that the run starts from or renders with, and check what the plan could not.
+
+    Args:
+        check_again: the plan did not know the model's layers.
+
+    Raises:
+        UserError: a LoRA cannot be downloaded, or does not fit.
+    """
+    lora = plan.config.lora
+    on_hub = lora.init_lora is not None and is_on_hub(lora.init_lora)
+    if on_hub:
+        find_lora(lora.init_lora or "", fetch=True)
+    if on_hub or check_again:
+        modules = linear_modules(plan.source["transformer"].weight_shapes())
+        Problems(check_init_lora(lora, modules, plan.lora_targets, plan.spec.name)).raise_if_fatal()
+    if plan.prompts:
+        fetched_runs(plan.config, plan.spec.name, plan.source)
 
 
 def download(parts: Sequence[Part], events: EventStream) -> None:

@@ -46,6 +46,7 @@ from simpletuner.models.adapter_kinds import adapter_kind
 from simpletuner.models.blocks import FastBlocks
 from simpletuner.models.loading import DeferredWeights, keep_full_float32
 from simpletuner.models.lora_keys import Targets, matching_modules
+from simpletuner.models.lora_source import find_lora
 from simpletuner.models.spec import FamilySpec
 from simpletuner.speed.attention import kernel_chooser
 from simpletuner.speed.compile import FirstGradients, compile_blocks, unpacked_products
@@ -274,7 +275,8 @@ def _add_adapter(
         return pkgutil.resolve_name(add)(transformer, config.lora, spec.lora_targets, family, seed=seed, dtype=dtype)
     lora = add_lora(transformer, config.lora, spec.lora_targets, seed=seed, dtype=dtype)
     if config.lora.init_lora is not None:
-        start_from(lora, Path(config.lora.init_lora).expanduser())
+        path = find_lora(config.lora.init_lora)  # one of the hub is on this machine by now
+        start_from(lora, path or Path(config.lora.init_lora))
     return lora
 
 

@@ -21,7 +21,6 @@ from typing import Any
 import torch
 from peft import get_peft_model_state_dict
 from peft.utils.integrations import dequantize_module_weight
-from peft.utils.other import get_pattern_key
 from safetensors.torch import load_file
 from safetensors.torch import save as to_safetensors
 from torch import Tensor, nn
@@ -32,6 +31,7 @@ from simpletuner.errors import UserError, shorten
 from simpletuner.headers import with_metadata
 from simpletuner.models import lora_keys
 from simpletuner.models.lora_keys import LORA_FILE, PREFIXES, LoraForm
+from simpletuner.models.lora_source import lora_file, lora_settings
 
 MAGNITUDES = {"magnitude": lora_keys.MAGNITUDE, "comfyui magnitude": lora_keys.COMFYUI_MAGNITUDE}
 COMFYUI_PARTS = (".lora_A.weight", ".lora_B.weight", lora_keys.COMFYUI_MAGNITUDE)
@@ -139,7 +139,7 @@ def read_lora_file(path: Path, modules: list[str], key: str = "init_lora") -> di
     Raises:
         UserError: the file does not exist, or none of its keys belongs to this model.
     """
-    path = lora_keys.lora_file(path)
+    path = lora_file(path)
     if not path.is_file():
         raise UserError(f"{key}: {str(path)!r} does not exist.")
     # fp8 has no arithmetic; float32 can represent all its values.
@@ -149,16 +149,13 @@ def read_lora_file(path: Path, modules: list[str], key: str = "init_lora") -> di
     pairs = _by_module(raw, modules)
     if not pairs:
         raise UserError(f"{key}: no key of {str(path)!r} belongs to this model (the first is {next(iter(raw))!r}).")
-    settings = lora_keys.lora_settings(path)
-    alphas: dict[str, float] = settings["alpha_pattern"]  # for layers whose alpha is not lora_alpha
+    settings = lora_settings(path)
     weights = {}
     for module, pair in pairs.items():
         rank = pair["A"].shape[0]
-        usual = alphas.get(get_pattern_key(alphas, module), settings.get("lora_alpha", rank))
-        # kohya's files have one alpha per layer; peft's metadata has one alpha with exceptions.
-        alpha = float(pair.get("alpha", usual))
+        scale = float(pair["alpha"]) / rank if "alpha" in pair else settings.scale(module, rank)
         weights[f"{module}.lora_A.weight"] = pair["A"]
-        weights[f"{module}.lora_B.weight"] = pair["B"] * (alpha / rank)
+        weights[f"{module}.lora_B.weight"] = pair["B"] * scale
         weights |= {module + MAGNITUDES[role]: tensor for role, tensor in pair.items() if role in MAGNITUDES}
     return weights
 

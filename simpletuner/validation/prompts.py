@@ -14,7 +14,8 @@ from simpletuner.config.lora import check_listed
 from simpletuner.config.schema import RunConfig, ValidationConfig
 from simpletuner.config.values import Size, json_kind, no_file, read_json
 from simpletuner.errors import Problem, Problems, Reading, result_of
-from simpletuner.models import lora_keys
+from simpletuner.models import lora_checks, lora_keys
+from simpletuner.models.lora_source import find_lora
 from simpletuner.models.source import ModelSource
 from simpletuner.models.spec import FamilySpec
 
@@ -169,7 +170,7 @@ def adapter_runs(config: RunConfig, *, fetch: bool = False) -> list[AdapterRun]:
     adapters, taken = config.validation_adapters, set[str]()
     runs = [AdapterRun()] if adapters.renders_without else []
     for entry in adapters.entries:
-        files = [(lora_keys.find_lora(location, fetch=fetch), strength) for location, strength in entry.loras]
+        files = [(find_lora(location, fetch=fetch), strength) for location, strength in entry.loras]
         loras = tuple((path, strength) for path, strength in files if path is not None)
         runs.append(AdapterRun(unique(file_safe(entry.title), taken), loras))
     return runs
@@ -184,8 +185,8 @@ def check_adapters(
     # Every file once, however many runs use it.
     files = dict.fromkeys(path for run in adapter_runs(config) for path, _ in run.loras)
     for path in files:
-        yield from lora_keys.check_lora_file(ADAPTER_PATH, path, modules, family)
-        names = result_of(lora_keys.read_shapes(ADAPTER_PATH, path))
+        yield from lora_checks.check_lora_file(ADAPTER_PATH, path, modules, family)
+        names = result_of(lora_checks.read_shapes(ADAPTER_PATH, path))
         if any(name.endswith((lora_keys.MAGNITUDE, lora_keys.COMFYUI_MAGNITUDE)) for name in names):
             message = "is a DoRA, which scales the base model's weights and cannot be added to a model in training."
             yield Problem(ADAPTER_PATH, f"{str(path)!r} {message} `simpletuner sample` renders with it.")

@@ -13,7 +13,8 @@ from safetensors.torch import save, save_file
 
 from simpletuner.config.lora import LoraConfig
 from simpletuner.errors import UserError
-from simpletuner.models.lora_keys import METADATA_KEY, check_init_lora, check_lora_file
+from simpletuner.models.lora_checks import check_init_lora, check_lora_file
+from simpletuner.models.lora_keys import METADATA_KEY
 from simpletuner.training.lora_files import read_lora_file
 
 A, B = "transformer.layer.lora_A.weight", "transformer.layer.lora_B.weight"
@@ -23,8 +24,9 @@ GOOD = {A: torch.ones(4, 8), B: torch.ones(8, 4)}
 
 def complaints(path: Path) -> list[str]:
     """What is wrong with a file to start from, which is wrong with one to render with, too."""
-    start = [str(each) for each in check_init_lora(LoraConfig(init_lora=str(path), lora_rank=4), ["layer"], ["layer"])]
-    further = [str(each) for each in check_lora_file("init_lora", path, {"layer": (8, 8)}, "kandinsky5-image")]
+    config, layers = LoraConfig(init_lora=str(path), lora_rank=4), {"layer": (8, 8)}
+    start = [str(each) for each in check_init_lora(config, layers, ["layer"], "kandinsky5-image")]
+    further = [str(each) for each in check_lora_file("init_lora", path, layers, "kandinsky5-image")]
     assert start == further
     return start
 

@@ -207,8 +207,8 @@ class TestInitLora:
             for kind in ("self", "cross"):
                 names += [f"visual_transformer_blocks.{block}.{kind}_attention.{target}" for target in targets]
         path = workspace.path(LORA_FILE)
-        tensors = {f"transformer.{name}.lora_A.weight": torch.zeros(rank, 8) for name in names}
-        save_file(tensors | {f"transformer.{name}.lora_B.weight": torch.zeros(8, rank) for name in names}, path)
+        tensors = {f"transformer.{name}.lora_A.weight": torch.zeros(rank, 32) for name in names}
+        save_file(tensors | {f"transformer.{name}.lora_B.weight": torch.zeros(32, rank) for name in names}, path)
         return path
 
     def test_one_for_every_layer(self, workspace: Workspace, capsys: Capture) -> None:

@@ -12,17 +12,18 @@ import pytest
 import torch
 from diffusers import Kandinsky5T2IPipeline
 from PIL import Image
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from simpletuner.headers import METADATA, read_header
 from simpletuner.models.kandinsky5.image import Kandinsky5ImageAdapter
 from simpletuner.models.kandinsky5.loading import load_processor
-from simpletuner.models.lora_keys import STEP_NOTE
+from simpletuner.models.lora_keys import LORA_FILE, STEP_NOTE
 from simpletuner.reporting import metrics
 from simpletuner.reporting.metrics import MetricsFile
 from simpletuner.run.lock import lock_output
 from simpletuner.training import step
 from tests.closeness import ELEMENTWISE, assert_close
+from tests.hub import repository_of_loras
 from tests.tiny import make_checkpoint
 from tests.workspace import DATASETS, Workspace
 
@@ -130,6 +131,21 @@ def test_init_that_changes_the_base_is_saved_as_a_difference(workspace: Workspac
     for name in [name for name in weights if ".lora_A." in name]:
         update = weights[name.replace(".lora_A.", ".lora_B.")] @ weights[name]
         assert update.abs().max() < 1e-5
+
+
+def test_a_lora_of_the_hub_is_checked_before_anything_is_encoded(
+    workspace: Workspace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    remote = repository_of_loras(tmp_path, monkeypatch)
+    layer = "transformer.visual_transformer_blocks.0.self_attention.to_query"
+    weights = {f"{layer}.lora_A.weight": torch.zeros(8, 32), f"{layer}.lora_B.weight": torch.zeros(32, 8)}
+    save_file(weights, remote / LORA_FILE)
+
+    code = workspace.train("init_lora=someone/lora", "lora_rank=4", "cache_dir=empty", "cache_dir_text=empty")
+
+    assert code == 2
+    assert "has rank 8, lora_rank is 4." in capsys.readouterr().err
+    assert not [path for path in workspace.path("empty").rglob("*") if path.is_file()]
 
 
 @pytest.mark.slow(3)

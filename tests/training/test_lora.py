@@ -14,7 +14,8 @@ from safetensors.torch import load_file, save_file
 from simpletuner.config.lora import LoraConfig
 from simpletuner.errors import UserError
 from simpletuner.headers import METADATA, read_header
-from simpletuner.models.lora_keys import METADATA_KEY, check_init_lora
+from simpletuner.models.lora_checks import check_init_lora
+from simpletuner.models.lora_keys import METADATA_KEY
 from simpletuner.training.lora import LoraAdapter, rounding_error, start_from
 from simpletuner.training.lora_files import read_lora_file, verify_file
 from tests.closeness import ELEMENTWISE, ROTATION, assert_close, distance
@@ -192,7 +193,8 @@ def test_a_dora_does_not_start_a_lora(t2i_checkpoint: Path, tmp_path: Path) -> N
         path = write_lora(trained(t2i_checkpoint, lora_rank=4, use_dora=True, lora_format=form), tmp_path / form)
         for use_dora in (False, True):
             config = LoraConfig(init_lora=str(path), lora_rank=4, use_dora=use_dora)
-            assert ["set use_dora" in str(each) for each in check_init_lora(config, [], [])] == [True] * (not use_dora)
+            told = check_init_lora(config, {}, [], "kandinsky5-image")
+            assert ["set use_dora" in str(problem) for problem in told] == [True] * (not use_dora)
 
 
 def test_verification_finds_a_name_that_comfyui_does_not_know(t2i_checkpoint: Path, tmp_path: Path) -> None:

@@ -35,6 +35,7 @@ from simpletuner.errors import UserError
 from simpletuner.headers import join_header, read_head, read_header
 from simpletuner.models import lora_keys
 from simpletuner.models.lora_keys import LORA_FILE, PREFIXES, LoraForm
+from simpletuner.models.lora_source import model_in_header
 from simpletuner.models.registry import FAMILIES
 from simpletuner.redaction import redact
 from simpletuner.reporting.metrics import MEDIA_FILE, MIME, REPORT_FILE, VIDEO_MIME, MediaRecord, parse_row, read_media
@@ -384,7 +385,7 @@ def _in_parts(head: bytes, rest: BinaryIO) -> Iterator[bytes]:
 def other_form(path: Path) -> tuple[LoraForm, str]:
     """The other form of a LoRA, and why it cannot be converted to it; empty if it can."""
     try:
-        names, spec = read_header(path).keys(), FAMILIES.get(lora_keys.family_in_header(path))
+        names, spec = read_header(path).keys(), FAMILIES.get(model_in_header(path)[0])
     except ValueError:
         return "comfyui", "The file is damaged: its header cannot be read."
     form: LoraForm = "diffusers" if any(name.startswith(PREFIXES["comfyui"]) for name in names) else "comfyui"

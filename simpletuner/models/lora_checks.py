@@ -1,0 +1,199 @@
+"""Checks of LoRA files by their headers, before a weight is loaded. Imports no torch."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Set
+from pathlib import Path
+
+from simpletuner.config.lora import LoraConfig
+from simpletuner.config.values import absence_of, home_path, similar_path
+from simpletuner.errors import Problem, Problems, Reading, counted, shorten, warning
+from simpletuner.headers import METADATA, read_header
+from simpletuner.models.cost import Shape, Shapes
+from simpletuner.models.lora_keys import (
+    COMFYUI_MAGNITUDE,
+    FLOATS,
+    MAGNITUDE,
+    OTHER_KINDS,
+    Targets,
+    layers_in,
+    matching_modules,
+    role_of,
+)
+from simpletuner.models.lora_source import find_lora, lora_settings, model_in_header
+from simpletuner.models.source import WeightsError, tensor_shapes, weights_header
+
+INIT = "init_lora"
+Features = Mapping[str, tuple[int, int]]  # (out, in) features of a model's linear layers; empty if it is not here
+
+
+def check_init_lora(config: LoraConfig, modules: Features, targets: Targets, family: str) -> Iterator[Problem]:
+    """Report problems of the file `init_lora`, from its header.
+
+    Args:
+        modules: the linear layers of the transformer; empty if it is not on this machine.
+        targets: selection of the trained layers.
+        family: family of the model.
+    """
+    if config.init_lora is None:
+        return
+    path = find_lora(config.init_lora)
+    if path is None:
+        yield from _check_hub_id(config.init_lora)
+        return
+    faults = Problems()
+    shapes = faults.take(read_shapes(INIT, path))
+    if any(marker in name for name in shapes for marker in OTHER_KINDS):
+        message = f"{str(path)!r} holds a LoKr or LoHa, whose weights no LoRA can start from; take the LoRA beside it."
+        yield Problem(INIT, message)
+        return
+    if shapes:
+        faults.extend(_check_contents(INIT, path, shapes, modules, family))
+    yield from faults
+    if not shapes or faults.are_fatal:
+        return
+    trigger = read_header(path)[METADATA].get("trigger")
+    if trigger:
+        message = f"{str(path)!r} was trained with captions that begin with {trigger!r}; begin yours with it, too."
+        yield warning(INIT, message)
+    yield from _check_layers(config, path, shapes, modules, set(matching_modules(modules, targets)))
+
+
+def _check_hub_id(location: str) -> Iterator[Problem]:
+    """Problems of a LoRA that is still on the hub."""
+    from huggingface_hub import is_offline_mode
+
+    if is_offline_mode():
+        message = f"{location!r} is not on this machine, and HF_HUB_OFFLINE forbids a download."
+        yield Problem(INIT, f"{message} Unset it, or download the LoRA and its settings file, and name their folder.")
+    elif home_path(location).parent.is_dir():
+        message = f"there is no file or folder {location!r}, so it is taken for a LoRA of the hub."
+        yield warning(INIT, f"{message}{similar_path(home_path(location))}")
+
+
+def _check_layers(
+    config: LoraConfig, path: Path, shapes: Shapes, modules: Features, wanted: Set[str]
+) -> Iterator[Problem]:
+    """Compare the layers of `init_lora` with the trained layers (`wanted`), if known."""
+    layers = layers_in(shapes, list(modules))
+    ranks = {layer: parts["A"][0] for layer, parts in layers.items() if parts.get("A")}
+    differing = sorted({rank for module, rank in ranks.items() if module in (wanted or ranks)} - {config.lora_rank})
+    if differing:
+        shown = ", ".join(map(str, differing))
+        yield Problem(INIT, f"{str(path)!r} has rank {shown}, lora_rank is {config.lora_rank}.")
+    if not config.use_dora and any(name.endswith((MAGNITUDE, COMFYUI_MAGNITUDE)) for name in shapes):
+        yield Problem(INIT, f"{str(path)!r} is a DoRA; set use_dora.")
+    if wanted:
+        yield from _check_coverage(path, wanted, ranks.keys() & set(modules))
+
+
+def _check_coverage(path: Path, wanted: Set[str], held: Set[str]) -> Iterator[Problem]:
+    """Report trained layers missing in the file, and layers in the file that are not trained."""
+    if absent := sorted(wanted - held):
+        covered = f"holds {len(wanted & held)} of {len(wanted)} trained layers"
+        message = f"{str(path)!r} {covered}; the others start untrained ({shorten(absent)})."
+        yield warning(INIT, message)
+    if surplus := sorted(held - wanted):
+        message = f"not trained, so dropped: {counted(len(surplus), 'layer')} of {str(path)!r} ({shorten(surplus)})."
+        yield warning(INIT, f"{message} Name them in peft_lora_target_modules to keep them.")
+
+
+def read_shapes(key: str, path: Path) -> Reading[dict[str, Shape]]:
+    """Names and shapes in the LoRA file of a key; empty, with a problem, if the file cannot be used."""
+    if not path.is_file():
+        yield Problem(key, absence_of(path))
+        return {}
+    try:
+        shapes = tensor_shapes(path)
+        if fault := _fault(path) if shapes else "holds no weights":
+            raise WeightsError(fault)
+        return shapes
+    except WeightsError as error:
+        yield Problem(key, f"{str(path)!r} {error}.")
+        return {}
+
+
+def _fault(path: Path) -> str:
+    """The fault of a LoRA file's header or settings, as text after its name; empty without a fault."""
+    header = weights_header(path)
+    kinds = {name: kind for name, (kind, _) in header.items() if role_of(name) not in (None, "alpha")}
+    if wrong := [f"{name} ({kind})" for name, kind in kinds.items() if kind not in FLOATS]:
+        return f"holds weights that are no floating-point numbers: {shorten(wrong, 3)}"
+    layers = layers_in({name: shape for name, (_, shape) in header.items()})
+    if wrong := _unpaired(layers):
+        return f"holds matrices without a product: {shorten(wrong, 3)}"
+    if wrong := _magnitudes_of_inputs(layers):
+        return f"is a DoRA with a magnitude per input, where one per output is supported: {shorten(wrong, 3)}"
+    try:
+        lora_settings(path)
+    except WeightsError as error:
+        return str(error)
+    return ""
+
+
+def _unpaired(layers: Mapping[str, Mapping[str, Shape]]) -> list[str]:
+    """Layers of a LoRA file whose A and B cannot be multiplied, or whose alpha is not a single number."""
+    wrong = []
+    for layer, parts in layers.items():
+        down, up, alpha = (parts.get(role, ()) for role in ("A", "B", "alpha"))
+        fits = min(len(down), len(up)) > 1 and down[0] == up[1] > 0 and math.prod(alpha) == 1
+        if not fits and parts.keys() & {"A", "B"}:
+            wrong.append(f"{layer} (A {list(down)}, B {list(up)}" + (f", alpha {list(alpha)})" if alpha else ")"))
+    return wrong
+
+
+def _magnitudes_of_inputs(layers: Mapping[str, Mapping[str, Shape]]) -> list[str]:
+    """Layers of a DoRA whose magnitudes are not one per output, as with `wd_on_output: false` of LyCORIS.
+
+    ComfyUI tells the two apart by the first side, so a square layer is told apart, too.
+    """
+    wrong = []
+    for layer, parts in layers.items():
+        outputs = parts["B"][0] if "B" in parts else 0
+        ours, theirs = parts.get("magnitude"), parts.get("comfyui magnitude")
+        if ours is not None and math.prod(ours) != outputs:
+            wrong.append(f"{layer} ({list(ours)} for {outputs} outputs)")
+        elif theirs is not None and (math.prod(theirs) != outputs or theirs[0] != outputs):
+            wrong.append(f"{layer} ({list(theirs)} for {outputs} outputs)")
+    return wrong
+
+
+def check_lora_file(key: str, path: Path, modules: Features, family: str) -> Iterator[Problem]:
+    """Report problems of applying a whole LoRA file to a model, from its header.
+
+    Args:
+        modules: (out, in) features of the model's linear layers; empty if it is not on this machine.
+        family: family of the model.
+    """
+    shapes = yield from read_shapes(key, path)
+    if shapes:
+        yield from _check_contents(key, path, shapes, modules, family)
+
+
+def _check_contents(key: str, path: Path, shapes: Shapes, modules: Features, family: str) -> Iterator[Problem]:
+    """Report a LoRA of another family, other tensors than those of a LoRA, and layers that do not fit."""
+    trained_on, _ = model_in_header(path)
+    if trained_on not in ("", family):
+        yield Problem(key, f"{str(path)!r} was trained on {trained_on}, not on {family}.")
+        return
+    strange = [name for name in shapes if role_of(name) is None]
+    if strange:
+        yield Problem(key, f"{str(path)!r} is not a plain LoRA: it holds {shorten(strange, 3)}.")
+    if modules:
+        yield from _check_fit(key, path, layers_in(shapes, list(modules)), modules)
+
+
+def _check_fit(key: str, path: Path, layers: Mapping[str, Mapping[str, Shape]], modules: Features) -> Iterator[Problem]:
+    """Compare the layers of a LoRA file with the model's."""
+    foreign = sorted(layers.keys() - modules.keys())
+    if foreign:
+        message = f"layers in {str(path)!r} are not in this model ({shorten(foreign, 3)})."
+        yield Problem(key, f"{len(foreign)} of {len(layers)} {message}")
+    for layer, parts in layers.items():
+        features = (parts["B"][0], parts["A"][1]) if "A" in parts else None  # each A has its B
+        if layer in modules and features not in (None, modules[layer]):
+            ours, theirs = ("{}x{}".format(*sides) for sides in (modules[layer], features))
+            message = f"{layer} has {ours} features in the model and {theirs} in the file."
+            yield Problem(key, f"{str(path)!r} is for other layers: {message}")
+            return
