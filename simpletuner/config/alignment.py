@@ -31,11 +31,11 @@ class CrepaConfig(TechniqueGroup):
     """Align a block's hidden states, frame by frame, with features of a frozen vision encoder or of a later block."""
     crepa_block_index: Integer | None = common(None, ge=0, default_note="8; Sana Video 10")
     """The aligned block, counted from 0."""
-    crepa_lambda: Number = common(0.5, ge=0, label="Weight")
+    crepa_lambda: Number = common(0.5, ge=0, le=1000, label="Weight")
     """Weight of the alignment in the loss; 0: plain training."""
     crepa_adjacent_distance: Integer = common(1, ge=0)
     """Also align a frame with frames at this distance before and after, in latent frames; 0: only with itself."""
-    crepa_adjacent_tau: Number = common(1.0, gt=0, label="Temporal Decay")
+    crepa_adjacent_tau: Number = common(1.0, gt=0, le=1000, label="Temporal Decay")
     """A frame at distance d has the weight exp(-d / tau)."""
     crepa_cumulative_neighbors: Flag = option(False)
     """Use all distances up to crepa_adjacent_distance, not only that one."""
@@ -78,9 +78,9 @@ class CrepaConfig(TechniqueGroup):
     """Steps of a linear warm-up from 0."""
     crepa_decay_steps: Integer = option(0, ge=0)
     """Last step of the decay; 0: the last step of the run."""
-    crepa_lambda_end: Number = option(0.0, ge=0, label="End Weight")
+    crepa_lambda_end: Number = option(0.0, ge=0, le=1000, label="End Weight")
     """Weight after the decay."""
-    crepa_power: Number = option(1.0, gt=0)
+    crepa_power: Number = option(1.0, gt=0, le=1000)
     """Power of the polynomial schedule."""
     crepa_cutoff_step: Integer = option(0, ge=0)
     """Step from which the weight is 0; 0: never."""
@@ -92,7 +92,7 @@ class CrepaConfig(TechniqueGroup):
     """After the threshold is reached: off permanently, or until the average falls below it."""
     irepa_enabled: Flag = option(False, requires=when("crepa_enabled", fatal=True), label="iREPA")
     """With crepa_enabled: a convolution as projector and normalised features (iREPA); also aligns pictures."""
-    irepa_spatial_norm_alpha: Number = option(0.6, ge=0)
+    irepa_spatial_norm_alpha: Number = option(0.6, ge=0, le=1000)
     """Share of the mean over a frame that is subtracted from the teacher's features."""
     irepa_projector_kernel_size: KernelSize = option("3")
     """Side of the projector's kernel, in tokens."""
@@ -197,7 +197,9 @@ class LayerSyncConfig(TechniqueGroup):
     """The aligned block, counted from 0."""
     layersync_teacher_block: Integer | None = common(None, ge=0)
     """The deeper block that it is aligned with."""
-    layersync_lambda: Number | None = option(None, ge=0, default_note="0.002 for a LoRA, 0.2 for full", label="Weight")
+    layersync_lambda: Number | None = option(
+        None, ge=0, le=1000, default_note="0.002 for a LoRA, 0.2 for full", label="Weight"
+    )
     """Weight of the loss."""
 
     def weight(self, model_type: str) -> float:

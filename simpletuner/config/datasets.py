@@ -61,7 +61,7 @@ class VideoConfig(Group):
     """Shorter clips are left out."""
     max_frames: Integer | None = option(None, ge=1)
     """Longer clips are left out."""
-    frame_rate: Number | None = option(None, aliases=("framerate",), gt=0)
+    frame_rate: Number | None = option(None, aliases=("framerate",), gt=0, le=1000)
     """Frames per second."""
     is_i2v: Flag | None = common(None, label="First Frame Is the Condition")
     """Frame 0 is the condition."""
@@ -168,15 +168,15 @@ class DatasetConfig(SharedKeys, HubKeys, BucketKeys, TableKeys):
     """Ratios, or {aspect, weight} with weights summing to 1."""
     crop_style: Literal["random", "center", "centre", "corner", "face"] = option("random")
     """Where to crop."""
-    minimum_aspect_ratio: Number | None = option(None, gt=0)
+    minimum_aspect_ratio: Number | None = option(None, gt=0, le=1000)
     """Narrower pictures are left out."""
-    maximum_aspect_ratio: Number | None = option(None, gt=0)
+    maximum_aspect_ratio: Number | None = option(None, gt=0, le=1000)
     """Wider pictures are left out."""
     max_upscale_threshold: Number | None = option(None, ge=0, le=1)
     """With closest or random: exclude buckets that enlarge a picture by more than this share."""
     repeats: Integer | None = common(None, ge=0, le=MOST_REPEATS)
     """Extra passes: a sample is seen repeats + 1 times per epoch."""
-    probability: Number = option(1.0, ge=0)
+    probability: Number = option(1.0, ge=0, le=1e6)
     """Sampling weight relative to other datasets."""
     train_batch_size: Integer | None = option(None, ge=1)
     """Batch size of this dataset."""
@@ -243,7 +243,7 @@ class DatasetConfig(SharedKeys, HubKeys, BucketKeys, TableKeys):
     """Keys of type huggingface, as a nested object."""
     video: VideoConfig = option(VideoConfig())  # frozen, so all entries may share it
     """Rules for clips."""
-    sana_motion_score: Number | None = option(None)
+    sana_motion_score: Number | None = option(None, ge=0, le=1000)
     """Motion score of this dataset's captions (Sana Video), overriding the run's. A caption that already ends with a
     score keeps it."""
 

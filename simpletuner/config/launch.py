@@ -22,9 +22,9 @@ class LaunchConfig(Group):
     """Number of processes on all machines, one per device; a multiple of num_machines."""
     num_machines: Integer = option(1, ge=1)
     """Number of machines; ACCELERATE_EXTRA_ARGS sets the rank of this machine and the address of the first."""
-    network_gbit: Number = option(100, gt=0, requires=unless(num_machines=1))
+    network_gbit: Number = option(100, gt=0, le=100_000, requires=unless(num_machines=1))
     """Network between machines in Gbit/s, for the plan's estimate."""
-    start_timeout: Integer = option(600, ge=1)
+    start_timeout: Integer = option(600, ge=1, requires=unless(num_processes=1))
     """Seconds to wait at the start for all processes; after that the run fails and lists the missing ranks."""
     dynamo_backend: Literal["no", "inductor", "aot_eager", "cudagraphs"] | None = common(
         None, default_note="inductor on CUDA with speed auto, else no"

@@ -26,7 +26,7 @@ class LoraConfig(Group):
 
     lora_rank: Integer = ranked(16, ge=1, common=True)
     """Rank of the update matrices. For lokr, half the larger factor or more trains that factor in full."""
-    lora_alpha: Number | None = ranked(None, gt=0, default_note="the rank", common=True)
+    lora_alpha: Number | None = ranked(None, gt=0, le=1e6, default_note="the rank", common=True)
     """Scale is alpha / rank."""
     lora_dropout: Number = common(
         0.0, ge=0, lt=1, requires=when(lora_type="standard", because="LyCORIS has its own", fatal=True)
@@ -55,6 +55,7 @@ class LoraConfig(Group):
     lora_plus_ratio: Number | None = standard(
         None,
         ge=1,
+        le=10_000,
         label="LoRA+ Ratio",
         excludes=(
             when(optimizer="muon", because="muon already has a second parameter group, for AdamW"),
@@ -82,7 +83,7 @@ class LoraConfig(Group):
         ),
     )
     """LoRA to start from: a file, a folder, or `repo[:file]` on the hub; Kandinsky's official LoRAs work too."""
-    init_lora_step: Integer = option(0, ge=0)
+    init_lora_step: Integer = option(0, ge=0, requires=when("init_lora"))
     """Step number of that LoRA."""
 
     @property
@@ -104,7 +105,7 @@ class LoraConfig(Group):
 
 
 of_adapter = partial(option, requires=when("validation_adapter_path"))
-Strength = Annotated[Number, Field(gt=0)]
+Strength = Annotated[Number, Field(gt=0, le=100)]
 
 
 def parse_runs(value: object) -> object:
@@ -154,9 +155,11 @@ class ValidationAdapterConfig(Group):
     """A LoRA for previews, on top of the model in training: a file, a folder, or `repo[:file]` on the hub."""
     validation_adapter_name: Text | None = of_adapter(None, default_note="the name of the file")
     """Name of the LoRA in preview file names."""
-    validation_adapter_strength: Number = of_adapter(1.0, gt=0)
+    validation_adapter_strength: Number = of_adapter(1.0, gt=0, le=100)
     """Strength of the LoRA."""
-    validation_adapter_mode: Literal["adapter_only", "comparison", "none"] = option("comparison")
+    validation_adapter_mode: Literal["adapter_only", "comparison", "none"] = option(
+        "comparison", requires=when("validation_adapter_path", "validation_adapter_config")
+    )
     """comparison also renders without further LoRAs; adapter_only does not, unless validation_adapter_config lists
     runs; none ignores all further LoRAs."""
     validation_adapter_config: Annotated[list[AdapterEntry], BeforeValidator(parse_runs)] | None = option(

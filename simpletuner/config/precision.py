@@ -81,7 +81,11 @@ class PrecisionConfig(Group):
     """Precision of the first text encoder, with the same choices; part of the cache identity."""
     text_encoder_2_precision: Precision = quantised("no_change", label="Second Text Encoder Precision")
     """Precision of the second text encoder (CLIP in Kandinsky); part of the cache identity."""
-    base_model_default_dtype: Literal["bf16", "fp32"] | None = option(None, default_note="as mixed_precision: bf16")
+    base_model_default_dtype: Literal["bf16", "fp32"] | None = option(
+        None,
+        default_note="as mixed_precision: bf16",
+        requires=unless(base_model_precision=PLAIN_PRECISIONS, because="the base model is not quantised"),
+    )
     """Compute dtype of a quantised model, and dtype of its unquantised weights."""
     quantize_via: Literal["cpu", "accelerator", "pipeline"] = option("cpu")
     """Device that quantises; same results. accelerator moves one block at a time to the device, pipeline one layer."""

@@ -49,6 +49,7 @@ LEARNING_RATES = {"lora": 1e-4, "full": 5e-5}
 # Pixels per edge; a larger number is a typo.
 LARGEST_SIZE = 100_000
 MOST_SHOTS = 1000  # previews per prompt in one validation
+SHORTEST_CAPTION = 16  # tokens; a shorter limit would cut nearly every caption
 NOISE_LEVELS = 1000  # timesteps of the models; the highest is pure noise
 # Not sine, which returns to learning_rate.
 DECAYING_SCHEDULERS = ("linear", "cosine", "cosine_with_warmup", "cosine_with_restarts", "polynomial")
@@ -71,6 +72,7 @@ OptimizerName = Literal[
 
 of_family = partial(common, None, default_note="of the family")
 of_speed = partial(option, None, default_note="as `speed` says")
+previewed = partial(option, requires=unless("validation_disable"))  # keys that act only while previews are rendered
 
 
 class ModelConfig(Group):
@@ -105,7 +107,7 @@ class RunOptions(Group):
 
     output_dir: PathText = common("simpletuner-results")
     """Folder for all output of the run; created if missing."""
-    logging_dir: PathText = common("logs")
+    logging_dir: PathText = common("logs", requires=unless(report_to=("none", "simpletuner")))
     """Folder for tracker files."""
     cache_dir: PathText | None = common(None, default_note="`<output_dir>/cache`")
     """Folder for all caches."""
@@ -121,9 +123,9 @@ class RunOptions(Group):
     seed: Integer | None = common(None, ge=-1, le=math.inf)
     """The same seed gives the same data order, noise and initial weights. 0 takes the seed from the clock, -1 or unset
     draws a random one; both are logged."""
-    seed_for_each_device: Flag = option(True)
+    seed_for_each_device: Flag = option(True, requires=unless(num_processes=1))
     """true: every sample of a step draws different noise, as in one process with a larger batch. false: every process
-    draws the same noise as the first. No effect with one process."""
+    draws the same noise as the first."""
     resume_from_checkpoint: PathText = common("latest")
     """`latest`, the name or path of a checkpoint, or `none`. latest starts a new run if no checkpoint exists; none
     starts at step 0 and never overwrites an existing checkpoint."""
@@ -142,10 +144,6 @@ class ScheduleConfig(Group):
     """Optimizer steps of the run; 0 or unset: set by the number of epochs."""
     num_train_epochs: Integer | None = common(None, ge=0, default_note="1 without max_train_steps", label="Epochs")
     """Passes over the data, if max_train_steps is unset or 0."""
-    ignore_final_epochs: Flag | None = option(None)
-    """Continue past the computed number of epochs to max_train_steps."""
-    strict_epoch_limit: Flag | None = option(None)
-    """The opposite of ignore_final_epochs; takes precedence if both are set."""
 
 
 class CheckpointConfig(Group):
@@ -159,9 +157,9 @@ class CheckpointConfig(Group):
     """Maximum number of checkpoints; a save removes the oldest ones beyond it. 0 keeps all."""
     checkpointing_rolling_steps: Integer = common(0, ge=0)
     """Steps between additional rolling checkpoints, pruned separately; 0 disables them."""
-    checkpoints_rolling_total_limit: Integer = option(1, ge=1)
+    checkpoints_rolling_total_limit: Integer = option(1, ge=1, requires=when("checkpointing_rolling_steps"))
     """Number of rolling checkpoints to keep."""
-    disk_low_threshold: Gigabytes | None = option(None, gt=0)
+    disk_low_threshold: Gigabytes | None = option(None, gt=0, le=1e6)
     """Save a checkpoint and stop if less disk space is free in output_dir: 10G, 500M, or a number of GB."""
 
 
@@ -181,9 +179,9 @@ class OptimizerConfig(Group):
     """For Adam kinds."""
     adam_beta2: Number | None = option(None, ge=0, lt=1, default_note="0.999 for plain adamw")
     """For Adam kinds."""
-    adam_weight_decay: Number | None = option(None, ge=0, default_note="0.01 for plain adamw")
+    adam_weight_decay: Number | None = option(None, ge=0, le=100, default_note="0.01 for plain adamw")
     """For Adam kinds."""
-    adam_epsilon: Number | None = option(None, gt=0, default_note="1e-8 for plain adamw")
+    adam_epsilon: Number | None = option(None, gt=0, le=1, default_note="1e-8 for plain adamw")
     """For Adam kinds."""
     optimizer_release_gradients: Flag = option(
         False,
@@ -203,7 +201,7 @@ class OptimizerConfig(Group):
     )
     """Update each weight as soon as its gradient is ready, then free the gradient: less memory for full fine-tunes,
     same results."""
-    learning_rate: Number | None = common(None, gt=0, default_note="1e-4 for lora, 5e-5 for full")
+    learning_rate: Number | None = common(None, gt=0, le=1000, default_note="1e-4 for lora, 5e-5 for full")
     """Peak learning rate."""
     lr_scale: Flag = option(False)
     """Multiply the learning rate by processes x accumulation x batch."""
@@ -214,15 +212,15 @@ class OptimizerConfig(Group):
     learning_rate and lr_end."""
     lr_warmup_steps: Integer = common(0, ge=0)
     """Steps of a linear ramp from 0, with every scheduler."""
-    lr_end: Number = option(4e-7, ge=0, requires=when(lr_scheduler=(*DECAYING_SCHEDULERS, "sine")))
+    lr_end: Number = option(4e-7, ge=0, le=1000, requires=when(lr_scheduler=(*DECAYING_SCHEDULERS, "sine")))
     """Final learning rate of decaying schedulers."""
-    lr_power: Number = option(0.8, gt=0, requires=when(lr_scheduler="polynomial"))
+    lr_power: Number = option(0.8, gt=0, le=100, requires=when(lr_scheduler="polynomial"))
     """Power of the polynomial scheduler."""
     lr_num_cycles: Integer = option(1, ge=1, requires=when(lr_scheduler=("cosine_with_restarts", "sine")))
     """Cycles of cosine_with_restarts and sine."""
-    max_grad_norm: Number = common(2.0, ge=0)
+    max_grad_norm: Number = common(2.0, ge=0, le=1e6)
     """Gradient clipping threshold; 0 disables clipping."""
-    grad_clip_method: Literal["value", "norm"] = option("value")
+    grad_clip_method: Literal["value", "norm"] = option("value", requires=when("max_grad_norm"))
     """value: clip every gradient element to ±max_grad_norm; norm: clip the global gradient norm."""
 
 
@@ -273,7 +271,7 @@ class EmaConfig(Group):
     """Upper limit of the decay min((1+n)/(10+n), ema_decay) with n = step - 1."""
     ema_warmup_steps: Integer = option(0, ge=0)
     """Before this step, the average is a copy of the weights."""
-    ema_device: Literal["cpu", "accelerator"] = option("cpu")
+    ema_device: Literal["cpu", "accelerator"] = option("cpu", requires=unless("ema_cpu_only"))
     """Device of the average."""
     ema_cpu_only: Flag = option(False, label="EMA CPU Only")
     """Keep and update the average on the CPU only."""
@@ -316,7 +314,7 @@ class OffloadConfig(Group):
     """auto sets unset keys of offloading, checkpointing and speed_keep_attention to the fastest combination that
     fits."""
     plan_device_memory_gb: Gigabytes | None = option(
-        None, aliases=("device_memory",), gt=0, default_note="the device of this machine"
+        None, aliases=("device_memory",), gt=0, le=1e6, default_note="the device of this machine"
     )
     """Plan for a GPU with this much memory in GB, as cards are labelled: `simpletuner plan --device-memory 24`."""
     plan_device: Card | None = option(None, aliases=("device",), default_note="the device of this machine")
@@ -356,7 +354,7 @@ class OffloadConfig(Group):
         False, requires=when("optimizer_release_gradients", because="it updates one weight at a time", fatal=True)
     )
     """Keep optimizer state in host memory and copy it to the device for updates (CUDA); same results."""
-    enable_model_cpu_offload: Flag = common(False)
+    enable_model_cpu_offload: Flag = previewed(False, common=True)
     """In previews, move the transformer off the device while the VAE decodes."""
 
     @property
@@ -382,7 +380,7 @@ class CachingConfig(Group):
     """Run 3D convolutions in temporal slices (Kandinsky 5 Video's VAE)."""
     vae_enable_temporal_roll: Flag = option(False)
     """Carry convolution state from frame to frame: always on in Sana Video's VAE, unavailable in the others."""
-    keep_vae_loaded: Flag | None = option(None, default_note="true where memory allows")
+    keep_vae_loaded: Flag | None = previewed(None, default_note="true where memory allows")
     """Keep the VAE on the device between validations."""
     vae_cache_ondemand: Flag = common(False)
     """Encode and cache latents at their first use; the VAE stays loaded."""
@@ -423,23 +421,23 @@ beta = partial(option, requires=when("flow_use_beta_schedule"))
 class FlowConfig(Group):
     """Flow matching"""
 
-    flow_schedule_shift: Number | None = of_family(gt=0)
+    flow_schedule_shift: Number | None = of_family(gt=0, le=100)
     """Shift k of training sigmas, s·k / (1 + (k-1)·s): above 1 favours composition, below 1 detail. If set, previews
     use it too."""
     # The two points are from FLUX.1: `calculate_shift` in diffusers.
     flow_schedule_auto_shift: Flag = common(False)
     """Shift e^mu, mu linear in the token count from 0.5 at 256 to 1.15 at 4096 tokens."""
     flow_sigmoid_scale: Number = option(
-        1.0, gt=0, requires=unless("mixflow_enabled", "flow_use_uniform_schedule", "flow_use_beta_schedule")
+        1.0, gt=0, le=100, requires=unless("mixflow_enabled", "flow_use_uniform_schedule", "flow_use_beta_schedule")
     )
     """Standard deviation of the logit-normal's underlying normal distribution."""
     flow_use_uniform_schedule: Flag = option(False)
     """Uniform sigmas instead of logit-normal."""
     flow_use_beta_schedule: Flag = option(False, excludes=when("flow_use_uniform_schedule"))
     """Beta-distributed sigmas instead of logit-normal."""
-    flow_beta_schedule_alpha: Number = beta(2.0, gt=0)
+    flow_beta_schedule_alpha: Number = beta(2.0, gt=0, le=1000)
     """First parameter of the beta distribution."""
-    flow_beta_schedule_beta: Number = beta(2.0, gt=0)
+    flow_beta_schedule_beta: Number = beta(2.0, gt=0, le=1000)
     """Second parameter of the beta distribution."""
     disable_segmented_timestep_sampling: Flag = option(False)
     """Draw sigmas independently; by default a batch is stratified over equal slices of the schedule."""
@@ -467,16 +465,18 @@ class TextConfig(Group):
         remarks={0: "means that the model never sees the empty caption, which weakens guidance; 0.1 is usual"},
     )
     """Probability of training a sample with the empty caption."""
-    tokenizer_max_length: Integer | None = of_family(ge=1)
+    tokenizer_max_length: Integer | None = of_family(ge=SHORTEST_CAPTION)
     """Longer captions are truncated, with a warning."""
 
 
 Decoding = Literal["whole", "strips", "tiles"]
+guided = unless(validation_guidance=1, because="guidance of 1 needs no negative prompt")
 
 
 class ValidationConfig(Group):
     """Validation"""
 
+    # Intervals stay in a file whose previews are switched off for a time, so they need no validation.
     validation_step_interval: Integer | None = common(
         None,
         aliases=("validation_steps",),
@@ -493,45 +493,47 @@ class ValidationConfig(Group):
     """JSON file that maps nicknames to prompts."""
     validation_prompt_library: Flag = option(False)
     """Also render a built-in list of prompts."""
-    validation_negative_prompt: Text | None = of_family()
+    validation_negative_prompt: Text | None = of_family(requires=guided)
     """Negative prompt, which guidance steers away from."""
-    validation_seed: Integer | None = common(None, default_note="`seed`")
+    validation_seed: Integer | None = common(None, default_note="`seed`", requires=unless("validation_randomize"))
     """Seed of previews."""
-    validation_randomize: Flag = option(False)
+    validation_randomize: Flag = previewed(False)
     """Use a new seed for every validation."""
     validation_seed_source: Literal["cpu", "gpu"] = option("cpu")
     """Device of the noise generator."""
-    validation_guidance: Number | None = of_family(ge=1)
+    validation_guidance: Number | None = of_family(ge=1, le=100)
     """Guidance scale."""
     validation_num_inference_steps: Integer | None = of_family(ge=1, le=NOISE_LEVELS)
     """Sampling steps."""
     validation_resolution: Sizes | None = of_family(form="text")
     """N, WxH or a comma-separated list; previews have exactly this size."""
-    validation_num_video_frames: Integer | None = of_family(ge=1)
+    validation_num_video_frames: Integer | None = of_family(ge=1, le=10_000)
     """Frames of a preview clip, 4k+1; 8k+1 for 2b-720p."""
-    framerate: Integer | None = of_family(aliases=("frame_rate",), ge=1)
+    framerate: Integer | None = of_family(aliases=("frame_rate",), ge=1, le=1000)
     """Frames per second of clips."""
     validation_using_datasets: Flag = option(False)
     """Use pictures of a dataset as conditions for previews."""
     eval_dataset_id: TextList | None = option(None)
     """Datasets of these pictures, one id or a list."""
-    validation_preview: Flag = option(False, requires=unless("validation_disable"))
+    validation_preview: Flag = previewed(False)
     """Write thumbnails of unfinished previews to the output folder and to raw webhooks."""
-    validation_preview_steps: Integer = option(1, ge=1)
+    validation_preview_steps: Integer = option(1, ge=1, requires=when("validation_preview"))
     """Sampling steps between thumbnails."""
-    disable_benchmark: Flag = option(False)
+    disable_benchmark: Flag = previewed(False)
     """Do not render previews of the untrained model at step 0."""
     validation_disable: Flag = common(False, label="No Previews")
     """Disable validation."""
-    validation_disable_unconditional: Flag | None = option(None, default_note="true, unless there is no other prompt")
+    validation_disable_unconditional: Flag | None = previewed(
+        None, default_note="true, unless there is no other prompt"
+    )
     """Do not render the empty prompt."""
-    validation_on_startup: Flag = option(False)
+    validation_on_startup: Flag = previewed(False)
     """Render when a run starts or resumes."""
-    validate_after_step: Integer = option(0, ge=0)
+    validate_after_step: Integer = previewed(0, ge=0)
     """No validation before this step."""
     num_validation_images: Integer = option(1, ge=1, le=MOST_SHOTS)
     """Samples per prompt."""
-    num_eval_images: Integer = option(4, ge=1)
+    num_eval_images: Integer = option(4, ge=1, le=100_000)
     """Pictures taken from a dataset per validation."""
     validation_image_format: Literal["png", "webp", "jpeg"] = option("png")
     """File format of previews."""
@@ -543,7 +545,9 @@ class ValidationConfig(Group):
     """Decoding of previews: `strips` of rows take less memory and change only the rounding; `tiles` take the least, but
     slightly change pixels at the seams. Caches are unaffected."""
     validation_batched_guidance: Flag | None = option(
-        None, default_note="true where memory allows and `speed` is auto", requires=unless("validation_disable")
+        None,
+        default_note="true where memory allows and `speed` is auto",
+        requires=(unless("validation_disable"), unless(validation_guidance=1, because="guidance of 1 is one pass")),
     )
     """Batch the conditional and unconditional pass of guidance in previews, which changes only the rounding."""
     validation_decode_in_background: Flag | None = option(
@@ -557,16 +561,19 @@ class ValidationConfig(Group):
     """Use compiled blocks in previews too, if training compiles them."""
 
 
+measured = partial(option, requires=when("eval_steps_interval", "eval_epoch_interval"))
+
+
 class EvaluationConfig(Group):
     """Evaluation"""
 
-    eval_steps_interval: Integer | None = common(None, ge=1)
+    eval_steps_interval: Integer | None = common(None, ge=1, requires=unless("eval_loss_disable"))
     """Compute the loss on `num_eval_images` samples of each eval dataset when global_step is a multiple."""
-    eval_epoch_interval: Number | None = option(None, gt=0)
+    eval_epoch_interval: Number | None = option(None, gt=0, le=1e6, requires=unless("eval_loss_disable"))
     """Interval in epochs; 0.5 is twice per epoch."""
-    eval_timesteps: Integer = option(28, ge=1, le=NOISE_LEVELS)
+    eval_timesteps: Integer = measured(28, ge=1, le=NOISE_LEVELS)
     """Number of evenly spaced timesteps in the evaluation."""
-    eval_dataset_pooling: Flag = option(False)
+    eval_dataset_pooling: Flag = measured(False)
     """Also report the mean over datasets."""
     eval_loss_disable: Flag = option(False)
     """Disable the evaluation loss."""
@@ -644,7 +651,9 @@ class AcceptedConfig(Group):
         None, "the family's blocks are known and are gathered one at a time"
     )
     fsdp_cpu_ram_efficient_loading: Flag = accepted(True, "processes of a machine always share the weights they read")
-    snr_gamma: Number | None = accepted(None, "it does not apply to flow models", ge=0)
+    snr_gamma: Number | None = accepted(None, "it does not apply to flow models", ge=0, le=1000)
+    ignore_final_epochs: Flag = accepted(True, "a run ends at max_train_steps, or else after num_train_epochs")
+    strict_epoch_limit: Flag = accepted(False, "a run ends at max_train_steps, or else after num_train_epochs")
 
 
 GroupType = TypeVar("GroupType", bound=Group)

@@ -141,6 +141,8 @@ def tokens_by_block(routes: Sequence[Route], blocks: int, tokens: int, unit: int
     return tuple(counts) if min(counts) < tokens else ()
 
 
+MOST_NOISE = 10  # standard deviations; 0.1 is usual
+HEAVIEST = 1000  # weight of a loss term; the loss itself has weight 1
 huber = partial(option, requires=when(loss_type=("huber", "smooth_l1")))
 preserved = partial(option, requires=when("preservation_probability"))
 
@@ -152,15 +154,15 @@ class LossConfig(Group):
     """Distance between prediction and target."""
     huber_schedule: Literal["snr", "exponential", "constant"] = huber("snr")
     """How huber_c depends on the timestep."""
-    huber_c: Number = huber(0.1, gt=0, common=True)
+    huber_c: Number = huber(0.1, gt=0, le=1000, common=True)
     """Threshold between the quadratic and the linear part of huber and smooth_l1."""
-    input_perturbation: Number = option(0.0, ge=0)
+    input_perturbation: Number = option(0.0, ge=0, le=MOST_NOISE)
     """Extra noise on the input only."""
-    input_perturbation_steps: Integer = option(0, ge=0)
+    input_perturbation_steps: Integer = option(0, ge=0, requires=when("input_perturbation"))
     """Step at which input_perturbation has decayed linearly to 0; 0 keeps it constant."""
-    noise_offset: Number = option(0.0, ge=0)
+    noise_offset: Number = option(0.0, ge=0, le=MOST_NOISE)
     """Offset of the noise mean per sample and channel."""
-    noise_offset_probability: Number = option(1.0, ge=0, le=1)
+    noise_offset_probability: Number = option(1.0, ge=0, le=1, requires=when("noise_offset"))
     """Share of samples with noise_offset."""
 
     def input_perturbation_at(self, step: int) -> float:
@@ -181,7 +183,10 @@ class MaskedLossConfig(TechniqueGroup):
     masked_loss_floor: Number = option(0.0, ge=0, le=1)
     """Weight of black areas; white areas have weight 1."""
     masked_loss_prior: Number = option(
-        0.0, ge=0, requires=when(model_type="lora", because="the base model is the model with the LoRA off", fatal=True)
+        0.0,
+        ge=0,
+        le=HEAVIEST,
+        requires=when(model_type="lora", because="the base model is the model with the LoRA off", fatal=True),
     )
     """Weight of a term that keeps the base model's prediction in black areas (LoRA only, one more forward pass)."""
 
@@ -200,6 +205,7 @@ class PreservationConfig(TechniqueGroup):
     preservation_weight: Number = common(
         0.0,
         ge=0,
+        le=HEAVIEST,
         requires=when(
             model_type="lora",
             because="the untrained model is the model with the LoRA off. Or also train on pictures of what to keep",
@@ -301,11 +307,11 @@ class ScheduledSamplingConfig(TechniqueGroup):
     """Order of unipc and dpm."""
     scheduled_sampling_reflexflow: Flag = common(True)
     """Correct the drift of rolled-out samples in the loss (ReflexFlow)."""
-    scheduled_sampling_reflexflow_alpha: Number = reflexflow(1.0, ge=0)
+    scheduled_sampling_reflexflow_alpha: Number = reflexflow(1.0, ge=0, le=HEAVIEST)
     """Extra weight of positions where sampling lost content."""
-    scheduled_sampling_reflexflow_beta1: Number = reflexflow(10.0, ge=0)
+    scheduled_sampling_reflexflow_beta1: Number = reflexflow(10.0, ge=0, le=HEAVIEST)
     """Weight of the direction term (reflexflow_adr)."""
-    scheduled_sampling_reflexflow_beta2: Number = reflexflow(1.0, ge=0)
+    scheduled_sampling_reflexflow_beta2: Number = reflexflow(1.0, ge=0, le=HEAVIEST)
     """Factor on the loss of rolled-out samples."""
 
     @property

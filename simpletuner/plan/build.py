@@ -29,7 +29,7 @@ from simpletuner.models.lora_keys import Targets
 from simpletuner.models.registry import FAMILIES, canonical_family_name
 from simpletuner.models.source import ModelSource, Part
 from simpletuner.models.spec import FamilySpec, Flavour
-from simpletuner.plan import checks
+from simpletuner.plan import checks, effects
 from simpletuner.plan.environment import as_launched, as_rendered, check_environment
 from simpletuner.plan.resume import check_resume, decide_seed, has_same_data
 from simpletuner.techniques.spec import TechniqueSpec, TrainedData, chosen_techniques
@@ -331,6 +331,7 @@ def _plan_run(plan: Plan, entries: list[DatasetConfig], context: DataContext, pr
     problems.extend(checks.check_datasets(plan))
     # What follows needs whole datasets: with problems so far it would only report their consequences.
     problems.raise_if_fatal()
+    problems.extend(checks.worth_reporting(effects.by_data(plan, entries), config))
     buckets = {each.id: sorted({sample.geometry.size for sample in each.samples}) for each in plan.trained}
     problems.extend(plan.spec.checks.sizes(config, plan.flavour, plan.sizes, buckets))
     # The length needs the order of samples, and that the buckets.

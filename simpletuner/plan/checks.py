@@ -25,6 +25,7 @@ from simpletuner.models.adapter_kinds import adapter_kind
 from simpletuner.models.registry import FAMILY_DATASET_KEYS
 from simpletuner.models.source import ModelSource, blocks_of, differing_weights, encoder_fault, vae_fault
 from simpletuner.models.spec import FamilySpec, Flavour
+from simpletuner.plan import effects
 from simpletuner.plan.environment import check_folders, check_launch, check_offload, why_not_writable
 from simpletuner.techniques.spec import check_encoders
 from simpletuner.validation.prompts import ValidationPrompt
@@ -82,7 +83,8 @@ def findings(plan: Plan, purpose: Purpose) -> list[Problem]:
         # The steps of an epoch are unknown without datasets.
         found += check_total(config, config.schedule.max_train_steps or 0)
     else:
-        found += check_flavour(config, spec, flavour)
+        found += check_flavour(config, flavour)
+        found += effects.by_source(source)
         # Skip content checks if the checkpoint cannot be found or read.
         found += [*source.doubts(), *(source.problems() or check_parts(spec, flavour, source))]
     return [*found, *check_packages(config.precision)]
@@ -114,6 +116,11 @@ def worth_reporting(problems: Iterable[Problem], config: RunConfig) -> list[Prob
 
 def check_output(config: RunConfig) -> Iterator[Problem]:
     """Report an output folder that is not writable, before slow work starts, and cache paths that are files."""
+    shared = {Path("/"): "the root of the file system", Path.home(): "the home folder"}
+    if place := shared.get(Path(config.run.output_dir).expanduser().resolve()):
+        message = f"{config.run.output_dir!r} is {place}; a run needs a folder of its own, such as output/my-lora."
+        yield Problem("output_dir", message)
+        return
     if problem := why_not_writable("output_dir", Path(config.run.output_dir).expanduser()):
         yield problem
         return  # caches are often inside it and would repeat the problem
@@ -129,8 +136,6 @@ def check_length(config: RunConfig) -> Iterator[Problem]:
         yield Problem("num_train_epochs", f"is {epochs} and max_train_steps is {steps}; set one to 0 or leave it out.")
     if steps == 0 and epochs == 0:
         yield Problem("num_train_epochs", "and max_train_steps are both 0; there is nothing to train.")
-    if schedule.strict_epoch_limit is not None and schedule.ignore_final_epochs is not None:
-        yield warning("ignore_final_epochs", "and strict_epoch_limit are both given; strict wins.")
 
 
 def check_rates(config: RunConfig) -> Iterator[Problem]:
@@ -230,12 +235,11 @@ def _unused_keys(spec: FamilySpec) -> Iterator[Problem]:
         yield from (NoEffect(key, f"has no effect: {reason}.") for key in keys if not is_used)
 
 
-def check_flavour(config: RunConfig, spec: FamilySpec, flavour: Flavour) -> Iterator[Problem]:
+def check_flavour(config: RunConfig, flavour: Flavour) -> Iterator[Problem]:
     """Report keys that the flavour does not use, and the effects of training it."""
     if flavour.distilled:
         yield warning("model_flavour", f"{flavour.name} is distilled; trained, it may need guidance or more steps.")
-    if config.validation.validation_using_datasets and flavour.task in ("t2i", "t2v"):
-        yield warning("validation_using_datasets", f"has no effect: {flavour.name} starts from noise, not a picture.")
+    yield from effects.by_flavour(config, flavour)
 
 
 def check_block_numbers(config: RunConfig, spec: FamilySpec, source: ModelSource) -> Iterator[Problem]:
@@ -352,7 +356,10 @@ def check_total(config: RunConfig, total_steps: int) -> Iterator[Problem]:
 
 
 # `unmet` first: of several reasons why a key has no effect, `worth_reporting` keeps the first.
-RULES = (unmet, conflicts, check_output, check_launch, check_length, check_rates, check_offload, check_lora, check_rest)
+RULES = (
+    unmet, effects.by_settings, conflicts, check_output, check_launch, check_length, check_rates, check_offload,
+    check_lora, check_rest,
+)  # fmt: skip
 # What training needs, such as packages of an optimizer, may be missing here.
 SAMPLE_RULES = (conflicts, check_output, check_offload)
 
@@ -364,12 +371,6 @@ def check_datasets(plan: Plan) -> Iterator[Problem]:
     yield from _check_previewed(config.validation.eval_dataset_id or [], datasets)
     for technique in config.techniques_in_use:
         yield from technique.check_datasets(config, datasets)
-    evaluation = config.evaluation
-    # A dataset that could not be read, or of which no file could be held out, has errors of its own.
-    is_evaluated = any(each.config.dataset_type == "eval" or each.config.hold_out for each in datasets)
-    if evaluation.measures_loss and datasets and not is_evaluated:
-        key = "eval_steps_interval" if evaluation.eval_steps_interval else "eval_epoch_interval"
-        yield warning(key, "has no effect: no dataset has dataset_type eval, on which to measure the loss.")
     for dataset in datasets:
         yield from _check_resolution(config, dataset)
         yield from _check_cropping(dataset)
@@ -402,8 +403,12 @@ def _check_noise_levels(config: RunConfig, dataset: Dataset) -> Iterator[Problem
 
 
 def _check_kinds(config: RunConfig, trained: Sequence[Dataset]) -> Iterator[Problem]:
-    """Regularisation data needs a LoRA, and a LoRA for sliders data with a strength."""
+    """Regularisation data needs a LoRA and other data, and a LoRA for sliders data with a strength."""
     regularised = [each.id for each in trained if each.config.is_regularisation_data]
+    drawn = [each for each in trained if each.config.probability > 0]
+    if drawn and all(each.config.is_regularisation_data for each in drawn):
+        message = "is set on every dataset that is trained, so the run would only learn to change nothing; add a"
+        yield Problem(f"{drawn[0].id}.is_regularisation_data", f"{message} dataset without it, or remove it.")
     if regularised and config.model.model_type == "full":
         message = "needs model_type lora: the base model is the one with the LoRA off."
         yield Problem(f"{regularised[0]}.is_regularisation_data", message)

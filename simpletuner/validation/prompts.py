@@ -13,7 +13,7 @@ from typing import Any
 from simpletuner.config.lora import check_listed
 from simpletuner.config.schema import RunConfig, ValidationConfig
 from simpletuner.config.values import Size, json_kind, no_file, read_json
-from simpletuner.errors import Problem, Problems, Reading, result_of
+from simpletuner.errors import Problem, Problems, Reading, did_you_mean, result_of
 from simpletuner.models import lora_checks, lora_keys
 from simpletuner.models.lora_source import find_lora
 from simpletuner.models.source import ModelSource
@@ -24,6 +24,7 @@ PRIMARY = "validation"
 SMALLEST_SIDE = 128
 # Bytes. File systems allow 255, but step, size and suffix are appended.
 LONGEST_NAME = 120
+LIBRARY_KEYS = ("prompt", "adapter_strength")
 
 # The built-in `validation_prompt_library`: a person, a landscape, a style, a crowded scene, text.
 BUILT_IN = {
@@ -70,7 +71,8 @@ def collect_prompts(config: ValidationConfig) -> Reading[list[ValidationPrompt]]
 def read_library(path: Path) -> Reading[list[tuple[str, str, float | None]]]:
     """Nicknames, prompts and adapter strengths of a library file.
 
-    A prompt may also be written as `{"prompt": ..., "adapter_strength": ...}`.
+    A prompt may also be written as `{"prompt": ..., "adapter_strength": ...}`, in which keys that begin with an
+    underscore are comments.
     """
     key = "user_prompt_library"
     if not path.is_file():
@@ -86,7 +88,14 @@ def read_library(path: Path) -> Reading[list[tuple[str, str, float | None]]]:
     prompts = []
     for nickname, value in content.items():
         entry: dict[str, Any] = value if isinstance(value, dict) else {"prompt": value}
+        unknown = [name for name in entry if name not in LIBRARY_KEYS and not name.startswith("_")]
+        for name in unknown:
+            guess = did_you_mean(name, LIBRARY_KEYS)
+            message = f"{name!r} of {nickname!r} is not a known key ({', '.join(LIBRARY_KEYS)}).{guess}"
+            yield Problem(key, f"{path}: {message}")
         prompt, strength = entry.get("prompt"), entry.get("adapter_strength")
+        if unknown:
+            continue
         if not isinstance(prompt, str) or not prompt.strip():
             yield Problem(key, f"{path}: the prompt {nickname!r} is empty or not text.")
         elif strength is not None and not (isinstance(strength, int | float) and 0 < strength < math.inf):

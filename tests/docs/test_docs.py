@@ -28,7 +28,7 @@ from simpletuner.config.values import plain_key
 from simpletuner.data.buckets import PixelGrid
 from simpletuner.errors import Problem, Problems
 from simpletuner.models.registry import FAMILIES
-from simpletuner.plan.checks import check_config, check_flavour
+from simpletuner.plan.checks import check_config, check_flavour, worth_reporting
 from simpletuner.validation.prompts import read_library
 from tests.complaints import family_complaints
 from tests.docs.languages import FENCE, LANGUAGES
@@ -97,7 +97,7 @@ def check_settings(config: RunConfig) -> list[Problem]:
     flavour = spec.flavour(config.model.model_flavour)
     return [
         *family_complaints(config, spec),
-        *check_flavour(config, spec, flavour),
+        *worth_reporting(check_flavour(config, flavour), config),
         *spec.checks.settings(config, flavour),
     ]
 
