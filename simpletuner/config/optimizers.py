@@ -51,6 +51,7 @@ class OptimizerSpec:
         element_wise: updates every number independently with torch operations, so that the processes of a sharded run
             can update their shards.
         per_weight: updates every weight independently of the gradients of other weights.
+        lasting: settings that the saved state is built on, so that a resumed run cannot change them.
         kernels: implementations for `update_kernel` besides the loop; if empty, the library chooses.
         temporaries: tensors as large as all trained weights that a `foreach` update allocates.
     """
@@ -67,6 +68,7 @@ class OptimizerSpec:
     element_wise: bool = True
     per_weight: bool = True
     rounds_randomly: bool = False
+    lasting: tuple[str, ...] = ()
     kernels: tuple[UpdateKernel, ...] = ()
     temporaries: int = 0
 
@@ -94,14 +96,17 @@ ESTIMATING: Settings = {"d0": 1e-6, "d_coef": 1.0, "use_bias_correction": False,
 
 # Common arguments by library. torch's other fused updates lose momentum that some weights do not have yet, or do not
 # exist for every GPU.
-_torch_adam = partial(OptimizerSpec, is_adam=True, kernels=("fused",), temporaries=1)
+_torch_adam = partial(OptimizerSpec, is_adam=True, kernels=("fused",), temporaries=1, lasting=("amsgrad",))
 _torch = partial(OptimizerSpec, kernels=("foreach",), temporaries=1)
 _optimi = partial(OptimizerSpec, keeps_bf16=True, kernels=("triton", "foreach"))
 _optimi_adam = partial(_optimi, is_adam=True)
 _random = partial(OptimizerSpec, keeps_bf16=True, rounds_randomly=True, constants={"bf16_stochastic_round": True})
 # State is quantised in blocks, which would differ in a shard of a weight.
 _torchao = partial(_random, settings=ADAMW, is_adam=True, package=TORCHAO, element_wise=False)
-_averaging = partial(OptimizerSpec, is_adam=True, schedule_free=True, per_weight=False, temporaries=1)
+# The trained weights lie between two sequences, at a place given by beta1.
+_averaging = partial(
+    OptimizerSpec, is_adam=True, schedule_free=True, per_weight=False, temporaries=1, lasting=("beta1",)
+)
 _schedule_free = partial(_averaging, "schedulefree:AdamWScheduleFree", package=SCHEDULE_FREE)
 _whole_weights = partial(OptimizerSpec, element_wise=False, per_weight=False)
 _bitsandbytes = partial(_whole_weights, package=BITSANDBYTES, moments=1)
@@ -115,9 +120,13 @@ OPTIMIZERS: Mapping[OptimizerName, OptimizerSpec] = {
     "torch-nadam": _torch("torch.optim:NAdam", NADAM, is_adam=True, temporaries=2),
     "torch-radam": _torch("torch.optim:RAdam", ADAM | {"decoupled_weight_decay": False}, is_adam=True),
     "torch-adagrad": _torch(
-        "torch.optim:Adagrad", ADAGRAD | {"initial_accumulator_value": 0.0}, moments=1, temporaries=2
+        "torch.optim:Adagrad",
+        ADAGRAD | {"initial_accumulator_value": 0.0},
+        moments=1,
+        temporaries=2,
+        lasting=("initial_accumulator_value",),
     ),
-    "torch-rmsprop": _torch("torch.optim:RMSprop", RMSPROP, moments=1, temporaries=2),
+    "torch-rmsprop": _torch("torch.optim:RMSprop", RMSPROP, moments=1, temporaries=2, lasting=("momentum", "centered")),
     "torch-sgd": _torch("torch.optim:SGD", SGD, moments=0),
     "optimi-adamw": _optimi_adam(f"{DECAYING}:AdamW", OPTIMI),
     # Limits an update by the mean square of the whole weight, so every kernel but Triton's synchronises per weight.
@@ -129,7 +138,12 @@ OPTIMIZERS: Mapping[OptimizerName, OptimizerSpec] = {
     # The only optimi optimizer with Kahan summation off by default.
     "optimi-adan": _optimi_adam(f"{DECAYING}:Adan", ADAN, moments=4, constants={"kahan_sum": True}),
     "optimi-adam": _optimi_adam(f"{DECAYING}:Adam", COUPLED),
-    "optimi-sgd": _optimi("optimi:SGD", {"momentum": 0.0, "weight_decay": 0.0, "decouple_wd": False}, moments=0),
+    "optimi-sgd": _optimi(
+        "optimi:SGD",
+        {"momentum": 0.0, "weight_decay": 0.0, "decouple_wd": False},
+        moments=0,
+        lasting=("momentum",),
+    ),
     # One byte per number and a float32 scale per 256, or half a byte and a scale per 128.
     "ao-adamw8bit": _torchao("simpletuner.training.low_bit:AdamW8bit", moment_bytes=1 + 4 / 256),
     "ao-adamw4bit": _torchao("simpletuner.training.low_bit:AdamW4bit", moment_bytes=0.5 + 4 / 128),
@@ -141,7 +155,14 @@ OPTIMIZERS: Mapping[OptimizerName, OptimizerSpec] = {
     # Newton-Schulz orthogonalises whole matrices; vectors and convolutions are updated by AdamW.
     "muon": OptimizerSpec(f"{DECAYING}:MuonWithAdamW", MUON, is_adam=True, element_wise=False),
     # Besides Adam's moments, Prodigy keeps the initial weights and a weighted sum of gradients.
-    "prodigy": _whole_weights("prodigyopt:Prodigy", ADAM | ESTIMATING, is_adam=True, package=PRODIGY, moments=4),
+    "prodigy": _whole_weights(
+        "prodigyopt:Prodigy",
+        ADAM | ESTIMATING,
+        is_adam=True,
+        package=PRODIGY,
+        moments=4,
+        lasting=("beta1", "d0"),
+    ),
     "bnb-adamw8bit": _bitsandbytes("bitsandbytes.optim:AdamW8bit", ADAMW, is_adam=True, moments=2, moment_bytes=1.0),
     "bnb-adamw": _bitsandbytes("bitsandbytes.optim:AdamW", ADAMW, is_adam=True, moments=2),
     "bnb-lion8bit": _bitsandbytes("bitsandbytes.optim:Lion8bit", LION, moment_bytes=1.0),

@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING, Any
 
 from simpletuner.caching.keys import checkpoint_identity, digest
 from simpletuner.config.lora import LoraConfig
-from simpletuner.config.optimizers import optimizer_name, trained_precision
+from simpletuner.config.optimizers import OPTIMIZERS, optimizer_name, optimizer_settings, trained_precision
 from simpletuner.config.precision import compute_dtypes, quantisation
 from simpletuner.config.schema import RunConfig
-from simpletuner.config.values import read_json, typed
+from simpletuner.config.values import home_path, read_json, typed
 from simpletuner.data.dataset import Dataset
 from simpletuner.errors import Problem, Reading, counted, result_of, warning
 from simpletuner.models.adapter_kinds import adapter_kind
@@ -36,6 +36,7 @@ PACKAGES = (
 # Keys whose change does not fit the trained weights or optimizer state; other settings may be changed deliberately.
 LORA = ("lora_rank", "lora_alpha", "lora_init_type", "use_dora", "lora_type", "lokr_factor", "lora_plus_ratio")
 FIXED = frozenset({"optimizer", "mixed_precision", *LoraConfig.model_fields}) - {"lora_dropout"}
+OPTIMIZER = "optimizer_config."  # before the name of an optimizer's setting, whichever key sets it
 
 
 def decide_seed(configured: int | None, resume: Checkpoint | None) -> int:
@@ -67,7 +68,9 @@ def check_resume(plan: Plan) -> Reading[Checkpoint | None]:
             yield Problem("resume_from_checkpoint", message)
     # The batch, the base and its files; then the settings that the mathematics depends on.
     yield from _check_batch(plan.config, checkpoint)
-    yield from _check_base(plan.config, checkpoint)
+    recorded = result_of(read_json(checkpoint.path / "config.json", dict)) or {}
+    yield from _check_base(plan.config, checkpoint, recorded)
+    yield from _check_start(plan.config.lora, checkpoint, recorded)
     yield from _check_weights(plan.source, checkpoint)
     # Another model_type needs another output_dir anyway; its settings would only add lines.
     if identity.model_type == model_type:
@@ -150,6 +153,7 @@ def mathematics(plan: Plan) -> dict[str, Any]:
         }
         if (key := adapter_kind(lora).settings_file) and (path := getattr(lora, key)):
             fixed[key] = result_of(read_json(Path(path).expanduser()))
+    optimizer = optimizer_settings(config.optimizer, precision.mixed_precision)
     groups = (config.flow, config.loss, config.text, config.family.of(spec.options), *config.techniques, config.ema)
     # Models are compared by content (`weight_identities`), not by location.
     values = {key: value for group in groups for key, value in group.model_dump().items()}
@@ -160,6 +164,7 @@ def mathematics(plan: Plan) -> dict[str, Any]:
         "speed_fused_lora": config.speed.speed_fused_lora,
         **compute_dtypes(precision, config.caching, spec.text_encoders),
         "gradient_accumulation_steps": config.schedule.gradient_accumulation_steps,
+        **{f"{OPTIMIZER}{name}": value for name, value in optimizer.items()},
     }
     changeable |= {key: config.flat[key] for technique in config.techniques for key in technique.related}
     # As read back from a manifest, for comparison: tuples become lists, other objects text.
@@ -210,9 +215,17 @@ def _check_weights(source: ModelSource, checkpoint: Checkpoint) -> Iterator[Prob
 
 def _check_settings(new: Mapping[str, Any], checkpoint: Checkpoint) -> Iterator[Problem]:
     """Report changed settings: errors for settings that the checkpoint cannot continue with, else warnings."""
-    for key, change in _changes(checkpoint.manifest.identity.settings, new):
-        hint = "choose another output_dir" if key in FIXED else "the new value applies from here on"
-        yield Problem(key, f"{checkpoint.path} {change}; {hint}.", fatal=key in FIXED)
+    fixed = FIXED
+    if optimizer := new.get("optimizer"):
+        fixed |= {f"{OPTIMIZER}{name}" for name in OPTIMIZERS[optimizer].lasting}
+    old = checkpoint.manifest.identity.settings
+    for key, change in _changes(old, new):
+        if key.startswith(OPTIMIZER) and old.get("optimizer") != optimizer:
+            continue  # settings of another optimizer, which is an error anyway
+        hint = "the new value applies from here on"
+        if key in fixed:
+            hint = "set it back, or choose another output_dir"
+        yield Problem(key, f"{checkpoint.path} {change}; {hint}.", fatal=key in fixed)
 
 
 def _changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
@@ -221,10 +234,23 @@ def _changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> Iterator[tuple[s
             yield key, f"was trained with {typed(old[key])}, not {typed(new[key])}"
 
 
-def _check_base(config: RunConfig, checkpoint: Checkpoint) -> Iterator[Problem]:
+def _check_start(lora: LoraConfig, checkpoint: Checkpoint, recorded: Mapping[str, Any]) -> Iterator[Problem]:
+    """Report a start that a run which has already begun would ignore."""
+    if lora.init_lora is None:
+        return
+    advice = "only acts at the start of a run. Choose another output_dir to start anew"
+    before = recorded.get("init_lora")
+    if before is None or home_path(str(before)).resolve() != home_path(lora.init_lora).resolve():
+        message = f"{checkpoint.path} did not start from {lora.init_lora!r}, and init_lora {advice},"
+        yield Problem("init_lora", f"{message} or remove init_lora to continue.")
+    elif recorded.get("init_lora_step", lora.init_lora_step) != lora.init_lora_step:
+        message = f"{checkpoint.path} started at step {recorded['init_lora_step']}, not {lora.init_lora_step};"
+        yield Problem("init_lora_step", f"{message} it {advice}, or set it back to continue.")
+
+
+def _check_base(config: RunConfig, checkpoint: Checkpoint, recorded: Mapping[str, Any]) -> Iterator[Problem]:
     """Warn about a changed base precision, since a LoRA learns to compensate the rounding of its base."""
-    settings = result_of(read_json(checkpoint.path / "config.json"))
-    old = settings.get("base_model_precision", "no_change") if isinstance(settings, dict) else "no_change"
+    old = recorded.get("base_model_precision", "no_change")
     new = config.precision.base_model_precision
     if quantisation(old) != quantisation(new):
         message = f"{new!r}: {checkpoint.path.name} was trained with {old!r}, so the base weights differ slightly."

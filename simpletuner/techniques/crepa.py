@@ -216,10 +216,17 @@ class Crepa(Technique):
         return self._log
 
     def state_dict(self) -> dict[str, Any]:
-        return {"average": None if self._average is None else self._average.item(), "off": self._is_off}
+        return {
+            "average": None if self._average is None else self._average.item(),
+            "off": self._is_off,
+            "threshold": self.config.crepa_similarity_threshold,
+        }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        average, self._is_off = state["average"], state["off"]
+        average, threshold = state["average"], self.config.crepa_similarity_threshold
+        # A cutoff belongs to its threshold: another one decides anew, and without one nothing is cut off.
+        is_same = state.get("threshold", threshold) == threshold  # older states lack it
+        self._is_off = state["off"] and is_same and threshold is not None
         self._average = None if average is None else torch.tensor(average, device=self.site.device)
 
     def _follow_threshold(self) -> None:

@@ -30,6 +30,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 from simpletuner.atomic import build_folder, open_atomically, write_json
+from simpletuner.config.optimizers import OPTIMIZERS
 from simpletuner.config.schema import CheckpointConfig
 from simpletuner.data.loader import BatchLoader
 from simpletuner.distributed.sharding import is_part, load_shards, shard_moments, without_shards
@@ -92,11 +93,13 @@ def _restore(checkpoint: Checkpoint, assembly: Assembly, loader: BatchLoader, *,
         raise ValueError(f"step {step} of epoch {epoch}, which is another in its manifest")
     content = load_shards(content, folder, parameters)
     host = assembly.release.host if assembly.release is not None else None
+    spec = OPTIMIZERS[assembly.settings.optimizer_name]
     try:
-        load_state(assembly.optimizer, shard_moments(content["optimizer"], parameters), host)
+        load_state(assembly.optimizer, shard_moments(content["optimizer"], parameters), spec, host)
     except ValueError as error:
         raise UserError(f"{checkpoint.path} was made with another optimizer: {error}") from error
-    assembly.scaler.load_state_dict(content["scaler"])
+    if content["scaler"]:  # empty unless mixed_precision was fp16
+        assembly.scaler.load_state_dict(content["scaler"])
     for technique in assembly.techniques:
         if technique.name in content["techniques"]:  # otherwise it has been enabled since and starts now
             technique.load_state_dict(content["techniques"][technique.name])

@@ -23,6 +23,7 @@ from torch.utils._pytree import tree_map_only
 from simpletuner.config.optimizers import (
     BETAS,
     OPTIMIZERS,
+    OptimizerSpec,
     is_lost_in_bf16,
     optimizer_name,
     optimizer_settings,
@@ -113,20 +114,23 @@ def runs_triton(params: Sequence[nn.Parameter]) -> bool:
     return on_gpu and has_compiler() and importlib.util.find_spec("triton") is not None
 
 
-def load_state(optimizer: torch.optim.Optimizer, state: dict[str, Any], host: HostState | None = None) -> None:
+def load_state(
+    optimizer: torch.optim.Optimizer, state: dict[str, Any], spec: OptimizerSpec, host: HostState | None = None
+) -> None:
     """Restore the state of an optimizer exactly, and keep the saved kernels if they run here.
 
-    The group of a module that was not saved starts now; a saved group whose module is gone is dropped.
+    Settings, such as weight decay, are those that the optimizer was built with, not the saved ones. The group of a
+    module that was not saved starts now; a saved group whose module is gone is dropped.
 
     Args:
         host: receives the state of all weights except those of techniques' modules.
 
     Raises:
-        ValueError: the state belongs to other parameters.
+        ValueError: the state belongs to other parameters, or to another value of a lasting setting.
     """
     # This machine's kernels, before the saved groups overwrite them.
     chosen = [*map(_kernel_of, optimizer.param_groups)]
-    groups = _saved_groups(optimizer, state["param_groups"])
+    groups = _saved_groups(optimizer, state["param_groups"], spec)
     # Without the state, which torch would round to the weights' dtypes and move to the device as a whole.
     optimizer.load_state_dict({"param_groups": groups, "state": {}})
     numbers = (number for group in groups for number in group["params"])
@@ -134,11 +138,25 @@ def load_state(optimizer: torch.optim.Optimizer, state: dict[str, Any], host: Ho
     for number, (group, weight) in zip(numbers, weights, strict=True):
         if not (saved := state["state"].get(number)):
             continue
+        saved = _renewed(optimizer, saved, group, weight, spec)
         if host is not None and OWNER not in group:
             host.load(weight, _placed(saved, group, weight, on_host=True))
         else:
             optimizer.state[weight] = _placed(saved, group, weight, on_host=False)
     _replace_missing_kernels(optimizer, chosen)
+
+
+def _renewed(
+    optimizer: torch.optim.Optimizer, state: State, group: Mapping[str, Any], weight: Tensor, spec: OptimizerSpec
+) -> State:
+    """The saved state of a weight, with what it repeats of the group's settings as they are now."""
+    renewed = {**state, **{name: group[name] for name in spec.settings if name in state}}
+    if isinstance(optimizer, DecayingSquares):
+        dtype = torch.float32 if optimizer.is_wide(group, weight) else weight.dtype
+        renewed["exp_avg_sq"] = state["exp_avg_sq"].to(dtype)
+    if "eps_sq" in state:  # of StableAdamW
+        renewed["eps_sq"] = torch.full_like(state["eps_sq"], group["eps"] ** 2)
+    return renewed
 
 
 def _placed(state: State, group: Mapping[str, Any], weight: Tensor, *, on_host: bool) -> dict[str, Any]:
@@ -160,9 +178,13 @@ def _replace_missing_kernels(optimizer: torch.optim.Optimizer, chosen: Sequence[
     """Replace saved kernels that cannot run by this machine's choice, with a warning."""
     missing = False
     for group, kernel in zip(optimizer.param_groups, chosen, strict=True):
-        if group.get("triton") and not runs_triton(group["params"]):
+        if not group.get("triton"):
+            continue
+        if not runs_triton(group["params"]):
             group.update(kernel)
             missing = True
+        elif not kernel.get("triton") and _has_wide_moment(optimizer, group):
+            group.update(kernel)
     if missing:
         logger.warning(
             "The checkpoint's weights were updated by Triton kernels, which need a GPU with bf16, triton, a C compiler "
@@ -170,16 +192,47 @@ def _replace_missing_kernels(optimizer: torch.optim.Optimizer, chosen: Sequence[
         )
 
 
-def _saved_groups(optimizer: torch.optim.Optimizer, saved: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The optimizer's groups, in its order, each as saved or new."""
+def _has_wide_moment(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> bool:
+    if not isinstance(optimizer, DecayingSquares):
+        return False
+    return any(optimizer.is_wide(group, weight) for weight in group["params"])
+
+
+def _saved_groups(
+    optimizer: torch.optim.Optimizer, saved: Sequence[dict[str, Any]], spec: OptimizerSpec
+) -> list[dict[str, Any]]:
+    """The optimizer's groups, in its order, each as saved or new, with the settings of the optimizer."""
     groups = [group for group in saved if OWNER not in group]
     by_owner = {group[OWNER]: group for group in saved if OWNER in group}
-    for group in optimizer.state_dict()["param_groups"]:
+    built = optimizer.state_dict()["param_groups"]
+    for group in built:
         if OWNER in group:
             # State dicts number parameters from 0, so negative numbers match no saved state.
             new = {**group, "params": [-1 - number for number in group["params"]]}
             groups.append(by_owner.get(group[OWNER], new))
-    return groups
+    if len(groups) != len(built):
+        raise ValueError(f"it has {len(groups)} groups of parameters, not {len(built)}")
+    return [_with_settings(group, new, spec) for group, new in zip(groups, built, strict=True)]
+
+
+def _with_settings(saved: dict[str, Any], new: Mapping[str, Any], spec: OptimizerSpec) -> dict[str, Any]:
+    """A saved group with the settings of a new one; only what training has counted stays as saved.
+
+    Raises:
+        ValueError: a lasting setting differs.
+    """
+    for name in spec.lasting:
+        before, now = _setting(saved, name), _setting(new, name)
+        if before != now:
+            raise ValueError(f"its {name} was {before}, not {now}")
+    return {**saved, **{key: new[key] for key in ("betas", *spec.settings) if key in new}}
+
+
+def _setting(group: Mapping[str, Any], name: str) -> Any:
+    """A setting in a parameter group, where most libraries keep the betas in one tuple."""
+    if name in BETAS and "betas" in group:
+        return group["betas"][BETAS.index(name)]
+    return group[name]
 
 
 @contextmanager

@@ -14,7 +14,8 @@ from accelerate import Accelerator
 from torch import nn
 from torch.optim import Optimizer
 
-from simpletuner.config.schema import FlowConfig, OptimizerConfig, RunConfig
+from simpletuner.config.optimizers import optimizer_name
+from simpletuner.config.schema import FlowConfig, OptimizerConfig, OptimizerName, RunConfig
 from simpletuner.config.techniques import LossConfig
 from simpletuner.distributed.world import World
 from simpletuner.memory.offload.streamer import Streamer
@@ -85,6 +86,7 @@ class StepSettings(TrainingSpec):
         accumulation: micro-steps per optimizer step.
         shift_is_explicit: the user set `flow_schedule_shift`.
         shared_noise: all processes draw the same random numbers.
+        optimizer_name: the chosen optimizer, or the default one.
         sequence: size of a sequence-parallel group.
     """
 
@@ -94,6 +96,7 @@ class StepSettings(TrainingSpec):
     flow: FlowConfig
     loss: LossConfig
     optimizer: OptimizerConfig
+    optimizer_name: OptimizerName
     sequence: int = 1
 
     @classmethod
@@ -107,6 +110,7 @@ class StepSettings(TrainingSpec):
             flow=config.flow,
             loss=config.loss,
             optimizer=config.optimizer,
+            optimizer_name=optimizer_name(config.optimizer, config.precision.mixed_precision),
             sequence=config.launch.sequence_parallel_size,
         )
 

@@ -85,6 +85,8 @@ def test_a_published_model_samples_with_the_shift_of_its_previews(tmp_path: Path
         ({"optimizer": "torch-sgd"}, ["optimizer", "not torch-sgd"]),
         ({"peft_lora_target_modules": ["to_key"]}, ["peft_lora_target_modules", "to_query"]),
         ({"optimizer": "optimi-adamw", "mixed_precision": "bf16"}, ["mixed_precision", "with fp32, not bf16"]),
+        ({"optimizer_config": "amsgrad=true"}, ["optimizer_config.amsgrad", "with false, not true; set it back"]),
+        ({"init_lora": "output/checkpoint-2"}, ["init_lora", "did not start from 'output/checkpoint-2'"]),
     ],
 )
 def test_what_the_weights_cannot_do_without_is_refused(
@@ -135,3 +137,32 @@ def test_rates_steps_and_intervals_go_on_silently(trained: Workspace, capsys: py
     capsys.readouterr()
     assert trained.train("max_train_steps=6", "learning_rate=5e-4", "checkpoint_step_interval=3") == 0
     assert "was trained with" not in capsys.readouterr().out
+
+
+OPTIMIZER_KEYS = [
+    ({"adam_weight_decay": 0.5}, "weight_decay: output/checkpoint-4 was trained with 0.01, not 0.5"),
+    ({"adam_beta1": 0.5}, "beta1: output/checkpoint-4 was trained with 0.9, not 0.5"),
+    ({"optimizer_beta1": 0.9, "optimizer_beta2": 0.5}, "beta2: output/checkpoint-4 was trained with 0.999, not 0.5"),
+    ({"adam_epsilon": 0.1}, "eps: output/checkpoint-4 was trained with 1e-08, not 0.1"),
+    ({"optimizer_config": "weight_decay=0.5"}, "weight_decay: output/checkpoint-4 was trained with 0.01, not 0.5"),
+]
+
+
+@pytest.mark.parametrize(("change", "words"), OPTIMIZER_KEYS)
+def test_optimizer_settings_changed_between_two_sessions_act_and_are_named(
+    trained: Workspace, tmp_path: Path, capsys: pytest.CaptureFixture[str], change: dict[str, Any], words: str
+) -> None:
+    plain = trained.copy(tmp_path / "plain", max_train_steps=5)
+    assert plain.train() == 0
+    trained.write_config(**change, max_train_steps=5)
+    capsys.readouterr()
+    assert trained.train() == 0
+    said = capsys.readouterr().out
+    assert f"optimizer_config.{words}; the new value applies from here on" in said
+    assert trained.path(LORA).read_bytes() != plain.path(LORA).read_bytes()
+
+
+def test_a_run_goes_on_in_half_precision(trained: Workspace) -> None:
+    assert trained.train("mixed_precision=fp16", "max_train_steps=5") == 0
+    assert trained.train("mixed_precision=no", "max_train_steps=6") == 0
+    assert [row["step"] for row in trained.metrics()] == [1, 2, 3, 4, 5, 6]

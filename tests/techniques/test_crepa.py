@@ -269,6 +269,22 @@ def test_the_threshold(deep: Path, batch: Batch, mode: str) -> None:
     assert step["crepa_cutoff"] == (mode == "permanent"), "off for good, whatever the average of another setting was"
 
 
+@pytest.mark.parametrize(("threshold", "is_off"), [(0.2, True), (0.5, False), (None, False)])
+def test_a_permanent_cutoff_lasts_as_long_as_its_threshold(
+    deep: Path, batch: Batch, threshold: float | None, is_off: bool
+) -> None:
+    permanent = {"crepa_threshold_mode": "permanent"}
+    before = crepa_of(crepa_similarity_threshold=0.2, **permanent)
+    make_assembly(deep, before)
+    before.load_state_dict({"average": 0.3, "off": True})
+
+    after = crepa_of(crepa_similarity_threshold=threshold, **permanent)
+    assembly = make_assembly(deep, after)
+    after.load_state_dict(before.state_dict())
+    (step,) = train(assembly, batch, 1)
+    assert step["crepa_cutoff"] == is_off
+
+
 def test_a_cut_off_is_logged_in_its_step(deep: Path, batch: Batch) -> None:
     steps = train(make_assembly(deep, crepa_of(crepa_cutoff_step=2)), batch, 3)
     assert [(each["crepa_cutoff"], each["crepa_weight"]) for each in steps] == [(0, 0.5), (0, 0.5), (1, 0)]

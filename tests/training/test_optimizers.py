@@ -8,6 +8,7 @@ import io
 import subprocess
 import sys
 from collections.abc import Mapping
+from copy import deepcopy
 from functools import partial
 from types import MappingProxyType, SimpleNamespace
 from typing import Any, get_args
@@ -86,7 +87,9 @@ def with_kernel(
     return optimizer
 
 
-def run(optimizer: torch.optim.Optimizer, params: list[nn.Parameter], first: int, last: int) -> None:
+def run(
+    optimizer: torch.optim.Optimizer, params: list[nn.Parameter], first: int, last: int, peak: float = 0.01
+) -> None:
     """Gradients depend on the step and the weights, the rate on the step; a weight without gradient is skipped."""
     for step in range(first, last):
         generator = torch.Generator().manual_seed(step)
@@ -94,7 +97,7 @@ def run(optimizer: torch.optim.Optimizer, params: list[nn.Parameter], first: int
             noise = torch.randn(param.shape, generator=generator).to(param)
             param.grad = None if place == step % 5 else (0.1 * noise + param.detach())
         for group in optimizer.param_groups:
-            group["lr"] = 0.01 * (step + 1) / 10
+            group["lr"] = peak * (step + 1) / 10
         optimizer.step()
         optimizer.zero_grad()
 
@@ -129,11 +132,82 @@ def test_a_saved_and_loaded_optimizer_continues_bit_for_bit(name: str, dtype: to
     saved = torch.load(buffer, weights_only=True)
     again = [nn.Parameter(weight.clone()) for weight in saved["weights"]]
     after = build(name, again)
-    optimizers.load_state(after, saved["optimizer"])
+    optimizers.load_state(after, saved["optimizer"], OPTIMIZERS[name])
     run(after, again, 7, 13)
 
     for expected, found in zip(whole, again, strict=True):
         assert torch.equal(found, expected)
+
+
+# What a session starts with, so that every setting has an effect, and another value of each.
+STARTING = {"weight_decay": 0.1, "momentum": 0.9, "d0": 1e-2}
+CHANGED: dict[str, object] = {
+    "beta1": 0.5, "beta2": 0.7, "beta3": 0.7, "eps": 0.1, "weight_decay": 0.5, "momentum": 0.5, "dampening": 0.5,
+    "alpha": 0.2, "k": 3, "ns_steps": 2, "r": 2.0, "weight_lr_power": 0.0, "d0": 1e-3, "d_coef": 3.0,
+    "momentum_decay": 0.1, "lr_decay": 0.5, "initial_accumulator_value": 1.0, "precondition_frequency": 2,
+}  # fmt: skip
+SETTINGS = [(name, setting) for name in RUNNABLE for setting in OPTIMIZERS[name].settings]
+
+
+def with_settings(name: str, params: list[nn.Parameter], **changed: object) -> torch.optim.Optimizer:
+    known = OPTIMIZERS[name].settings
+    values = {key: value for key, value in STARTING.items() if key in known} | changed
+    text = ",".join(f"{key}={value}" for key, value in values.items())
+    return build(name, params, optimizer_config=text)
+
+
+def changed_value(name: str, setting: str) -> object:
+    default = OPTIMIZERS[name].settings[setting]
+    return not default if isinstance(default, bool) else CHANGED[setting]
+
+
+@pytest.mark.parametrize(("name", "setting"), SETTINGS)
+def test_a_setting_changed_between_two_sessions_acts_or_is_refused_by_name(name: str, setting: str) -> None:
+    """Bit for bit as if the running optimizer had been given the new value."""
+    params, spec = weights(), OPTIMIZERS[name]
+    peak = 1.0 if name == "prodigy" else 0.01
+    before = with_settings(name, params)
+    run(before, params, 0, 7, peak)
+    saved = deepcopy(before.state_dict())
+    value = changed_value(name, setting)
+    after: dict[str, list[nn.Parameter]] = {}
+    for case, changed in (("same", {}), ("changed", {setting: value})):
+        after[case] = [nn.Parameter(param.detach().clone()) for param in params]
+        optimizer = with_settings(name, after[case], **changed)
+        if changed and setting in spec.lasting:
+            with pytest.raises(ValueError, match=setting):
+                optimizers.load_state(optimizer, deepcopy(saved), spec)
+            return
+        optimizers.load_state(optimizer, deepcopy(saved), spec)
+        run(optimizer, after[case], 7, 13, peak)
+
+    assert not all(map(torch.equal, after["same"], after["changed"])), "the new value acts"
+    for group in before.param_groups:
+        if setting.startswith("beta") and "betas" in group:
+            betas = list(group["betas"])
+            betas[int(setting[-1]) - 1] = value
+            group["betas"] = tuple(betas)
+        elif setting in group and (setting, optimizers.MUON_MARK in group) != ("eps", True):  # Muon's own is fixed
+            group[setting] = value
+    for state in before.state.values():
+        if setting in state:
+            state[setting] = value
+        if setting == "eps" and "eps_sq" in state:
+            state["eps_sq"].fill_(0.1**2)
+    run(before, params, 7, 13, peak)
+    assert all(map(torch.equal, params, after["changed"]))
+
+
+@pytest.mark.parametrize(("name", "beta"), [("adamw_bf16", "beta2"), ("optimi-adan", "beta3")])
+def test_a_second_moment_is_as_wide_as_the_new_beta_needs(name: str, beta: str) -> None:
+    params, spec = weights(torch.bfloat16), OPTIMIZERS[name]
+    narrow = build(name, params, optimizer_config=f"{beta}=.9")
+    run(narrow, params, 1, 3)
+    wide = build(name, params, optimizer_config=f"{beta}=.999")
+    optimizers.load_state(wide, deepcopy(narrow.state_dict()), spec)
+    assert wide.state[params[0]]["exp_avg_sq"].dtype == torch.float32
+    optimizers.load_state(narrow, deepcopy(wide.state_dict()), spec)
+    assert narrow.state[params[0]]["exp_avg_sq"].dtype == torch.bfloat16
 
 
 @pytest.mark.gpu
@@ -153,7 +227,7 @@ def test_on_a_gpu(name: str, kernel: str | None, dtype: torch.dtype) -> None:
     run(before, halves, 0, 3)
     again = [nn.Parameter(param.detach().clone()) for param in halves]
     after = make(name, params=again)
-    optimizers.load_state(after, before.state_dict())
+    optimizers.load_state(after, before.state_dict(), OPTIMIZERS[name])
     run(after, again, 3, 6)
     for expected, found, slow in zip(whole, again, on_cpu, strict=True):
         assert torch.equal(found, expected)
@@ -241,7 +315,7 @@ def with_squares(name: str, settings: str, kernel: str, weight: nn.Parameter) ->
     state["param_groups"][0]["step"].fill_(2000)
     state["state"][0]["exp_avg_sq"].fill_(1)
     after = with_kernel(name, kernel, [weight], settings=settings)
-    optimizers.load_state(after, state)
+    optimizers.load_state(after, state, OPTIMIZERS[name])
     return after
 
 
@@ -317,7 +391,7 @@ def test_a_resumed_run_keeps_its_kernel(name: str, kernel: str) -> None:
     torch.save(before.state_dict(), buffer := io.BytesIO())
     buffer.seek(0)
     after = with_kernel(name, "loop", halves)
-    optimizers.load_state(after, torch.load(buffer, weights_only=True))
+    optimizers.load_state(after, torch.load(buffer, weights_only=True), OPTIMIZERS[name])
     assert after.param_groups[0][kernel]
     run(after, halves, 3, 6)
     assert all(map(torch.equal, whole, halves))
@@ -342,7 +416,7 @@ def test_a_run_begun_with_triton_keeps_it(monkeypatch: pytest.MonkeyPatch) -> No
     saved["param_groups"][0]["triton"] = True
     optimizer = with_kernel("adamw_bf16", "foreach", weights())
     monkeypatch.setattr(optimizers, "runs_triton", lambda params: True)
-    optimizers.load_state(optimizer, saved)
+    optimizers.load_state(optimizer, saved, OPTIMIZERS["adamw_bf16"])
     assert {key: optimizer.param_groups[0][key] for key in ("triton", "foreach")} == {"triton": True, "foreach": False}
 
 
@@ -418,7 +492,7 @@ def test_the_state_of_a_gpu_goes_on_without_one(caplog: pytest.LogCaptureFixture
     saved["param_groups"][0]["triton"] = True
     params = weights(torch.bfloat16)
     optimizer = build("adamw_bf16", params)
-    optimizers.load_state(optimizer, saved)
+    optimizers.load_state(optimizer, saved, OPTIMIZERS["adamw_bf16"])
     run(optimizer, params, 0, 1)
     assert optimizer.param_groups[0]["triton"] is False
     (told,) = caplog.messages
@@ -432,7 +506,7 @@ def test_fused_kernels_find_their_counts_on_the_device() -> None:
     optimizer.step()
     weight = nn.Parameter(torch.zeros(3, device="meta"))
     after = with_kernel("adamw", "fused", [weight])
-    optimizers.load_state(after, optimizer.state_dict(), HostState(after, torch.device("cpu")))
+    optimizers.load_state(after, optimizer.state_dict(), OPTIMIZERS["adamw"], HostState(after, torch.device("cpu")))
     assert {key: each.device.type for key, each in after.state[weight].items()} == {
         "step": "meta", "exp_avg": "cpu", "exp_avg_sq": "cpu",
     }  # fmt: skip

@@ -138,7 +138,9 @@ def test_a_full_fine_tune_is_the_same(t2i_checkpoint: Path, settings: dict[str, 
         for name, weight in halves[0].parameters.items():
             half.parameters[name].data.copy_(weight)
         buffer.seek(0)
-        load_state(half.optimizer, torch.load(buffer, weights_only=True), half.release and half.release.host)
+        spec = OPTIMIZERS[half.settings.optimizer_name]
+        host = half.release and half.release.host
+        load_state(half.optimizer, torch.load(buffer, weights_only=True), spec, host)
         average.load_state_dict(averages[1].state_dict())
         assert found + train(half, t2i_checkpoint, 2, 3, average) == expected
     assert found + train(halves[0], t2i_checkpoint, 2, 3, averages[1]) == expected
