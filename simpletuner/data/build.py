@@ -5,8 +5,9 @@ All problems are collected. Nothing is decoded, and only downloads are written.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from types import MappingProxyType
 from typing import TypeVar
 
@@ -16,11 +17,18 @@ from simpletuner.data.captions import CaptionSource, Edit, caption_source, capti
 from simpletuner.data.chance import order_key
 from simpletuner.data.clips import SAME_SPEED, build_clip_rules
 from simpletuner.data.dataset import Dataset, check_amount, is_stretched, summarise_rejected, warn_of_enlarged
-from simpletuner.data.discovery import Folder, Scan, read_excluded, read_folder
-from simpletuner.data.entries import DataContext, check_dataset_file, latent_dir_of, link_partners, text_entry_of
+from simpletuner.data.discovery import Folder, Scan, read_excluded, read_folder, wanted_suffixes
+from simpletuner.data.entries import (
+    DataContext,
+    check_dataset_file,
+    holds_files,
+    latent_dir_of,
+    link_partners,
+    text_entry_of,
+)
 from simpletuner.data.files import LeftOutError
 from simpletuner.data.masks import check_mask_sizes, check_masks, measure_masks
-from simpletuner.data.sample import Rejected, Sample
+from simpletuner.data.sample import CLIP, EXPECTED, PICTURE, Rejected, Sample
 from simpletuner.errors import Problem, Problems, Reading, counted, did_you_mean, shorten, warning, within
 
 T = TypeVar("T")
@@ -133,13 +141,23 @@ class _Builder:
         dataset = replace(dataset, facts=captions.facts, partners=partners, clips=clips, repeats=entry.repeats or 0)
         # Choose the samples first: reading masks decodes them.
         dataset = self._read_masks(_choose(self._fill(dataset, captions)))
-        self.problems.extend(summarise_rejected(dataset))
+        self.problems.extend(summarise_rejected(dataset, self._expected(entry)))
         self.problems.extend(warn_of_enlarged(dataset))
         self.problems.extend(_check_speed(dataset, self.context.spec.frame_rate))
         if entry.hold_out:
             dataset, held = self.take(entry, _hold_out(dataset))
             self.held += held
         return check_amount(dataset, self.context, self.problems)
+
+    def _expected(self, entry: DatasetConfig) -> Set[str]:
+        """Reasons of files that are left out without a warning."""
+        folder = Path(entry.instance_data_dir or "").resolve()
+        wanted = wanted_suffixes(entry, self.context)
+        for other in self.entries:
+            is_same = Path(other.instance_data_dir or "").resolve() == folder
+            if is_same and holds_files(other) and wanted_suffixes(other, self.context) != wanted:
+                return EXPECTED | {CLIP, PICTURE}  # trained by the other dataset of this folder
+        return EXPECTED
 
     def _fill(self, dataset: Dataset, captions: CaptionSource) -> Dataset:
         """Add a sample or a rejection for each undamaged file."""

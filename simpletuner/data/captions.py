@@ -22,7 +22,7 @@ from simpletuner.config.datasets import CaptionShuffle, DatasetConfig, ParquetCo
 from simpletuner.config.option import Package, check_installed
 from simpletuner.config.values import named_by, no_file, read_json, read_text
 from simpletuner.data.chance import generator
-from simpletuner.data.discovery import FileFacts, Folder, pair_key
+from simpletuner.data.discovery import FileFacts, Folder
 from simpletuner.data.files import LARGEST_CAPTION, LeftOutError, UnreadableError, read_file
 from simpletuner.data.sample import UNCAPTIONED
 from simpletuner.errors import Problem, Reading, UserError, counted, did_you_mean, shorten, warning
@@ -142,7 +142,7 @@ def _own_captions(name: str, source: CaptionSource) -> tuple[str, ...]:
             raise no_caption("has no caption in the table")
         return captions
     folder, known = source.folder, source.facts.get(name, UNKNOWN)
-    file = folder.listing.captions.get(pair_key(name))
+    file = folder.listing.captions.get(name)
     if file is None and name in folder.gone and known.stamp:
         return known.captions
     if file is None:

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import chain, islice
@@ -19,9 +19,10 @@ from simpletuner.config.values import Size
 from simpletuner.data.buckets import BucketRules, Geometry
 from simpletuner.data.chance import fraction
 from simpletuner.data.clips import ClipFacts, ClipRules, frames_of, retry_once
-from simpletuner.data.discovery import FileFacts, Folder, pair_key, save_index
+from simpletuner.data.discovery import FileFacts, Folder, save_index
 from simpletuner.data.entries import DataContext
-from simpletuner.data.sample import EXPECTED, UNCAPTIONED, LedgerEntry, Rejected, Sample, shape_text
+from simpletuner.data.names import CAPTION_SUFFIXES, pair_key
+from simpletuner.data.sample import ADVICE, EXPECTED, UNCAPTIONED, LedgerEntry, Rejected, Sample, shape_text
 from simpletuner.errors import Kind, Problem, Problems, counted, shorten, warning
 
 # Relative. A partner that takes over a picture's crop is visibly stretched if their ratios differ by more than this.
@@ -271,6 +272,12 @@ class DatasetFile:
         return self.dataset.root / self.name
 
     @property
+    def caption_path(self) -> Path:
+        """The caption file that is read, or else the one to write."""
+        caption = self.dataset.folder.listing.captions.get(self.name)
+        return self.path.with_suffix(CAPTION_SUFFIXES[0]) if caption is None else self.dataset.root / caption
+
+    @property
     def clip(self) -> ClipFacts | None:
         """Facts of a clip, as it is read for training; None for pictures."""
         return self.dataset.clip_for(self.name)
@@ -320,19 +327,24 @@ def without_damaged(datasets: Sequence[Dataset], damaged: Mapping[tuple[str, str
     return reduced
 
 
-def summarise_rejected(dataset: Dataset) -> Iterator[Problem]:
-    """Warn once about all files left out, by reason; the ledger has the details."""
+def summarise_rejected(dataset: Dataset, expected: Set[str] = EXPECTED) -> Iterator[Problem]:
+    """Warn once about all files left out, by reason; the ledger has the details.
+
+    Args:
+        expected: reasons without a warning.
+    """
     names = defaultdict(list)
     for file in dataset.rejected:
-        if file.reason not in EXPECTED:
+        if file.reason not in expected:
             names[file.reason].append(file.name)
     # Without any sample, the error of `_nothing_usable` has the reasons.
     if names and dataset.samples:
         left_out = "; ".join(f"{len(files)} {reason} ({shorten(files)})" for reason, files in names.items())
         total = sum(map(len, names.values()))
         files_are = "file is" if total == 1 else "files are"
+        advice = [ADVICE[reason] for reason in names if reason in ADVICE]
         message = f"{total} {files_are} left out: {left_out}. The plan lists each with its reason."
-        yield warning(dataset.id, message, _kind(names))
+        yield warning(dataset.id, " ".join([message, *advice]), _kind(names))
 
 
 def _kind(reasons: Collection[str]) -> Kind | None:

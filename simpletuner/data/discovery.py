@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 import os
 import stat
-import unicodedata
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence, Set
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -28,14 +27,25 @@ from simpletuner.config.values import Size, named_by, read_json
 from simpletuner.data import files
 from simpletuner.data.clips import CLIP_SUFFIXES, ClipFacts, is_clip, probe_clip
 from simpletuner.data.media import PICTURE_SUFFIXES, probe
-from simpletuner.data.sample import Rejected
+from simpletuner.data.names import (
+    CAPTION_SUFFIXES,
+    METADATA_NAMES,
+    UNREAD,
+    Reason,
+    match_captions,
+    name_problem,
+    pair_key,
+    printable,
+    suffix_of,
+    unread_format,
+)
+from simpletuner.data.sample import CLIP, PICTURE, Rejected
 from simpletuner.errors import Problem, Reading
 
 if TYPE_CHECKING:  # entries imports this module
     from simpletuner.data.entries import DataContext
 
-CAPTION_SUFFIX = ".txt"
-Reasons = Mapping[str, tuple[str, str]]  # why files are not used, by name: a category, and a text
+Reasons = Mapping[str, Reason]  # why files are not used, by name
 
 
 @dataclass(frozen=True)
@@ -44,27 +54,19 @@ class Scan:
 
     Attributes:
         files: names of pictures or of clips, sorted; a name is the path below the folder with `/`.
-        captions: caption file by `pair_key`.
-        ignored: all other files by name, with the reason as a category and as text.
+        captions: the caption file of each picture or clip that has one.
+        metadata: names of metadata.jsonl and metadata.csv, which may list captions.
+        ignored: all other files by name, with the reason.
         table: captions by name, if they come from a table.
         origins: source of a downloaded file, by name.
     """
 
     files: tuple[str, ...] = ()
     captions: Mapping[str, str] = field(default_factory=dict)
+    metadata: tuple[str, ...] = ()
     ignored: Reasons = field(default_factory=dict)
     table: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     origins: Mapping[str, str] = field(default_factory=dict)
-
-
-def pair_key(name: str) -> str:
-    """The path without its extension, shared by a picture or clip, its caption file and its partner.
-
-    Normalised to NFC, since some systems store accents and vowel signs as separate characters.
-    """
-    stem, _, suffix = name.rpartition(".")  # a tenth of the time of pathlib
-    key = stem if stem and "/" not in suffix else name
-    return key if key.isascii() else unicodedata.normalize("NFC", key)
 
 
 def is_readable(folder: Path) -> bool:
@@ -86,51 +88,58 @@ def scan(root: Path, wanted: frozenset[str] = PICTURE_SUFFIXES) -> Scan:
     return classify(_walk(root), wanted)
 
 
-def classify(names: Iterable[tuple[str, tuple[str, str] | None]], wanted: frozenset[str]) -> Scan:
+def classify(names: Iterable[tuple[str, Reason | None]], wanted: frozenset[str]) -> Scan:
     """Sort files into pictures or clips, caption files and ignored files.
 
     Args:
         names: paths below the folder, with the reason if a file cannot be used.
         wanted: extensions of the files to look for.
     """
-    media, texts = [], []
-    ignored: dict[str, tuple[str, str]] = {}
+    media, texts, metadata, foreign = list[str](), list[str](), list[str](), list[str]()
+    ignored: dict[str, Reason] = {}
     # Sorted, since listings depend on the file system and the first of several caption files is used.
     for name, problem in sorted(names, key=itemgetter(0)):
-        suffix = _suffix(name)
+        suffix = suffix_of(name)
         if problem is not None:
             # Names with surrogates cannot be printed or written to the plan's JSON.
-            ignored[_printable(name)] = problem
+            ignored[printable(name)] = problem
         elif suffix in wanted:
             media.append(name)
-        elif suffix == CAPTION_SUFFIX:
+        elif suffix in CAPTION_SUFFIXES:
             texts.append(name)
+        elif name.rpartition("/")[2].lower() in METADATA_NAMES:
+            metadata.append(name)
         else:
-            ignored[name] = _foreign(name, wanted)
-    keys = {pair_key(name) for name in media}
-    captions: dict[str, str] = {}
-    for name in texts:
-        key = pair_key(name)
-        if key not in keys:
-            ignored[name] = ("caption without a file", "has no picture or clip of the same name")
-        elif key in captions:
-            ignored[name] = ("unused caption", f"has the same name as {captions[key]}, which is used")
-        else:
-            captions[key] = name
-    return Scan(tuple(media), captions, ignored)
+            foreign.append(name)
+    if foreign:
+        stems = {pair_key(name) for name in media}
+        ignored |= {name: _foreign(name, wanted, stems) for name in foreign}
+    captions, unread = match_captions(media, texts)
+    return Scan(tuple(media), captions, tuple(metadata), {**ignored, **unread})
 
 
-def _foreign(name: str, wanted: frozenset[str]) -> tuple[str, str]:
-    if wanted >= PICTURE_SUFFIXES:
-        return "not a picture", "does not have the extension of a picture"
-    if _suffix(name) == ".webp":
-        return "not a clip", "is a WebP file, and those are pictures; convert an animation to .mp4 or .gif"
-    if _suffix(name) in PICTURE_SUFFIXES:
-        return "not a clip", "is a picture; pictures need a separate dataset (dataset_type image)"
-    return "not a clip", "does not have the extension of a clip"
+def _foreign(name: str, wanted: frozenset[str], stems: Set[str]) -> Reason:
+    """Why a file that is neither wanted nor a caption is not used.
+
+    Args:
+        stems: `pair_key` of the wanted files. A raw file or the clip of a live photo beside its picture is no loss.
+    """
+    suffix = suffix_of(name)
+    wants_clips = not wanted >= PICTURE_SUFFIXES
+    kind = "a clip" if wants_clips else "a picture"
+    category, detail = f"not {kind}", f"does not have the extension of {kind}"
+    if advice := unread_format(name):
+        category, detail = UNREAD, advice
+    elif wants_clips and suffix == ".webp":
+        category, detail = PICTURE, "is a WebP file, and those are pictures; convert an animation to .mp4 or .gif"
+    elif wants_clips and suffix in PICTURE_SUFFIXES:
+        category, detail = PICTURE, "is a picture; pictures need a separate dataset (dataset_type image)"
+    elif not wants_clips and suffix in CLIP_SUFFIXES:
+        category, detail = CLIP, "is a clip; clips need a separate dataset (dataset_type video)"
+    return (f"not {kind}" if pair_key(name) in stems else category), detail
 
 
-def _walk(root: Path) -> Iterator[tuple[str, tuple[str, str] | None]]:
+def _walk(root: Path) -> Iterator[tuple[str, Reason | None]]:
     """Every file below a folder, with the reason if it cannot be used."""
     top, failed = str(root), list[OSError]()
     # By device and inode: links to folders are followed and may form a cycle.
@@ -158,24 +167,6 @@ def _walk(root: Path) -> Iterator[tuple[str, tuple[str, str] | None]]:
 def _kernel_devices() -> frozenset[int]:
     """Devices of the kernel's virtual file systems, which have hundreds of thousands of files."""
     return frozenset(folder.stat().st_dev for folder in (Path("/proc"), Path("/sys")) if folder.is_mount())
-
-
-def name_problem(name: str) -> tuple[str, str] | None:
-    """Why a file or folder with this name is not used, or None."""
-    if name.startswith("."):
-        return "hidden", "is hidden: its name starts with a dot"
-    if not name.isascii() and _printable(name) != name:
-        return "unusable name", "has a name that is not UTF-8; rename it"
-    return None
-
-
-def _printable(name: str) -> str:
-    return name.encode("utf-8", "backslashreplace").decode()
-
-
-def _suffix(name: str) -> str:
-    stem, dot, suffix = name.rpartition(".")
-    return (dot + suffix).lower() if stem and "/" not in suffix else ""
 
 
 INDEX_NAME = "index.json"

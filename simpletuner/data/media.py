@@ -138,7 +138,10 @@ def _jpeg_ends(data: bytes) -> bool:
 # Checks for formats whose decoders do not notice a missing end.
 ENDS = {"JPEG": _jpeg_ends, "PNG": _png_ends}
 
-PICTURE_SUFFIXES = frozenset({".jpg", ".jpeg", ".png", ".webp", ".bmp", ".tif", ".tiff", ".avif", ".heic", ".heif"})
+PICTURE_SUFFIXES = frozenset({
+    ".jpg", ".jpeg", ".jpe", ".jfif", ".mpo",  # of the pictures of an MPO file, the first
+    ".png", ".webp", ".bmp", ".tif", ".tiff", ".avif", ".heic", ".heif", ".hif",
+})  # fmt: skip
 
 # Errors that Pillow's readers raise on damaged data. Not MemoryError, which is not the file's fault.
 DAMAGE = (

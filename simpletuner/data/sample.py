@@ -11,8 +11,17 @@ from PIL import Image
 from simpletuner.config.values import Size
 from simpletuner.data.buckets import Geometry, cover
 from simpletuner.data.clips import ClipFacts, frames_of
+from simpletuner.data.names import UNREAD
 
 UNCAPTIONED = ("no caption", "unreadable caption")  # reasons
+# Reasons of files that another dataset would train.
+CLIP, PICTURE = "clip among pictures", "picture among clips"
+# What to do about the files of a reason.
+ADVICE = {
+    UNREAD: "Save such pictures as .png or .jpg, and such clips as .mp4.",
+    CLIP: "Clips are trained by a video model, from a dataset of dataset_type video.",
+    PICTURE: "Pictures are trained from a dataset of dataset_type image.",
+}
 # Reasons that are normal in any folder or follow from the config: listed in the ledger without a warning.
 EXPECTED = {"not a picture", "not a clip", "caption without a file", "unused caption", "hidden", "not chosen"}
 

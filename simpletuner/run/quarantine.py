@@ -15,13 +15,14 @@ from pathlib import Path, PurePosixPath
 from simpletuner.atomic import free_path
 from simpletuner.data.clips import CLIP_SUFFIXES
 from simpletuner.data.dataset import Dataset
-from simpletuner.data.discovery import CAPTION_SUFFIX, pair_key
 from simpletuner.data.media import PICTURE_SUFFIXES
+from simpletuner.data.names import CAPTION_SUFFIXES, composed, pair_key, suffix_of
 from simpletuner.data.sample import Rejected
 
 logger = logging.getLogger(__name__)
 
 FOLDER_NAME = "quarantine"
+MEDIA_SUFFIXES = PICTURE_SUFFIXES | CLIP_SUFFIXES
 
 
 def quarantine(datasets: Iterable[Dataset], output_dir: Path) -> None:
@@ -54,16 +55,17 @@ def quarantine(datasets: Iterable[Dataset], output_dir: Path) -> None:
 
 
 def _own_captions(root: Path, name: str) -> list[str]:
-    """The caption file of a picture or clip, unless another file shares it."""
+    """The caption files of a picture or clip, without those that another file shares."""
+    path = PurePosixPath(name)
     folder = (root / name).parent
-    key = pair_key(PurePosixPath(name).name)
-    siblings = [file for file in folder.iterdir() if pair_key(file.name) == key] if folder.is_dir() else []
-    # `cat.png` and `cat.jpg` share `cat.txt`.
-    owners = [file for file in siblings if file.suffix.lower() in PICTURE_SUFFIXES | CLIP_SUFFIXES]
-    captions = [file for file in siblings if file.suffix.lower() == CAPTION_SUFFIX]
-    if len(owners) > 1:
-        return []
-    return [str(PurePosixPath(name).parent / file.name) for file in captions]
+    siblings = [file.name for file in folder.iterdir()] if folder.is_dir() else []
+    stem = pair_key(path.name)
+    owners = [file for file in siblings if suffix_of(file) in MEDIA_SUFFIXES and pair_key(file) == stem]
+    keys = {composed(path.name)}
+    if len(owners) <= 1:  # `cat.png` and `cat.jpg` share `cat.txt`
+        keys.add(stem)
+    captions = [file for file in siblings if suffix_of(file) in CAPTION_SUFFIXES and pair_key(file) in keys]
+    return [str(path.parent / file) for file in captions]
 
 
 def _record(folder: Path, file: Rejected, origin: Path, target: Path) -> None:

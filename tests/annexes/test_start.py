@@ -156,7 +156,7 @@ def test_a_stray_animation_among_pictures_is_named_and_they_are_trained(
     assert "Not trained, clips: loop.gif. A run learns from pictures or from clips: to train clips, put them" in told
     assert written("cat")["model_family"] == "kandinsky5-image"
     assert main(["plan", "env=cat", "plan_device_memory_gb=80"]) == 0
-    assert "loop.gif: not used, does not have the extension of a picture" in capsys.readouterr().out
+    assert "loop.gif: not used, is a clip; clips need a separate dataset" in capsys.readouterr().out
 
 
 def test_a_few_pictures_among_clips_are_named_and_the_clips_are_trained(

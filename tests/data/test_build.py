@@ -104,6 +104,42 @@ def test_captions_beside_pictures_that_nobody_asked_for_are_mentioned(context: D
     assert not problems
 
 
+def test_pictures_and_clips_that_are_not_read_give_one_warning_with_the_way(context: DataContext, photos: Path) -> None:
+    for name in ("one.jxl", "two.CR3", "three.mxf", "four.mp4", "sub 0/photo_0.dng", "sub 1/photo_1.mov"):
+        (photos / name).write_bytes(b"")
+
+    (dataset,), (problem,) = build(context, folder(photos))
+
+    assert len(dataset.samples) == 6
+    assert problem.message.startswith("4 files are left out: 1 clip among pictures (four.mp4); 3 unread format (")
+    assert "Save such pictures as .png or .jpg, and such clips as .mp4." in problem.message
+    assert "Clips are trained by a video model" in problem.message
+
+
+def test_a_folder_of_unread_formats_says_what_to_do(context: DataContext, tmp_path: Path) -> None:
+    (tmp_path / "raw").mkdir()
+    (tmp_path / "raw" / "a.cr2").write_bytes(b"")
+
+    _, problems = build(context, folder(tmp_path / "raw"))
+
+    (problem,) = fatal(problems)
+    assert "a.cr2 is a picture in a format that is not read (.cr2); save it as .png or .jpg" in problem.message
+
+
+@pytest.mark.parametrize(("suffix", "kind"), [(".jfif", "JPEG"), (".jpe", "JPEG"), (".mpo", "MPO")])
+def test_other_names_of_jpeg_files_are_read(suffix: str, kind: str, context: DataContext, tmp_path: Path) -> None:
+    (tmp_path / "photos").mkdir()
+    views = [Image.new("RGB", (64, 48), colour) for colour in ("red", "blue")]
+    more = {"save_all": True, "append_images": views[1:]} if kind == "MPO" else {}
+    views[0].save(tmp_path / "photos" / f"a{suffix}", kind, **more)
+
+    (dataset,), problems = build(context, {"instance_data_dir": str(tmp_path / "photos")})
+
+    assert not problems
+    red, green, blue = next(dataset.samples[0].images()).getpixel((32, 24))
+    assert red > 200 > 100 > max(green, blue)
+
+
 @pytest.mark.parametrize(
     ("entry", "where", "words"),
     [

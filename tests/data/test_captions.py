@@ -44,14 +44,14 @@ def captions(
 def test_each_line_of_a_text_file_is_an_alternative(content: bytes, expected: tuple[str, ...], tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_bytes(content)
     assert read_caption_file(tmp_path / "a.txt") == expected
-    assert captions("a.png", tmp_path, {"a": "a.txt"}, caption_strategy="textfile") == expected
+    assert captions("a.png", tmp_path, {"a.png": "a.txt"}, caption_strategy="textfile") == expected
 
 
 def test_the_whole_file_may_be_one_caption(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_bytes(b"first\r\n\r\nsecond \n")
-    assert captions("a.png", tmp_path, {"a": "a.txt"}, caption_strategy="textfile", disable_multiline_split=True) == (
-        "first\n\nsecond",
-    )
+    assert captions(
+        "a.png", tmp_path, {"a.png": "a.txt"}, caption_strategy="textfile", disable_multiline_split=True
+    ) == ("first\n\nsecond",)
 
 
 @pytest.mark.parametrize(
@@ -68,7 +68,7 @@ def test_unusable_caption_files_say_why(content: bytes | None, reason: str, word
     if content is not None:
         (tmp_path / "a.txt").write_bytes(content)
     with pytest.raises(LeftOutError, match=words) as raised:
-        captions("a.png", tmp_path, {"a": "a.txt"} if content is not None else {}, caption_strategy="textfile")
+        captions("a.png", tmp_path, {"a.png": "a.txt"} if content is not None else {}, caption_strategy="textfile")
     assert raised.value.reason == reason
 
 

@@ -248,6 +248,22 @@ def test_one_warning_for_speed_with_the_factors(context: DataContext, tmp_path: 
     assert not problems
 
 
+def test_pictures_and_clips_of_one_folder_may_be_trained_by_two_datasets(context: DataContext, tmp_path: Path) -> None:
+    films(tmp_path / "mixed", [24])
+    pictures.photograph(tmp_path / "mixed" / "still.png", (96, 64))
+    shared = {"instance_data_dir": str(tmp_path / "mixed"), "caption_strategy": "filename"}
+    clips = DatasetConfig(id="clips", dataset_type="video", video=VideoConfig(num_frames=21), **shared)
+    stills = DatasetConfig(id="stills", **shared)
+
+    alone, together = Problems(), Problems()
+    build_datasets([clips], context, alone)
+    build_datasets([clips, stills], context, together)
+
+    (problem,) = alone
+    assert "1 picture among clips (still.png)" in problem.message
+    assert not together
+
+
 def test_everything_in_a_folder_is_used_or_listed(context: DataContext, tmp_path: Path) -> None:
     root = films(tmp_path / "films", [17])
     for name, write in BROKEN.items():
@@ -261,7 +277,8 @@ def test_everything_in_a_folder_is_used_or_listed(context: DataContext, tmp_path
     uses = {entry.name: entry.use for entry in dataset.ledger()}
     assert sorted(uses) == sorted(path.name for path in root.iterdir())
     unsuitable = ["picture.mov", "pq.mp4", "voice.avi", "voice.mp4"]
-    counts = {"damaged": len(BROKEN) - 3, "unsuitable": 4, "not a clip": 3, "caption without a file": 1}
+    counts = {"damaged": len(BROKEN) - 3, "unsuitable": 4, "not a clip": 1, "caption without a file": 1}
+    counts["picture among clips"] = 2
     assert dataset.counts() == counts
     assert f"4 unsuitable ({', '.join(unsuitable)})" in problems[0].message
     # The index keeps the reasons; those that one of an earlier version lacks are found again.
@@ -278,10 +295,10 @@ def test_pictures_are_clips_of_one_frame_in_their_own_dataset(context: DataConte
     pictures.photograph(tmp_path / "stills" / "a.png", (96, 64))
     films(tmp_path / "stills", [17])
     dataset, problems = build(replace(context, task="i2v"), tmp_path / "stills", dataset_type="image")
-    assert not problems
+    assert [problem.fatal for problem in problems] == [False]
     (sample,) = dataset.samples
     assert (sample.frames, sample.frame_rate, sample.is_i2v) == (1, None, False)
-    assert dataset.counts() == {"not a picture": 1}
+    assert dataset.counts() == {"clip among pictures": 1}
 
 
 def test_families_of_pictures_refuse_clips(context: DataContext, tmp_path: Path) -> None:

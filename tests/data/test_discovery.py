@@ -7,7 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from simpletuner.data.discovery import pair_key, scan
+from simpletuner.data.clips import CLIP_SUFFIXES
+from simpletuner.data.discovery import classify, scan
+from simpletuner.data.media import PICTURE_SUFFIXES
+from simpletuner.data.names import SYSTEM_FOLDERS, UNREAD, UNREAD_CLIPS, UNREAD_PICTURES
 
 HINDI, CHINESE = "सुनहरी चाय", "红色 的房子"
 
@@ -28,7 +31,7 @@ def test_pictures_are_sorted_and_found_in_sub_folders_in_any_letter_case(tmp_pat
 def test_captions_belong_to_pictures_of_their_stem(tmp_path: Path) -> None:
     touch(tmp_path, "a.png", "a.txt", "a.jpg", "sub/a.png", "b.TXT", "b.png", "c.txt")
     found = scan(tmp_path)
-    assert found.captions == {"a": "a.txt", "b": "b.TXT"}
+    assert found.captions == {"a.jpg": "a.txt", "a.png": "a.txt", "b.png": "b.TXT"}
     assert found.ignored["c.txt"] == ("caption without a file", "has no picture or clip of the same name")
 
 
@@ -36,15 +39,69 @@ def test_captions_belong_to_pictures_of_their_stem(tmp_path: Path) -> None:
 def test_names_in_any_writing_are_paired_in_either_unicode_form(stem: str, tmp_path: Path) -> None:
     touch(tmp_path, unicodedata.normalize("NFD", stem) + ".png", unicodedata.normalize("NFC", stem) + ".txt")
     found = scan(tmp_path)
-    assert list(found.captions) == [pair_key(found.files[0])]
+    assert list(found.captions) == [found.files[0]]
     assert not found.ignored
+
+
+@pytest.mark.parametrize(
+    ("texts", "read"),
+    [
+        (["a.jpg.txt", "a.txt"], {"a.jpg": "a.jpg.txt", "a.png": "a.txt"}),  # the exact name wins
+        (["a.jpg.caption", "a.txt"], {"a.jpg": "a.jpg.caption", "a.png": "a.txt"}),
+        (["a.caption", "a.txt"], {"a.jpg": "a.txt", "a.png": "a.txt"}),
+        (["a.CAPTION"], {"a.jpg": "a.CAPTION", "a.png": "a.CAPTION"}),
+        (["a.jpg.txt"], {"a.jpg": "a.jpg.txt"}),
+        (["a.JPG.txt"], {}),
+    ],
+)
+def test_a_caption_file_is_for_one_file_or_for_all_of_its_stem(
+    texts: list[str], read: dict[str, str], tmp_path: Path
+) -> None:
+    touch(tmp_path, "a.jpg", "a.png", *texts)
+
+    found = scan(tmp_path)
+
+    assert found.captions == read
+    assert {*found.captions.values(), *found.ignored} == {*texts}
+
+
+def test_a_caption_file_that_is_not_read_names_the_one_that_is(tmp_path: Path) -> None:
+    touch(tmp_path, "a.jpg", "a.txt", "a.caption")
+    assert scan(tmp_path).ignored == {"a.caption": ("unused caption", "is not read: a.txt has precedence")}
+
+
+@pytest.mark.parametrize("suffix", sorted(UNREAD_PICTURES | UNREAD_CLIPS))
+@pytest.mark.parametrize("wanted", [PICTURE_SUFFIXES, CLIP_SUFFIXES], ids=["pictures", "clips"])
+def test_a_format_that_is_not_read_is_named_unless_the_file_has_a_twin(suffix: str, wanted: frozenset[str]) -> None:
+    twin = "b.jpg" if wanted is PICTURE_SUFFIXES else "b.mp4"
+
+    found = classify([(name, None) for name in (f"a{suffix.upper()}", f"b{suffix}", twin)], wanted)
+
+    assert found.files == (twin,)
+    assert found.ignored[f"a{suffix.upper()}"][0] == UNREAD
+    assert found.ignored[f"b{suffix}"][0].startswith("not a")
+    for _, detail in found.ignored.values():
+        assert f"in a format that is not read ({suffix})" in detail
+
+
+@pytest.mark.parametrize("folder", sorted(SYSTEM_FOLDERS))
+def test_what_a_system_leaves_in_a_folder_is_never_trained(folder: str, tmp_path: Path) -> None:
+    touch(tmp_path, "a.png", f"{folder.upper()}/a.png/thumbnail.jpg", f"sub/{folder}/b.png", f"sub/{folder}/b.txt")
+
+    found = scan(tmp_path)
+
+    assert found.files == ("a.png",)
+    assert {name: reason for name, (reason, _) in found.ignored.items()} == {
+        folder.upper(): "hidden",
+        f"sub/{folder}": "hidden",
+    }
 
 
 def test_everything_else_is_listed_with_its_reason(tmp_path: Path) -> None:
     touch(tmp_path, "a.png", "movie.mp4", "notes.md", ".hidden.png", ".git/config", "no_ending", "._a.png")
     reasons = {name: reason for name, (reason, _) in scan(tmp_path).ignored.items()}
     assert reasons == {
-        "movie.mp4": "not a picture",
+        "movie.mp4": "clip among pictures",
         "notes.md": "not a picture",
         "no_ending": "not a picture",
         ".hidden.png": "hidden",

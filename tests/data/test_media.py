@@ -206,4 +206,5 @@ def test_a_very_long_picture_needs_little_memory() -> None:
 
 def test_suffixes_are_those_of_the_specification() -> None:
     known = {".jpg", ".jpeg", ".png", ".webp", ".bmp", ".tif", ".tiff", ".avif", ".heic", ".heif"}
+    known |= {".jpe", ".jfif", ".mpo", ".hif"}  # written by Windows, browsers, stereo and Sony or Canon cameras
     assert known == media.PICTURE_SUFFIXES

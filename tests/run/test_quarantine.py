@@ -52,6 +52,18 @@ def test_damaged_files_move_with_their_captions(tmp_path: Path) -> None:
     assert (folder / "sub" / "bad.txt").read_text() == "its caption"
 
 
+def test_a_caption_of_one_file_alone_moves_with_it(tmp_path: Path) -> None:
+    for name in ("both.png.txt", "sub/bad.caption"):
+        (tmp_path / "set" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "set" / name).write_text("its caption")
+
+    quarantine([make_dataset(tmp_path / "set", delete_problematic_images=True)], tmp_path / "out")
+
+    moved = ["both.png", "both.png.txt", "sub/bad.caption", "sub/bad.png", "sub/bad.txt"]
+    assert files(tmp_path / "out" / "quarantine") == sorted([*moved, "reasons.jsonl"])
+    assert "both.txt" in files(tmp_path / "set"), "it captions both.jpg, too"
+
+
 def test_files_outside_the_limits_move_on_request(tmp_path: Path) -> None:
     dataset = make_dataset(tmp_path / "set", delete_unwanted_images=True)
     quarantine([dataset], tmp_path / "out")

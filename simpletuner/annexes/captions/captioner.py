@@ -29,7 +29,6 @@ from simpletuner.caching.fill import ShrinkingEncoder
 from simpletuner.config.precision import quantisation, text_encoder_dtype
 from simpletuner.config.schema import RunConfig
 from simpletuner.data.dataset import DatasetFile
-from simpletuner.data.discovery import CAPTION_SUFFIX
 from simpletuner.data.files import MediaError
 from simpletuner.distributed.world import compute_threads
 from simpletuner.errors import Problems, UserError
@@ -190,7 +189,7 @@ def write_captions(survey: Plan, files: Sequence[DatasetFile], wording: Wording,
     """Write a caption file beside each file, keeping existing captions; returns how many were written."""
     written = 0
     for file, caption in described(survey, files, wording, events):
-        target = file.path.with_suffix(CAPTION_SUFFIX)
+        target = file.caption_path
         # The user may have written one in the meantime.
         if not target.exists() or not target.read_bytes().strip():
             write_atomically(target, f"{caption}\n")

@@ -28,9 +28,10 @@ from simpletuner.data import discovery
 from simpletuner.data.build import build_datasets
 from simpletuner.data.captions import control_token, read_caption_text
 from simpletuner.data.dataset import Dataset
-from simpletuner.data.discovery import CAPTION_SUFFIX, FileFacts, Folder, Scan, pair_key, read_excluded
+from simpletuner.data.discovery import FileFacts, Folder, Scan, read_excluded
 from simpletuner.data.entries import FIXED_PROMPTS, DataContext, link_partners
 from simpletuner.data.files import LARGEST_CAPTION, LeftOutError
+from simpletuner.data.names import CAPTION_SUFFIXES, pair_key
 from simpletuner.data.sample import LedgerEntry, Rejected
 from simpletuner.errors import Problems, Reading, UserError, required, result_of, visible
 
@@ -162,8 +163,8 @@ class Library:
 
     def caption_path(self, name: str) -> Path:
         """The path of a file's caption file, whether or not it exists."""
-        default = str(PurePosixPath(name).with_suffix(CAPTION_SUFFIX))
-        return self.root / self.listing.captions.get(pair_key(name), default)
+        default = str(PurePosixPath(name).with_suffix(CAPTION_SUFFIXES[0]))
+        return self.root / self.listing.captions.get(name, default)
 
     def find(self, words: str, only: str = "") -> tuple[Sequence[str], int]:
         """Search file names and captions; returns the matching files, and how many were not searched in time.
@@ -188,7 +189,7 @@ class Library:
         return matches, 0
 
     def _text(self, name: str) -> str:
-        if self.locked or pair_key(name) not in self.listing.captions:
+        if self.locked or name not in self.listing.captions:
             return ""
         try:
             return read_caption(self.caption_path(name)) or ""
@@ -197,7 +198,8 @@ class Library:
 
     def show(self, names: Sequence[str]) -> Iterator[Shown]:
         """Show files as training uses them."""
-        known, shared = inspected(self.root, names), Counter(map(pair_key, names))
+        known = inspected(self.root, names)
+        shared = Counter(map(self.caption_path, names))
         planned = self._bare(names) if self.fixed and not self.is_packaged else self._planned(names)
         for entry, captions, mask in planned:
             card = card_of(known[entry.name], entry, [Words(caption) for caption in captions])
@@ -208,7 +210,7 @@ class Library:
                 locked = f"This file {error}."
             yield Shown(
                 card, stamp_of(facts), text, tag_of(text), locked, is_clip=facts.clip is not None, mask=mask,
-                is_excluded=entry.name in self.excluded, shares=shared[pair_key(entry.name)] > 1,
+                is_excluded=entry.name in self.excluded, shares=shared[self.caption_path(entry.name)] > 1,
             )  # fmt: skip
 
     def _planned(self, names: Sequence[str]) -> Iterator[Planned]:
@@ -263,9 +265,9 @@ def part_of(entry: DatasetConfig, names: Sequence[str], listing: Scan) -> Folder
     """The folder of an entry, reduced to these files."""
     root = Path(entry.instance_data_dir or "")
     facts = inspected(root, sorted(names))
-    captions = {key: listing.captions[key] for key in map(pair_key, names) if key in listing.captions}
+    captions = {name: listing.captions[name] for name in names if name in listing.captions}
     damaged = tuple(Rejected(entry.id, name, fact.reason, fact.problem) for name, fact in facts.items() if fact.problem)
-    return Folder(root, facts, Scan((*facts,), captions), rejected=damaged)
+    return Folder(root, facts, Scan((*facts,), captions, listing.metadata), rejected=damaged)
 
 
 BACKUP = re.compile(r"\.captions-[\d-]+\.json")

@@ -9,8 +9,9 @@ from typing import Literal
 from simpletuner.data.captions import EMPTY, control_token
 from simpletuner.data.clips import CLIP_SUFFIXES
 from simpletuner.data.dataset import Dataset, DatasetFile
-from simpletuner.data.discovery import is_readable, pair_key, scan
+from simpletuner.data.discovery import is_readable, scan
 from simpletuner.data.media import PICTURE_SUFFIXES
+from simpletuner.data.names import pair_key
 from simpletuner.errors import Problem, Problems, did_you_mean
 from simpletuner.models.source import ModelSource
 from simpletuner.models.spec import FamilySpec
@@ -117,13 +118,13 @@ def uncaptioned(datasets: Sequence[Dataset], wanted: str | None = None) -> Itera
     """The usable files without a caption in one dataset or in all; files with the same stem share a caption."""
     for dataset in _described(datasets):
         if wanted in (None, dataset.id) and is_readable(dataset.root):
-            blank = {pair_key(file.name) for file in dataset.rejected if file.detail == EMPTY}
-            taken = scan(dataset.root, PICTURE_SUFFIXES | CLIP_SUFFIXES).captions.keys() - blank
+            blank = {file.name for file in dataset.rejected if file.detail == EMPTY}
+            captioned = scan(dataset.root, PICTURE_SUFFIXES | CLIP_SUFFIXES).captions.keys() - blank
             names = {sample.name for sample in dataset.samples}
             names |= {file.name for file in dataset.rejected if file.reason == "no caption"}
             # In reverse order, so that the first name of a stem wins.
-            firsts = {pair_key(name): name for name in sorted(names, reverse=True)}
-            yield from (DatasetFile(dataset, firsts[key]) for key in sorted(firsts.keys() - taken))
+            firsts = {pair_key(name): name for name in sorted(names - captioned, reverse=True)}
+            yield from (DatasetFile(dataset, firsts[key]) for key in sorted(firsts))
 
 
 def unread(files: Sequence[DatasetFile]) -> list[str]:

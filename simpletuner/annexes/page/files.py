@@ -38,8 +38,8 @@ from simpletuner.config.datasets import parse_datasets, read_datasets
 from simpletuner.config.schema import all_options, main_name
 from simpletuner.config.values import read_json
 from simpletuner.data.clips import CLIP_SUFFIXES
-from simpletuner.data.discovery import CAPTION_SUFFIX
 from simpletuner.data.media import PICTURE_SUFFIXES
+from simpletuner.data.names import CAPTION_SUFFIXES
 from simpletuner.errors import ConfigError, Problem, Problems, required, result_of
 from simpletuner.plan.environment import why_not_writable
 from simpletuner.redaction import REFERENCE, SECRET_NAME, hide, redact, redact_settings
@@ -48,7 +48,9 @@ SECRET = {"secret": "set"}
 CHANGED = "has changed since it was opened. Nothing was saved: compare, then save again."
 MOST_NAMES = 5000  # maximum entries of a folder; the page shows whether there are more
 KINDS = (
-    {CAPTION_SUFFIX: "captions"} | dict.fromkeys(PICTURE_SUFFIXES, "images") | dict.fromkeys(CLIP_SUFFIXES, "videos")
+    dict.fromkeys(CAPTION_SUFFIXES, "captions")
+    | dict.fromkeys(PICTURE_SUFFIXES, "images")
+    | dict.fromkeys(CLIP_SUFFIXES, "videos")
 )
 # Held between the comparison of a file with If-Match and its replacement.
 _saving = threading.Lock()

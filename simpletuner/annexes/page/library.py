@@ -36,10 +36,11 @@ from simpletuner.config.sources import EXAMPLES
 from simpletuner.config.values import Size
 from simpletuner.data.clips import CLIP_SUFFIXES, frames_of, is_clip, probe_clip
 from simpletuner.data.dataset import is_stretched
-from simpletuner.data.discovery import is_readable, pair_key, scan
+from simpletuner.data.discovery import is_readable, scan
 from simpletuner.data.entries import DataContext
 from simpletuner.data.files import MediaError
 from simpletuner.data.media import PICTURE_SUFFIXES, decode
+from simpletuner.data.names import pair_key
 from simpletuner.distributed.world import usable_cores
 from simpletuner.errors import Problem, UserError, required, result_of
 from simpletuner.plan.build import settle_task
@@ -183,7 +184,7 @@ def edit(request: Request, body: dict[str, Any]) -> Response:
     The response is a preview. To apply the changes, repeat the request with its `digest` as `seen`.
     """
     library, project = editable(request, body), project_of(request)
-    files = {name: project.inside(library.root / name) for name in sorted(library.listing.captions.values())}
+    files = {name: project.inside(library.root / name) for name in sorted({*library.listing.captions.values()})}
     changes, unreadable = captions.changes_of(files, edit_in(library, body))
     digest = captions.digest_of(changes)
     preview = {

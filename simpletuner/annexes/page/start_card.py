@@ -27,6 +27,7 @@ from simpletuner.annexes.start.receive import LARGEST_FILE, MOST_FILES, USED, ZI
 from simpletuner.annexes.start.recipe import FILES, TRIGGER, Material, Recipe, Start, run_name
 from simpletuner.atomic import free_path, writing_to
 from simpletuner.config.sources import example_names
+from simpletuner.data.names import UNREAD_CLIPS, UNREAD_PICTURES
 from simpletuner.errors import Problem, not_one_of
 
 MOST_SKIPPED = 20  # skipped files that are listed
@@ -44,7 +45,8 @@ def card_content(accepted: str) -> dict[str, Any]:
     def say(text: str, **values: object) -> str:
         return words.get(text, text).format(**values)
 
-    limits = {"suffixes": sorted({*USED, ZIP}), "files": MOST_FILES, "bytes": LARGEST_FILE}
+    unread = sorted(UNREAD_PICTURES | UNREAD_CLIPS)
+    limits = {"suffixes": sorted({*USED, ZIP}), "unread": unread, "files": MOST_FILES, "bytes": LARGEST_FILE}
     examples = sorted(example_names(), key=lambda name: not name.startswith("demo"))
     shown = {"language": language, "words": words, "say": say, "limits": limits, "trigger": TRIGGER}
     return {**shown, "examples": {name: about_example(name) for name in examples}}

@@ -23,13 +23,16 @@ from zipfile import BadZipFile, ZipFile, ZipInfo
 from simpletuner.atomic import writing_to
 from simpletuner.budget.device import gigabytes
 from simpletuner.data.clips import CLIP_SUFFIXES
-from simpletuner.data.discovery import CAPTION_SUFFIX, inspect_files, name_problem
+from simpletuner.data.discovery import inspect_files
 from simpletuner.data.files import LARGEST_CLIP
 from simpletuner.data.media import PICTURE_SUFFIXES
+from simpletuner.data.names import CAPTION_SUFFIXES, METADATA_NAMES, name_problem, suffix_of, unread_format
 from simpletuner.errors import DiskFullError, UserError, counted
 
 ZIP, HIDDEN = ".zip", ".upload-"
-USED = PICTURE_SUFFIXES | CLIP_SUFFIXES | {CAPTION_SUFFIX}
+MEDIA = PICTURE_SUFFIXES | CLIP_SUFFIXES
+USED = MEDIA | {*CAPTION_SUFFIXES, *map(suffix_of, METADATA_NAMES)}
+NOT_USED = "is not a picture, a clip, a caption (.txt, .caption) or a zip"
 LARGEST_FILE = LARGEST_CLIP  # also for a zip, packed and unpacked
 MOST_FILES = 10_000  # in a zip, or dropped at once
 # Pictures and clips hardly compress: a higher ratio is a zip bomb, unless the content is small (flat masks).
@@ -86,7 +89,7 @@ def _place(files: Mapping[str, Path], folder: Path, skipped: dict[str, str]) -> 
     """Move files into a folder, except damaged files and names that are taken."""
     saved = []
     for name, path in files.items():
-        facts = inspect_files(path.parent, [path.name], {}) if path.suffix != CAPTION_SUFFIX else {}
+        facts = inspect_files(path.parent, [path.name], {}) if path.suffix in MEDIA else {}
         if reason := next((fact.problem for fact in facts.values()), None):
             skipped[name] = reason
         elif _keep(path, folder, name):
@@ -172,9 +175,12 @@ def _unpack(content: ZipFile, members: Sequence[ZipInfo], archive: Path) -> tupl
 
 def why_unused(name: str) -> str | None:
     """Why a file with this name is skipped; None if it is accepted."""
-    hidden = next(filter(None, map(name_problem, name.split("/"))), None)
-    kind = None if Path(name).suffix.lower() in USED else "is not a picture, a clip, a caption (.txt) or a zip"
-    return hidden[1] if hidden else kind
+    *_, file = parts = name.split("/")
+    for part in parts:
+        if problem := name_problem(part):
+            return problem[1]
+    is_used = suffix_of(file) in MEDIA or suffix_of(file) in CAPTION_SUFFIXES or file.lower() in METADATA_NAMES
+    return None if is_used else unread_format(file) or NOT_USED
 
 
 def safe_name(name: str) -> str:

@@ -29,7 +29,7 @@ from simpletuner.config.values import similar_path
 from simpletuner.data.buckets import PixelGrid
 from simpletuner.data.captions import read_caption_file
 from simpletuner.data.clips import CLIP_SUFFIXES, ClipFacts, fitting_frames, probe_clip
-from simpletuner.data.discovery import Scan, is_readable, pair_key, scan
+from simpletuner.data.discovery import Scan, is_readable, scan
 from simpletuner.data.files import LeftOutError, MediaError
 from simpletuner.data.media import PICTURE_SUFFIXES, probe
 from simpletuner.errors import ConfigError, UserError, shorten
@@ -127,11 +127,11 @@ class Material:
 
     @cached_property
     def captioned(self) -> list[str]:
-        return [name for name in self.files.files if pair_key(name) in self.files.captions]
+        return [name for name in self.files.files if name in self.files.captions]
 
     @cached_property
     def uncaptioned(self) -> list[str]:
-        names = (name for name in self.files.files if pair_key(name) not in self.files.captions)
+        names = (name for name in self.files.files if name not in self.files.captions)
         # Unusable files need none; of those that were not opened, broken links.
         return [name for name in names if name not in self.unusable and (self.folder / name).is_file()]
 
@@ -139,13 +139,13 @@ class Material:
     def unusable(self) -> set[str]:
         """Those of the first `LOOKED_AT` files that cannot be read, or whose caption file cannot."""
         names = {*self.files.files[:LOOKED_AT]}
-        captions = {name: caption for name in names if (caption := self.files.captions.get(pair_key(name)))}
+        captions = {name: caption for name in names if (caption := self.files.captions.get(name))}
         unread = {name for name, caption in captions.items() if caption not in self._captions}
         return names - (self._clips if self.holds_clips else self._pictures).keys() | unread
 
     @cached_property
     def _captions(self) -> dict[str, tuple[str, ...]]:
-        texts = (self.files.captions.get(pair_key(name)) for name in self.files.files)
+        texts = (self.files.captions.get(name) for name in self.files.files)
         return self._read(filter(None, texts), read_caption_file)
 
     def _read(self, names: Iterable[str], read: Callable[[Path], T]) -> dict[str, T]:

@@ -124,8 +124,11 @@ def test_names_are_made_safe(name: str, kept: str) -> None:
 @pytest.mark.parametrize(
     ("name", "content", "reason"),
     [
-        ("notes.pdf", b"%PDF", "is not a picture, a clip, a caption (.txt) or a zip"),
+        ("notes.pdf", b"%PDF", "is not a picture, a clip, a caption (.txt, .caption) or a zip"),
         (".hidden.png", picture(1), "is hidden"),
+        ("a.jxl", b"?", "is a picture in a format that is not read (.jxl); save it as .png or .jpg"),
+        ("@eaDir/SYNOPHOTO_THUMB_M.jpg", picture(1), "belongs to the system"),
+        ("captions.jsonl", b"{}", "is not a picture, a clip, a caption"),
         ("a.png", b"not a picture", "is not a picture"),
         ("a.mp4", b"not a clip", "cannot be"),
         ("a.png", picture(1)[:60], ""),
@@ -136,6 +139,12 @@ def test_what_cannot_be_used_is_named(page: TestClient, cats: Path, name: str, c
     assert (told["saved"], told["skipped"][0]["file"]) == ([], name)
     assert reason in told["skipped"][0]["reason"]
     assert files(cats) == []
+
+
+@pytest.mark.parametrize("name", ["a.txt", "a.png.txt", "a.caption", "metadata.jsonl", "sub/metadata.csv"])
+def test_captions_are_kept_however_they_are_named(page: TestClient, cats: Path, name: str) -> None:
+    assert put(page, name, b"a cat").json() == {"saved": [name], "skipped": []}
+    assert files(cats) == [name]
 
 
 def test_a_zip_is_unpacked_without_its_folder(page: TestClient, cats: Path) -> None:

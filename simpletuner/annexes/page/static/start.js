@@ -4,8 +4,9 @@ import { chooseFolder } from "./folders.js";
 import { maySwitch, newConfig, openConfig } from "./app.js";
 import { duration, gigabytes } from "./plan.js";
 
-const { suffixes, files: most, bytes: largest } = page("#start-card").dataset;
-const usable = new Set(suffixes.split(" ")), drop = page("#drop"), form = page("#start-form"), progress = page("#drop-progress");
+const { suffixes, unread, files: most, bytes: largest } = page("#start-card").dataset;
+const usable = new Set(suffixes.split(" ")), unreadable = new Set(unread.split(" "));
+const drop = page("#drop"), form = page("#start-form"), progress = page("#drop-progress");
 const AT_ONCE = 3; // concurrent uploads
 let place = null; // the server's name for the folder of dropped files
 let folder = "", lost = [], seen = null, number = 0; // lost: files of the latest drop that were not saved
@@ -41,7 +42,9 @@ async function dropped(entries) {
 // Why a file is not sent.
 function fault({ name, file }) {
   if (/(^|\/)\./.test(name)) return say("is hidden: its name starts with a dot");
-  if (!usable.has(name.slice(name.lastIndexOf(".")).toLowerCase())) return say("is not a picture, a clip, a caption (.txt) or a zip");
+  const suffix = name.slice(name.lastIndexOf(".")).toLowerCase();
+  if (unreadable.has(suffix)) return say("is in a format that is not read: save pictures as .png or .jpg, clips as .mp4");
+  if (!usable.has(suffix)) return say("is not a picture, a clip, a caption (.txt, .caption) or a zip");
   return file.size > largest ? say("is larger than {size}", { size: gigabytes(largest) }) : "";
 }
 
