@@ -40,8 +40,10 @@ from simpletuner.budget.workload import Parts
 from simpletuner.config.schema import RunConfig
 from simpletuner.diffusion.flow import make_noisy
 from simpletuner.models.cost import BatchShape
+from simpletuner.models.part import DIFFUSERS_WEIGHTS
 from simpletuner.models.registry import FAMILIES, load_adapter
-from simpletuner.models.source import DIFFUSERS_WEIGHTS, INDEX_SUFFIX, ModelSource
+from simpletuner.models.source import ModelSource
+from simpletuner.models.weight_files import INDEX_SUFFIX
 from simpletuner.training.assemble import assemble
 from simpletuner.training.state import TrainingSpec
 

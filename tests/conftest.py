@@ -188,6 +188,12 @@ def _roomy_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     make_room(monkeypatch)
 
 
+@pytest.fixture(autouse=True)
+def _silent_hub(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Plans do not depend on whether the hub can be reached from here; tests/models/test_hub.py asks one."""
+    monkeypatch.setattr("simpletuner.models.hub.ask_hub", lambda repository, revision: None)
+
+
 @pytest.fixture
 def traced_only(monkeypatch: pytest.MonkeyPatch) -> None:
     """Functions are traced as `torch.compile` traces them, and run as they are; this takes half of the time. What

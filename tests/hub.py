@@ -36,6 +36,10 @@ class Repository:
     def text(self, path: str) -> str:
         return self.files[path].decode()
 
+    @property
+    def commit(self) -> str:
+        return f"{len(self.commits):040x}"
+
 
 @dataclass
 class FakeHub:
@@ -72,6 +76,7 @@ class FakeHub:
             (r"/api/models/([^/]+/[^/]+)/preupload/main", self._modes),
             (r"/api/models/([^/]+/[^/]+)/commit/main", self._commit),
             (r"/([^/]+/[^/]+)\.git/info/lfs/objects/batch", self._batch),
+            (r"/api/models/([^/]+/[^/]+)/tree/[^/]+", self._tree),
             (r"/api/models/([^/]+/[^/]+)(?:/revision/main)?", self._info),
         ):
             if match := re.fullmatch(pattern, path):
@@ -100,7 +105,24 @@ class FakeHub:
 
     def _info(self, repository: str, _: bytes) -> tuple[int, Any]:
         found = self.repositories[repository]
-        return 200, {"id": repository, "private": found.private, "sha": f"{len(found.commits):040x}", "siblings": []}
+        files = [{"rfilename": path, "size": len(content)} for path, content in found.files.items()]
+        return 200, {"id": repository, "private": found.private, "sha": found.commit, "siblings": files}
+
+    def _tree(self, repository: str, _: bytes) -> tuple[int, Any]:
+        files = self.repositories[repository].files
+        entries = []
+        for path, content in files.items():
+            entries.append({"type": "file", "path": path, "size": len(content), "oid": _etag(content)})
+        return 200, entries
+
+    def file(self, path: str) -> tuple[bytes, str] | None:
+        """Content and commit of the file that an address of a download names."""
+        match = re.fullmatch(r"/([^/]+/[^/]+)/resolve/[^/]+/(.+)", path)
+        found = self.repositories.get(match[1]) if match else None
+        if match is None or found is None or match[2] not in found.files:
+            return None
+        self.requests.append(f"FILE {match[2]}")
+        return found.files[match[2]], found.commit
 
     def _modes(self, repository: str, body: bytes) -> tuple[int, Any]:
         files = self.repositories[repository].files
@@ -147,6 +169,10 @@ class FakeHub:
         return 200, {"commitUrl": f"{self.address}/{repository}/commit/{number}", "commitOid": number}
 
 
+def _etag(content: bytes) -> str:
+    return hashlib.sha1(content).hexdigest()
+
+
 @contextlib.contextmanager
 def running_hub() -> Iterator[FakeHub]:
     """A hub that listens while the block runs."""
@@ -160,6 +186,9 @@ def running_hub() -> Iterator[FakeHub]:
                 super().handle_one_request()
 
         def _answer(self) -> None:
+            if self.command in ("GET", "HEAD") and "/resolve/" in self.path:
+                self._send_file()
+                return
             body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
             if self.headers.get("Transfer-Encoding") == "chunked":
                 body = self._chunks()
@@ -168,10 +197,27 @@ def running_hub() -> Iterator[FakeHub]:
                 status, content = hub.answer(self.command, self.path.partition("?")[0], token, body)
             text = json.dumps(content).encode()
             self.send_response(status)
+            if status == 404:
+                self.send_header("X-Error-Code", "RepoNotFound")
             self.send_header("Content-Type", "application/json")
             self.send_header("Content-Length", str(len(text)))
             self.end_headers()
             self.wfile.write(text)
+
+        def _send_file(self) -> None:
+            with lock:
+                found = hub.file(self.path.partition("?")[0])
+            content, commit = found or (b"", "")
+            self.send_response(200 if found else 404)
+            if found:
+                self.send_header("ETag", f'"{_etag(content)}"')
+                self.send_header("X-Repo-Commit", commit)
+            else:
+                self.send_header("X-Error-Code", "EntryNotFound")
+            self.send_header("Content-Length", str(len(content)))
+            self.end_headers()
+            if self.command == "GET":
+                self.wfile.write(content)
 
         def _chunks(self) -> bytes:
             body = b""
@@ -181,7 +227,7 @@ def running_hub() -> Iterator[FakeHub]:
             self.rfile.readline()
             return body
 
-        do_GET = do_POST = do_PUT = _answer
+        do_GET = do_HEAD = do_POST = do_PUT = _answer
 
         def log_message(self, format: str, *args: object) -> None:
             """Say nothing."""

@@ -21,8 +21,9 @@ from simpletuner.data.sample import Sample
 from simpletuner.errors import ConfigError, Problem, Reading, result_of, warning
 from simpletuner.models import lora_checks, lora_keys
 from simpletuner.models.lora_source import lora_file, model_in_header
-from simpletuner.models.source import Part, tensor_shapes
+from simpletuner.models.part import Part
 from simpletuner.models.spec import Flavour
+from simpletuner.models.weight_files import tensor_shapes
 from simpletuner.plan.build import Plan, Rendering, make_plan
 from simpletuner.plan.resume import decide_seed
 from simpletuner.training.manifest import PIPELINE_FOLDER, Checkpoint, find_checkpoints, open_checkpoint, result_step

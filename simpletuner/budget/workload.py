@@ -29,7 +29,8 @@ from simpletuner.models.cost import (
     VaeLoad,
 )
 from simpletuner.models.lora_keys import Targets, weights_of
-from simpletuner.models.source import Part
+from simpletuner.models.part import Part
+from simpletuner.models.source import ModelSource, encoder_weights
 from simpletuner.models.spec import FamilySpec
 from simpletuner.plan.build import Plan
 from simpletuner.plan.entries import Listing, evaluated, feature_kinds, latent_storage
@@ -195,6 +196,10 @@ def previews_of(plan: Plan) -> list[Bucket]:
     return _largest_first(Bucket(*size, frames, batch, 0.0, prompt_length(plan, size), timed) for size in plan.sizes)
 
 
+# The roles of each counted part of a checkpoint.
+ROLES = {"transformer": ("transformer",), "VAE": ("vae",), "text encoders": ("text_encoder", "text_encoder_2")}
+
+
 @dataclass(frozen=True)
 class Parts:
     """The transformer, VAE and text encoders of a run.
@@ -234,15 +239,19 @@ class Parts:
         """Shapes of the transformer's weights by layer."""
         return weights_of(self.transformer.shapes)
 
-    @property
-    def download(self) -> int:
-        """Approximate bytes of weights to download, at two bytes per parameter for most parts."""
-        sizes = {
+    def download_bytes(self, source: ModelSource) -> int:
+        """Bytes to download, as the hub lists them; where it does not answer, two for each published parameter."""
+        parameters = {
             "transformer": self.transformer.parameters,
             "VAE": self.vae.parameters,
             "text encoders": self.text_parameters,
         }
-        return sum(2 * sizes[part] for part in self.assumed)
+        total = 0
+        for name in self.assumed:
+            sizes = [source[role].download_size() for role in ROLES[name] if role in source.parts]
+            listed = [size for size in sizes if size is not None]
+            total += sum(listed) if len(listed) == len(sizes) else 2 * parameters[name]
+        return total
 
     def with_densities(self, measured: Mapping[int, float]) -> Parts:
         """The parts with measured shares of tiles visited by block-sparse attention, by tokens of a sample."""
@@ -290,8 +299,8 @@ def parts_of(plan: Plan, *, is_gpu: bool) -> Parts:
     else:
         transformer = cost.transformer(settings, shapes, kernels)
     vae = source["vae"].read_config()
-    encoders = [source[role] for role in ("text_encoder", "text_encoder_2") if role in source.parts]
-    counts = [count_parameters(part) for part in encoders]
+    encoders = [source[role] for role in ROLES["text encoders"] if role in source.parts]
+    counts = [sum(map(math.prod, encoder_weights(part).values())) for part in encoders]
     absent = {"transformer": settings is None or not shapes, "VAE": vae is None, "text encoders": not all(counts)}
     return Parts(
         spec=plan.spec,

@@ -28,7 +28,8 @@ from torch import Tensor, nn
 
 from simpletuner.config.schema import CachingConfig
 from simpletuner.errors import UserError, shorten
-from simpletuner.models.source import ModelSource, Part
+from simpletuner.models.part import Part
+from simpletuner.models.source import ModelSource
 from simpletuner.models.spec import FamilySpec
 from simpletuner.models.usage import FLOW, SOLVERS
 

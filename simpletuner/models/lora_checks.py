@@ -22,7 +22,7 @@ from simpletuner.models.lora_keys import (
     role_of,
 )
 from simpletuner.models.lora_source import find_lora, lora_settings, model_in_header
-from simpletuner.models.source import WeightsError, tensor_shapes, weights_header
+from simpletuner.models.weight_files import WeightsError, tensor_shapes, weights_header
 
 INIT = "init_lora"
 Features = Mapping[str, tuple[int, int]]  # (out, in) features of a model's linear layers; empty if it is not here

@@ -23,8 +23,10 @@ from typing import Any
 from simpletuner.config.values import home_path
 from simpletuner.errors import UserError, shorten
 from simpletuner.headers import METADATA, read_header
+from simpletuner.models.hub import hub_fault
 from simpletuner.models.lora_keys import LORA_FILE, METADATA_KEY, STEP_NOTE, layers_in, without_prefix
-from simpletuner.models.source import HUB_ID, WeightsError, hub_fault, tensor_shapes
+from simpletuner.models.part import HUB_ID
+from simpletuner.models.weight_files import WeightsError, tensor_shapes
 
 OFFICIAL_FILE = "lora.safetensors"  # Kandinsky's official LoRAs
 PEFT_FILE = "adapter_model.safetensors"  # `save_pretrained` of peft

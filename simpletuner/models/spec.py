@@ -25,12 +25,30 @@ Task = Literal["t2i", "i2i", "t2v", "i2v"]
 
 
 @dataclass(frozen=True)
+class OriginalWeights:
+    """A transformer that is published as one file, with the names and shapes of weights that diffusers has.
+
+    Attributes:
+        repository: hub id of the file.
+        file: its path there.
+        diffusers_form: hub id of the same checkpoint in diffusers' form, should it be published.
+        config: values of its config.json that differ from those of the flavour's repository.
+    """
+
+    repository: str
+    file: str
+    diffusers_form: str
+    config: Mapping[str, object]
+
+
+@dataclass(frozen=True)
 class Flavour:
     """One published checkpoint of a family.
 
     Attributes:
         name: value of `model_flavour`.
         repository: hub id of the diffusers checkpoint.
+        original: the transformer, if it is not in that repository.
         task: input and output.
         needs: required data besides captions, for the wizard; may be empty.
         dataset_task: the task of this checkpoint on datasets that select it (`video.is_i2v`), or None.
@@ -47,6 +65,12 @@ class Flavour:
     defaults: Mapping[str, Any] = field(default_factory=dict)
     changes: Mapping[str, Any] = field(default_factory=dict)
     distilled: bool = False
+    original: OriginalWeights | None = None
+
+    @property
+    def base_model(self) -> str:
+        """Hub id of the trained transformer."""
+        return self.original.repository if self.original else self.repository
 
 
 @dataclass(frozen=True)

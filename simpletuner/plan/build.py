@@ -26,8 +26,9 @@ from simpletuner.distributed.world import World
 from simpletuner.errors import ConfigError, Problem, Problems, Reading, did_you_mean, result_of
 from simpletuner.models.adapter_kinds import trained_layers
 from simpletuner.models.lora_keys import Targets
+from simpletuner.models.part import Part
 from simpletuner.models.registry import FAMILIES, canonical_family_name
-from simpletuner.models.source import ModelSource, Part
+from simpletuner.models.source import ModelSource
 from simpletuner.models.spec import FamilySpec, Flavour
 from simpletuner.plan import checks, effects
 from simpletuner.plan.environment import as_launched, as_rendered, check_environment

@@ -23,7 +23,14 @@ from simpletuner.data.dataset import Dataset
 from simpletuner.errors import NoEffect, Problem, counted, did_you_mean, shorten, warning, within
 from simpletuner.models.adapter_kinds import adapter_kind
 from simpletuner.models.registry import FAMILY_DATASET_KEYS
-from simpletuner.models.source import ModelSource, blocks_of, differing_weights, encoder_fault, vae_fault
+from simpletuner.models.source import (
+    ModelSource,
+    blocks_of,
+    differing_weights,
+    encoder_fault,
+    encoder_weights,
+    vae_fault,
+)
 from simpletuner.models.spec import FamilySpec, Flavour
 from simpletuner.plan import effects
 from simpletuner.plan.environment import check_folders, check_launch, check_offload, why_not_writable
@@ -297,7 +304,7 @@ def check_weights(spec: FamilySpec, flavour: Flavour, source: ModelSource) -> It
             yield Problem(part.key, f"{where} is a {kind!r}; {spec.title} has a {allowed}.")
         elif role.startswith("text_encoder"):
             tokens = source[role.replace("text_encoder", "tokenizer")].tokens()
-            if fault := encoder_fault(config, part.weight_shapes(), tokens):
+            if fault := encoder_fault(config, encoder_weights(part), tokens):
                 yield Problem(part.key, f"{where} {fault}.")
     yield from _check_transformer(spec, flavour, source)
 

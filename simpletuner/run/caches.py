@@ -34,8 +34,8 @@ from simpletuner.models.loading import check_shapes
 from simpletuner.models.lora_checks import check_init_lora
 from simpletuner.models.lora_keys import linear_modules
 from simpletuner.models.lora_source import find_lora, is_on_hub
+from simpletuner.models.part import Part
 from simpletuner.models.registry import load_adapter
-from simpletuner.models.source import Part
 from simpletuner.plan.build import Plan, plan_length
 from simpletuner.plan.checks import check_block_numbers, check_parts
 from simpletuner.plan.entries import Listing, list_entries, make_catalogue

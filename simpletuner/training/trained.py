@@ -25,7 +25,8 @@ from simpletuner.errors import UserError, shorten
 from simpletuner.memory.offload.image import wraps
 from simpletuner.models.adapter import FamilyAdapter
 from simpletuner.models.cost import NO_ADAPTERS, Adapters
-from simpletuner.models.source import INDEX_FILE, ModelSource
+from simpletuner.models.part import INDEX_FILE
+from simpletuner.models.source import ModelSource
 from simpletuner.training.ema import Ema
 from simpletuner.training.guard import not_finite, refuse_not_finite
 from simpletuner.training.manifest import NOTE_FILE, PIPELINE_FOLDER, STATE_FOLDER

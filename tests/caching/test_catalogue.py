@@ -9,7 +9,7 @@ from safetensors import safe_open
 
 from simpletuner.caching import keys
 from simpletuner.caching.keys import hash_text
-from simpletuner.models import source
+from simpletuner.models import weight_files
 from tests.workspace import DATASETS, Workspace
 
 
@@ -51,8 +51,10 @@ def test_a_start_digests_every_key_once_and_reads_every_header_once(
     hashed: list[str] = []
     headers: list[str] = []
     monkeypatch.setattr(keys, "hash_text", lambda text: hashed.append(text) or hash_text(text))
-    monkeypatch.setattr(source, "safe_open", lambda path, kind: headers.append(str(path)) or safe_open(path, kind))
-    source._header.cache_clear()
+    monkeypatch.setattr(
+        weight_files, "safe_open", lambda path, kind: headers.append(str(path)) or safe_open(path, kind)
+    )
+    weight_files._header.cache_clear()
     assert workspace.run("cache", "fill", *settings) == 0
     pictures = 8
     digests = [text for text in hashed if '"kind":' in text]

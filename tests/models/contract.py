@@ -34,7 +34,7 @@ def load_of(trial: Trial) -> BatchShape:
 def options(spec: FamilySpec) -> None:
     """Defaults are keys of the schema, flavours have names and repositories of their own, sizes fit the grid."""
     assert not {*spec.defaults, *spec.fixed} - {*all_options()}
-    assert len({*spec.flavour_names}) == len(spec.flavours) == len({each.repository for each in spec.flavours})
+    assert len({*spec.flavour_names}) == len(spec.flavours) == len({flavour.base_model for flavour in spec.flavours})
     assert all(spec.cost.published(name) for name in spec.flavour_names)
     sides = [side for sizes in spec.native_sizes.values() for size in sizes for side in size]
     assert sides

@@ -54,7 +54,7 @@ def scales_of_peft(settings: dict[str, Any]) -> dict[str, float]:
     model = nn.Module()
     model.blocks = nn.ModuleList(nn.ModuleDict({"to_q": nn.Linear(8, 8)}) for _ in LAYERS)
     inject_adapter_in_model(PeftConfig(r=RANK, target_modules=["to_q"], **settings), model)
-    return {layer: model.get_submodule(layer).scaling["default"] for layer in LAYERS}  # type: ignore[index, union-attr]
+    return {layer: model.get_submodule(layer).scaling["default"] for layer in LAYERS}
 
 
 def scales_in(path: Path) -> dict[str, float]:

@@ -89,7 +89,7 @@ def test_a_plan_tells_all_of_it(workspace: Workspace, capsys: pytest.CaptureFixt
 def test_a_model_that_is_fetched_later_is_checked_then(
     workspace: Workspace, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], t2i_checkpoint: Path
 ) -> None:
-    from simpletuner.models.source import Part
+    from simpletuner.models.part import Part
 
     there: list[str] = []
     local, fetch = Part.local_folder, Part.fetch

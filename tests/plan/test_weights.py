@@ -17,8 +17,9 @@ from simpletuner.config.load import Layer, resolve
 from simpletuner.errors import Problems, UserError
 from simpletuner.models.loading import user_errors
 from simpletuner.models.lora_keys import LORA_FILE
+from simpletuner.models.part import Part
 from simpletuner.models.registry import FAMILIES
-from simpletuner.models.source import ModelSource, Part
+from simpletuner.models.source import ModelSource
 from simpletuner.plan.checks import check_parts
 from tests.complaints import complaint, complaints, warnings
 from tests.fidelity.family import CPU, make_adapter

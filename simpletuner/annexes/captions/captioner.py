@@ -37,7 +37,8 @@ from simpletuner.models.adapter import EncoderQuantiser
 from simpletuner.models.kandinsky5.loading import load_processor
 from simpletuner.models.kandinsky5.text import QWEN_LAYERS
 from simpletuner.models.loading import load_whole, user_errors
-from simpletuner.models.source import ModelSource, Part
+from simpletuner.models.part import Part
+from simpletuner.models.source import ModelSource
 from simpletuner.plan.build import Plan
 from simpletuner.reporting.events import EventStream
 from simpletuner.run.caches import download, load_encoder

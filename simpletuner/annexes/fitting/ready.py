@@ -58,7 +58,7 @@ def ready_plan(arguments: Arguments) -> Budget:
 
 
 def _check_downloads(source: ModelSource) -> Iterator[Problem]:
-    """Report models that are not on this machine while the hub is offline."""
+    """Report models that are not on this machine, and that the hub lacks or cannot be asked for."""
     absent = {part.location: part for part in source.parts.values() if part.local_folder() is None}
     for location, part in absent.items():
         if absence := part.absence():

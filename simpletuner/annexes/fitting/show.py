@@ -141,8 +141,11 @@ def _cache_lines(budget: Budget) -> Iterator[str]:
     if listing is None:
         transformer = plan.source["transformer"]
         absence = transformer.absence()
-        steps = f"about {gigabytes(budget.parts.download)} will be downloaded first; then everything is encoded once."
-        yield f"Caches: {f'{transformer.location!r} {absence}' if absence else steps}"
+        if absence:
+            yield f"Caches: {transformer.location!r} {absence}"
+            return
+        size = gigabytes(budget.parts.download_bytes(plan.source))
+        yield f"Caches: about {size} will be downloaded first; then everything is encoded once."
         return
     noun, later = plan.spec.media_noun, len(listing.encoded_in_training)
     for what, entries in (("captions and prompts", listing.texts), (noun, listing.ahead)):
@@ -343,7 +346,11 @@ def _described(budget: Budget) -> dict[str, Any]:
     training, previews = remaining_seconds(budget)
     seconds = {"step": budget.step_seconds, "training": training, "previews": previews, "total": training + previews}
     return {
-        "model": {**model, "location": plan.source["transformer"].location, "download": budget.parts.download},
+        "model": {
+            **model,
+            "location": plan.source["transformer"].location,
+            "download": budget.parts.download_bytes(plan.source),
+        },
         "output_dir": str(plan.output_dir),
         "seed": plan.seed,
         "settings": {key: {"value": value, "origin": origin} for key, value, origin in changed_settings(plan)},

@@ -176,7 +176,7 @@ def card_facts(plan: Plan, repository: str, step: int, epoch: int) -> dict[str, 
     """The values for the templates."""
     config, base = plan.config, plan.source["transformer"]
     # A local path is meaningless to other users.
-    base_name = plan.flavour.repository if base.is_local else base.location
+    base_name = plan.flavour.base_model if base.is_local else base.location
     rows = (row for row in read_rows(plan.output_dir / METRICS_FILE) if row["step"] <= step)
     return {
         **{"plan": plan, "config": config, "repository": repository, "step": step, "epoch": epoch, "base": base_name},

@@ -34,7 +34,7 @@ from simpletuner.data.files import LARGEST_CLIP, LARGEST_PICTURE, MediaError, ch
 from simpletuner.data.media import decode
 from simpletuner.data.names import name_problem
 from simpletuner.errors import Problem, Reading, UserError, shorten, warning
-from simpletuner.models.source import hub_fault
+from simpletuner.models.hub import hub_fault
 from simpletuner.s3 import S3Login
 
 WEB_PICTURE, WEB_CLIP = 10 << 20, 200 << 20  # bytes of one download

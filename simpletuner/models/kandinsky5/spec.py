@@ -9,11 +9,19 @@ import importlib.metadata
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from simpletuner.config.schema import FamilyOptions, RunConfig
-from simpletuner.config.values import Size
+from simpletuner.config.values import Size, read_toml
 from simpletuner.errors import Problem
-from simpletuner.models.kandinsky5.cost import FAMILY, IMAGE_COST, TRANSFORMER_CLASS, VIDEO_COST, attention_heads
+from simpletuner.models.kandinsky5.cost import (
+    FAMILY,
+    IMAGE_COST,
+    PACKAGE,
+    TRANSFORMER_CLASS,
+    VIDEO_COST,
+    attention_heads,
+)
 from simpletuner.models.kandinsky5.options import (
     TILE_SIDE,
     KandinskyOptions,
@@ -24,7 +32,7 @@ from simpletuner.models.kandinsky5.options import (
 )
 from simpletuner.models.kandinsky5.templates import OFFICIAL, TemplateName, clean_caption
 from simpletuner.models.source import ModelSource, check_channels
-from simpletuner.models.spec import Component, FamilyChecks, FamilySpec, FamilyWords, Flavour, Task
+from simpletuner.models.spec import Component, FamilyChecks, FamilySpec, FamilyWords, Flavour, OriginalWeights, Task
 
 # A regular expression, because the bare name out_layer would also match the transformer's final layer.
 ALL_LINEAR = (
@@ -39,7 +47,8 @@ COMPONENTS = {
     "vae": Component("vae", "pretrained_vae_model_name_or_path", ("AutoencoderKL",)),
     "text_encoder": Component("text_encoder", "qwen_text_encoder_model_name_or_path", ("qwen2_5_vl",)),
     "tokenizer": Component("tokenizer", "qwen_text_encoder_model_name_or_path"),
-    "text_encoder_2": Component("text_encoder_2", kinds=("clip_text_model",)),
+    # transformers loads the text part of a whole CLIP.
+    "text_encoder_2": Component("text_encoder_2", kinds=("clip_text_model", "clip")),
     "tokenizer_2": Component("tokenizer_2"),
     "scheduler": Component("scheduler", kinds=("FlowMatchEulerDiscreteScheduler",)),
 }
@@ -56,33 +65,32 @@ GUIDANCE_RANGE = (2, 6)  # of clips
 SHORTEST_I2V_PREVIEW = 17
 SIZE_MULTIPLE = 16
 
-# Stages that sample without guidance, and in how many steps.
-DISTILLED = {"nocfg": 50, "distilled16steps": 16, "distilled": 16}
-IMAGE_FLAVOURS: tuple[str, ...] = ("t2i-lite-sft", "t2i-lite-pretrain", "i2i-lite-sft", "i2i-lite-pretrain")
-VIDEO_FLAVOURS = (
-    *(f"t2v-lite-{stage}-{length}" for stage in ("sft", "pretrain") for length in ("5s", "10s")),
-    *(f"t2v-pro-{stage}-{length}-hd" for stage in ("sft", "pretrain") for length in ("5s", "10s")),
-    "i2v-lite-5s",
-    "i2v-pro-sft-5s",
-    *(f"t2v-lite-{stage}-{length}" for stage in ("nocfg", "distilled16steps") for length in ("5s", "10s")),
-    "t2v-pro-distilled-5s-hd",
-    "i2v-pro-distilled-5s",
-)
+
+def read_flavours(*tasks: Task) -> tuple[Flavour, ...]:
+    """The published checkpoints for these tasks, in the order of `flavours.toml`."""
+    table = read_toml(PACKAGE, "flavours.toml")
+    return tuple(_flavour(name, row) for name, row in table.items() if row["task"] in tasks)
 
 
-def _flavour(name: str) -> Flavour:
-    """The flavour of a name: `t2v-pro-sft-5s-hd` is in the repository Kandinsky-5.0-T2V-Pro-sft-5s-Diffusers."""
-    kind, *words = name.removesuffix("-hd").split("-")
-    task = next(task for task in TEMPLATES if task == kind)
-    title = "-".join(word.capitalize() if word in ("lite", "pro") else word for word in words)
-    repository = f"kandinskylab/Kandinsky-5.0-{kind.upper()}-{title}-Diffusers"
-    needs = "a conditioning dataset with the source pictures" if task == "i2i" else ""
-    steps = next((count for stage, count in DISTILLED.items() if stage in words), None)
-    # Image to video renders each prompt from several pictures: a comparison of weights takes twice as many clips.
-    defaults: dict[str, object] = {"ema_validation": "ema_only"} if task == "i2v" else {}
+def _flavour(name: str, row: Mapping[str, Any]) -> Flavour:
+    task: Task = row["task"]
+    steps = row.get("distilled_steps")
+    defaults: dict[str, object] = {}
+    if task == "i2v":
+        # Each prompt is rendered from several pictures: a comparison of weights takes twice as many clips.
+        defaults["ema_validation"] = "ema_only"
     if steps is not None:
-        defaults |= {"validation_guidance": 1.0, "validation_num_inference_steps": steps}
-    return Flavour(name, repository, task, needs, defaults=defaults, distilled=steps is not None)
+        defaults["validation_guidance"] = 1.0
+        defaults["validation_num_inference_steps"] = steps
+    return Flavour(
+        name=name,
+        repository=row["repository"],
+        task=task,
+        needs="a conditioning dataset with the source pictures" if task == "i2i" else "",
+        defaults=defaults,
+        distilled=steps is not None,
+        original=OriginalWeights(**row["original"]) if "original" in row else None,
+    )
 
 
 def check_image(config: RunConfig, flavour: Flavour) -> Iterator[Problem]:
@@ -195,7 +203,7 @@ KANDINSKY5_IMAGE = FamilySpec(
     name="kandinsky5-image",
     title="Kandinsky 5 Image",
     media="image",
-    flavours=tuple(map(_flavour, IMAGE_FLAVOURS)),
+    flavours=read_flavours("t2i", "i2i"),
     adapter="simpletuner.models.kandinsky5.image:Kandinsky5ImageAdapter",
     options=KandinskyOptions,
     defaults=FAMILY["defaults"]["image"],
@@ -234,7 +242,7 @@ KANDINSKY5_VIDEO = replace(
     name="kandinsky5-video",
     title="Kandinsky 5 Video",
     media="video",
-    flavours=tuple(map(_flavour, VIDEO_FLAVOURS)),
+    flavours=read_flavours("t2v", "i2v"),
     adapter="simpletuner.models.kandinsky5.video:Kandinsky5VideoAdapter",
     defaults={**KANDINSKY5_IMAGE.defaults, **FAMILY["defaults"]["video"]},
     components={**COMPONENTS, "vae": replace(COMPONENTS["vae"], kinds=("AutoencoderKLHunyuanVideo",))},
