@@ -9,6 +9,7 @@ import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -16,13 +17,13 @@ from pydantic import BeforeValidator
 
 from simpletuner.config import values
 from simpletuner.config.load import Layer, build_group, canonical
-from simpletuner.config.option import Group, Option, accepted, common, describe, option, options_of
+from simpletuner.config.option import Group, Option, accepted, common, describe, option, options_of, when
 from simpletuner.config.remote import BucketKeys, CompositeImage, HubKeys, RowFilter, TableKeys, check_written
 from simpletuner.config.schema import LARGEST_SIZE, Alignment, CaptionStrategy, SharedKeys
 from simpletuner.config.sources import resolve_alias
 from simpletuner.config.upstream import instead_of
 from simpletuner.config.values import Flag, Integer, Json, Number, PathText, Text, TextList
-from simpletuner.errors import Problem, Problems, Reading, did_you_mean, warning, within
+from simpletuner.errors import NoEffect, Problem, Problems, Reading, did_you_mean, warning, within
 
 # An epoch plans every pass of every sample in memory; longer runs use more epochs.
 MOST_REPEATS = 10_000
@@ -120,6 +121,21 @@ def _positive(value: object, *, or_zero: bool = False) -> float:
 Ratios = Annotated[list[tuple[float, float]], BeforeValidator(parse_ratios)]
 
 
+CACHE_KINDS = ("text_embeds", "image_embeds")
+# Keys of an entry that names a cache.
+CACHE_ENTRY = {
+    "id", "type", "dataset_type", "disabled", "default", "cache_dir", "cache_dir_vae", "compress_cache",
+    "caption_filter_list", "write_batch_size", "hash_filenames", "ignore_epochs",
+}  # fmt: skip
+FIXED_PROMPTS = ("instanceprompt", "instance_prompt")
+# Not declared beside the key, which is also a run-wide default, whose datasets set the other keys.
+PROMPTED = when("prepend_instance_prompt", "only_instance_prompt", caption_strategy=FIXED_PROMPTS)
+SWITCHES = {"caption_shuffle": "enable", "composite_image_config": "enabled"}  # of nested objects
+trained = partial(option, requires=when(dataset_type=("image", "video"), because="the dataset is not trained"))
+cropped = partial(option, requires=when("crop"))
+listed = partial(option, requires=(when("crop"), when(crop_aspect=("closest", "random"))))
+
+
 # An unset (None) key takes the value of the same key in config.json, if there is one.
 class DatasetConfig(SharedKeys, HubKeys, BucketKeys, TableKeys):
     """Dataset"""
@@ -132,7 +148,7 @@ class DatasetConfig(SharedKeys, HubKeys, BucketKeys, TableKeys):
     """What the entry holds."""
     disabled: Flag = option(False, aliases=("disable",))
     """Skip this entry without looking at its paths."""
-    default: Flag = option(False)
+    default: Flag = option(False, requires=when(dataset_type="text_embeds"))
     """The text_embeds entry for datasets that name none."""
     cache_dir: PathText | None = option(None)
     """Folder for text embeds."""
@@ -142,7 +158,7 @@ class DatasetConfig(SharedKeys, HubKeys, BucketKeys, TableKeys):
     """Folder of the pictures or clips; includes subfolders."""
     caption_strategy: CaptionStrategy | None = common(None)
     """Where captions come from."""
-    disable_multiline_split: Flag = option(False)
+    disable_multiline_split: Flag = option(False, requires=when(caption_strategy="textfile"))
     """Use the whole text file as one caption."""
     prepend_instance_prompt: Flag | None = option(None)
     """Prepend instance_prompt to all captions."""
@@ -150,7 +166,7 @@ class DatasetConfig(SharedKeys, HubKeys, BucketKeys, TableKeys):
     """Use instance_prompt instead of captions."""
     metadata_backend: Literal["discovery", "json", "parquet", "huggingface"] = option("discovery")
     """Where names and sizes come from; json means discovery."""
-    parquet: ParquetConfig | None = option(None)
+    parquet: ParquetConfig | None = option(None, requires=when(metadata_backend="parquet"))
     """The table behind metadata_backend parquet."""
     resolution: Number | None = common(None, gt=0, le=LARGEST_SIZE)
     """Target size of buckets."""
@@ -162,23 +178,23 @@ class DatasetConfig(SharedKeys, HubKeys, BucketKeys, TableKeys):
     """Pixel grid."""
     crop: Flag = option(False)
     """Crop to a ratio; false keeps the picture's ratio."""
-    crop_aspect: Literal["square", "preserve", "closest", "random"] = option("square")
+    crop_aspect: Literal["square", "preserve", "closest", "random"] = cropped("square")
     """Which ratio to crop to."""
-    crop_aspect_buckets: Ratios | None = option(None)
+    crop_aspect_buckets: Ratios | None = listed(None)
     """Ratios, or {aspect, weight} with weights summing to 1."""
-    crop_style: Literal["random", "center", "centre", "corner", "face"] = option("random")
+    crop_style: Literal["random", "center", "centre", "corner", "face"] = cropped("random")
     """Where to crop."""
     minimum_aspect_ratio: Number | None = option(None, gt=0, le=1000)
     """Narrower pictures are left out."""
     maximum_aspect_ratio: Number | None = option(None, gt=0, le=1000)
     """Wider pictures are left out."""
-    max_upscale_threshold: Number | None = option(None, ge=0, le=1)
+    max_upscale_threshold: Number | None = listed(None, ge=0, le=1)
     """With closest or random: exclude buckets that enlarge a picture by more than this share."""
-    repeats: Integer | None = common(None, ge=0, le=MOST_REPEATS)
+    repeats: Integer | None = trained(None, ge=0, le=MOST_REPEATS, common=True)
     """Extra passes: a sample is seen repeats + 1 times per epoch."""
-    probability: Number = option(1.0, ge=0, le=1e6)
+    probability: Number = trained(1.0, ge=0, le=1e6)
     """Sampling weight relative to other datasets."""
-    train_batch_size: Integer | None = option(None, ge=1)
+    train_batch_size: Integer | None = trained(None, ge=1)
     """Batch size of this dataset."""
     max_num_samples: Integer | None = option(None, ge=1)
     """Use a fixed subset of this size."""
@@ -186,13 +202,13 @@ class DatasetConfig(SharedKeys, HubKeys, BucketKeys, TableKeys):
     """Number of samples to hold out of training, for the evaluation loss."""
     exclude_files: Text = option("exclude.json")
     """JSON list of files to leave out, in the dataset's folder."""
-    start_epoch: Integer = option(1, ge=1)
+    start_epoch: Integer = trained(1, ge=1)
     """First epoch that uses the dataset."""
-    start_step: Integer = option(0, ge=0)
+    start_step: Integer = trained(0, ge=0)
     """First step that uses the dataset."""
-    end_epoch: Integer | None = option(None, ge=1)
+    end_epoch: Integer | None = trained(None, ge=1)
     """Last epoch that uses the dataset."""
-    end_step: Integer | None = option(None, ge=1)
+    end_step: Integer | None = trained(None, ge=1)
     """Last step that uses the dataset."""
     text_embeds: Text | None = option(None)
     """Id of the text_embeds entry to use."""
@@ -201,7 +217,9 @@ class DatasetConfig(SharedKeys, HubKeys, BucketKeys, TableKeys):
     conditioning_image_embeds: Text | None = option(None)
     """Id of a conditioning_image_embeds entry."""
     write_batch_size: Integer = accepted(128, "writing needs no batches", ge=1)
-    vae_cache_clear_each_epoch: Flag | None = option(None)
+    vae_cache_clear_each_epoch: Flag | None = option(
+        None, requires=(when("crop"), when(crop_aspect="random", crop_style="random"))
+    )
     """Redraw random crops and encode them each epoch."""
     vae_cache_disable: Flag | None = option(None)
     """Encode latents at every use instead of caching them."""
@@ -219,11 +237,11 @@ class DatasetConfig(SharedKeys, HubKeys, BucketKeys, TableKeys):
     """Shuffle the parts of captions."""
     caption_filter_list: Json | None = option(None)
     """Texts or regular expressions to remove from captions."""
-    timestep_sampling_offset: Number = option(0.0, ge=-100, le=100)
+    timestep_sampling_offset: Number = trained(0.0, ge=-100, le=100)
     """Added before the sigmoid of logit-normal sigmas: above 0 trains on noisier samples, below 0 on cleaner."""
-    is_regularisation_data: Flag = option(False)
+    is_regularisation_data: Flag = trained(False)
     """The target is the base model's own prediction."""
-    slider_strength: Number | None = option(None, ge=-100, le=100)
+    slider_strength: Number | None = trained(None, ge=-100, le=100)
     """Multiplies the LoRA's strength in this dataset's steps; 0 or unset is neutral."""
     disable_validation: Flag = option(False)
     """Do not use samples of this dataset in validation."""
@@ -233,11 +251,11 @@ class DatasetConfig(SharedKeys, HubKeys, BucketKeys, TableKeys):
     """The role of a conditioning entry's pictures."""
     conditioning_data: TextList | None = option(None)
     """Ids of conditioning entries, paired one to one by path."""
-    source_dataset_id: Text | None = option(None)
+    source_dataset_id: Text | None = option(None, requires=when("conditioning_type", dataset_type="conditioning"))
     """The dataset a conditioning entry belongs to."""
     conditioning: Json | None = option(None)
     """Generate a conditioning dataset."""
-    allow_private_urls: Flag = option(False)
+    allow_private_urls: Flag = option(False, requires=when(type="csv"))
     """Allow a table's URLs in private networks, and its files outside the table's folder."""
     huggingface: Json | None = option(None)
     """Keys of type huggingface, as a nested object."""
@@ -327,8 +345,6 @@ def parse_datasets(content: list[Any], path: Path, placeholders: dict[str, str])
     if all(entry is not None and entry.disabled for entry in entries):
         yield Problem(str(path), "all datasets are disabled.")
     yield from check_references(enabled)
-    for entry in enabled:
-        yield from within(entry.id, _check_accepted(entry))
     return enabled
 
 
@@ -371,11 +387,36 @@ def _check_names(datasets: Sequence[DatasetConfig], key: str, targets: Sequence[
                 yield Problem(f"{dataset.id}.{key}", message)
 
 
-def _check_accepted(entry: DatasetConfig) -> Reading[None]:
-    """Report keys that are set and never have an effect."""
-    for key, declared in options_of(DatasetConfig).items():
-        for condition in declared.requires if getattr(entry, declared.name) != declared.default else ():
-            yield warning(key, condition.lacking)
+def without_effect(written: DatasetConfig, filled: DatasetConfig) -> Iterator[NoEffect]:
+    """The keys of an entry that are set and cannot act.
+
+    Args:
+        written: the entry as the user wrote it.
+        filled: the same entry with its defaults filled in.
+    """
+    settings = filled.model_dump()
+    options = options_of(DatasetConfig)
+    for key in sorted(written.model_fields_set):
+        value = getattr(written, key)
+        if value and value != options[key].default:  # false, 0 and an empty list ask for nothing
+            yield from _why_without_effect(options[key], written.dataset_type, settings)
+    if written.target_downsample_size and not filled.maximum_image_size:
+        yield NoEffect("target_downsample_size", "has no effect without maximum_image_size.")
+    for key, switch in SWITCHES.items():
+        part = getattr(written, key)
+        if part is not None and not getattr(part, switch):
+            yield NoEffect(key, f"has no effect without {switch}: true.")
+
+
+def _why_without_effect(declared: Option, dataset_type: str, settings: Mapping[str, Any]) -> Iterator[NoEffect]:
+    """The first reason why a key cannot act in an entry of this type with these settings, if there is one."""
+    if dataset_type in CACHE_KINDS and declared.name not in CACHE_ENTRY:
+        yield NoEffect(declared.name, f"has no effect: an entry of {dataset_type} only names a cache.")
+        return
+    requires = (PROMPTED,) if declared.name == "instance_prompt" else declared.requires
+    lacking = [condition.lacking for condition in requires if not condition.holds(settings)]
+    if lacking:
+        yield NoEffect(declared.name, lacking[0])
 
 
 def _read_entry(entry: Any, file: str, index: int, placeholders: dict[str, str]) -> Reading[DatasetConfig | None]:

@@ -24,7 +24,7 @@ from simpletuner.config.datasets import DatasetConfig
 from simpletuner.config.values import FALSE_WORDS, Size
 from simpletuner.data.chance import fraction
 from simpletuner.data.files import LeftOutError
-from simpletuner.errors import Problem, Reading, warning
+from simpletuner.errors import Problem, Reading
 from simpletuner.models.spec import FamilySpec
 
 ResolutionType = Literal["pixel", "area", "pixel_area"]
@@ -307,8 +307,6 @@ def _check_crop(config: DatasetConfig, aspects: Sequence[Aspect], spec: FamilySp
     if config.crop_style == "face":
         message = "'face' needs a face detector, which is not included; use center, random or corner."
         yield Problem("crop_style", message)
-    if not config.crop and kind != "square":
-        yield warning("crop_aspect", f"{kind!r} has no effect while crop is false.")
     if config.crop and kind in CHOSEN and not aspects and config.crop_aspect_buckets is None:
         yield Problem(where, f"crop_aspect {kind!r} needs a list of ratios here.")
     for aspect in aspects:

@@ -10,7 +10,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any, Protocol
 
-from simpletuner.config.datasets import MASKS, DatasetConfig
+from simpletuner.config.datasets import CACHE_KINDS, FIXED_PROMPTS, MASKS, DatasetConfig, without_effect
 from simpletuner.config.remote import check_source
 from simpletuner.config.schema import CachingConfig, DatasetDefaults, RunConfig
 from simpletuner.config.values import similar_path
@@ -130,10 +130,8 @@ def _folder_name(dataset_id: str) -> str:
 # Keys of an entry whose default is the run's key of the same name.
 SAME_AS_OF_THE_RUN = {"vae_cache_disable", "delete_problematic_images", "delete_unwanted_images"}
 FILE_KINDS = ("image", "video", "conditioning", "eval")
-CACHE_KINDS = ("text_embeds", "image_embeds")
 SKIPPABLE = ("vae", "aspect", "metadata", "text")
 REFERENCES = ("reference_strict", "reference_loose")
-FIXED_PROMPTS = ("instanceprompt", "instance_prompt")
 
 
 def holds_files(config: DatasetConfig) -> bool:
@@ -164,6 +162,7 @@ def check_dataset_file(written: Configs, entries: Configs, context: DataContext)
     """
     for config, entry in zip(written, entries, strict=True):
         yield from _check_entry(entry, context)
+        yield from (each.within(entry.id) for each in without_effect(config, entry))
         # Only written keys: a default for another type is not the user's mistake.
         yield from check_source(entry.id, entry.type, {key: getattr(config, key) for key in config.model_fields_set})
     with_files = [entry for entry in entries if holds_files(entry)]

@@ -439,8 +439,8 @@ def _check_slider(config: RunConfig, dataset: Dataset) -> Iterator[Problem]:
     """A strength multiplies a LoRA that scales with it."""
     lora, key = config.lora, f"{dataset.id}.slider_strength"
     if not dataset.config.is_trained:
-        yield warning(key, "has no effect: the dataset is not trained.")
-    elif config.model.model_type == "full":
+        return
+    if config.model.model_type == "full":
         yield Problem(key, "needs model_type lora: it is the strength of the LoRA.")
     elif reason := adapter_kind(lora).no_slider:
         yield Problem(key, f"{reason}.")

@@ -31,13 +31,6 @@ def by_settings(config: RunConfig) -> Iterator[NoEffect]:
     """Keys that cannot act because of several other settings together."""
     if all(config.flat[key] in PLAIN_PRECISIONS for key in PRECISION_KEYS):
         yield NoEffect("quantize_via", "has no effect: no model is quantised.")
-    sends = config.publish.push_to_hub or config.webhooks.hooks
-    if LOCAL_TRACKERS.issuperset(tracker_names(config.tracking.report_to)) and not sends:
-        message = "has no effect without a tracker (report_to), push_to_hub or webhook_config."
-        yield NoEffect("tracker_project_name", message)
-    hooks = config.webhooks.hooks
-    if hooks and all(hook.webhook_type != "raw" for hook in hooks):
-        yield NoEffect("webhook_images", "has no effect: no webhook has webhook_type raw.")
     schedule = config.schedule
     samples = schedule.train_batch_size * schedule.gradient_accumulation_steps * config.launch.data_processes
     if samples == 1:
@@ -45,6 +38,18 @@ def by_settings(config: RunConfig) -> Iterator[NoEffect]:
             yield NoEffect(key, "has no effect: a step has one sample, so the factor is 1.")
     if config.caching.vae_batch_size == 1 and config.validation.num_validation_images == 1:
         yield NoEffect("vae_enable_slicing", "has no effect: vae_batch_size is 1, so no batch has several samples.")
+    yield from _by_receivers(config)
+
+
+def _by_receivers(config: RunConfig) -> Iterator[NoEffect]:
+    """Names and formats for trackers, the hub and webhooks, if nothing is sent there."""
+    hooks = config.webhooks.hooks
+    is_local = LOCAL_TRACKERS.issuperset(tracker_names(config.tracking.report_to))
+    if is_local and not config.publish.push_to_hub and not hooks:
+        message = "has no effect without a tracker (report_to), push_to_hub or webhook_config."
+        yield NoEffect("tracker_project_name", message)
+    if hooks and all(hook.webhook_type != "raw" for hook in hooks):
+        yield NoEffect("webhook_images", "has no effect: no webhook has webhook_type raw.")
 
 
 def by_flavour(config: RunConfig, flavour: Flavour) -> Iterator[NoEffect]:
@@ -70,24 +75,29 @@ def by_data(plan: Plan, entries: Sequence[DatasetConfig]) -> Iterator[NoEffect]:
     Args:
         entries: the entries of the dataset file as they are written.
     """
-    datasets = plan.datasets
-    trained = plan.trained
     yield from _by_evaluation(plan)
     yield from _by_entries([entry for entry in entries if holds_files(entry)])
+    yield from _by_trained(plan)
+    if all(len(dataset.references) < 2 for dataset in plan.datasets):
+        message = "has no effect: no dataset has several conditioning datasets to choose from."
+        yield NoEffect("conditioning_multidataset_sampling", message)
+    if all(dataset.config.type == "local" for dataset in plan.datasets):
+        yield NoEffect("retry_failed", "has no effect: no dataset is remote.")
+
+
+def _by_trained(plan: Plan) -> Iterator[NoEffect]:
+    """Keys of the order of samples and of their batches."""
+    trained = plan.trained
+    processes = plan.config.launch.data_processes
     if len(trained) == 1:
         message = f"has no effect: {trained[0].id} is the only dataset that is trained."
         yield NoEffect("data_backend_sampling", message)
-    if all(len(dataset.references) < 2 for dataset in datasets):
-        message = "has no effect: no dataset has several conditioning datasets to choose from."
-        yield NoEffect("conditioning_multidataset_sampling", message)
-    if all(dataset.batch_size * plan.config.launch.data_processes == 1 for dataset in trained):
+    if all(dataset.batch_size * processes == 1 for dataset in trained):
         message = "has no effect: batches of one sample have no slices to draw from."
         yield NoEffect("disable_segmented_timestep_sampling", message)
     if all(dataset.config.repeats is not None for dataset in trained):
         message = "has no effect: every dataset that is trained sets repeats."
         yield NoEffect("allow_dataset_oversubscription", message)
-    if all(dataset.config.type == "local" for dataset in datasets):
-        yield NoEffect("retry_failed", "has no effect: no dataset is remote.")
 
 
 def _by_evaluation(plan: Plan) -> Iterator[NoEffect]:

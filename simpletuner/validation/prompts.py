@@ -88,21 +88,26 @@ def read_library(path: Path) -> Reading[list[tuple[str, str, float | None]]]:
     prompts = []
     for nickname, value in content.items():
         entry: dict[str, Any] = value if isinstance(value, dict) else {"prompt": value}
-        unknown = [name for name in entry if name not in LIBRARY_KEYS and not name.startswith("_")]
-        for name in unknown:
-            guess = did_you_mean(name, LIBRARY_KEYS)
-            message = f"{name!r} of {nickname!r} is not a known key ({', '.join(LIBRARY_KEYS)}).{guess}"
-            yield Problem(key, f"{path}: {message}")
-        prompt, strength = entry.get("prompt"), entry.get("adapter_strength")
-        if unknown:
-            continue
-        if not isinstance(prompt, str) or not prompt.strip():
-            yield Problem(key, f"{path}: the prompt {nickname!r} is empty or not text.")
-        elif strength is not None and not (isinstance(strength, int | float) and 0 < strength < math.inf):
-            yield Problem(key, f"{path}: adapter_strength {strength!r} of {nickname!r} is not a number above 0.")
-        else:
-            prompts.append((nickname, prompt, strength))
+        faults = list(_faults(nickname, entry))
+        yield from (Problem(key, f"{path}: {fault}") for fault in faults)
+        if not faults:
+            prompts.append((nickname, entry["prompt"], entry.get("adapter_strength")))
     return prompts
+
+
+def _faults(nickname: str, entry: dict[str, Any]) -> Iterator[str]:
+    """What is wrong with an entry of a library, as the end of a message."""
+    unknown = [name for name in entry if name not in LIBRARY_KEYS and not name.startswith("_")]
+    if unknown:
+        guess = did_you_mean(unknown[0], LIBRARY_KEYS)
+        yield f"{unknown[0]!r} of {nickname!r} is not a known key ({', '.join(LIBRARY_KEYS)}).{guess}"
+        return
+    prompt = entry.get("prompt")
+    strength = entry.get("adapter_strength")
+    if not isinstance(prompt, str) or not prompt.strip():
+        yield f"the prompt {nickname!r} is empty or not text."
+    elif strength is not None and not (isinstance(strength, int | float) and 0 < strength < math.inf):
+        yield f"adapter_strength {strength!r} of {nickname!r} is not a number above 0."
 
 
 def file_safe(name: str) -> str:

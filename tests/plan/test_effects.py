@@ -62,6 +62,77 @@ def test_a_key_that_cannot_act_is_a_warning(
     assert [line for line in told if line.startswith(f"{key}: has no effect")]
 
 
+# (key, value without effect, keys of the entry beside it)
+ENTRIES: tuple[tuple[str, Any, dict[str, Any]], ...] = (
+    ("crop_style", "center", {}),
+    ("crop_aspect", "preserve", {}),
+    ("crop_aspect_buckets", [1.0], {"crop": True}),
+    ("max_upscale_threshold", 0.2, {"crop": True}),
+    ("vae_cache_clear_each_epoch", True, {"crop": True, "crop_style": "center"}),
+    ("disable_multiline_split", True, {"caption_strategy": "filename"}),
+    ("instance_prompt", "zkt", {}),
+    ("parquet", {"path": "x.parquet"}, {}),
+    ("target_downsample_size", 512, {}),
+    ("allow_private_urls", True, {}),
+    ("default", True, {}),
+    ("source_dataset_id", "pictures", {}),
+    ("caption_shuffle", {"count": 2}, {}),
+    ("video", {"num_frames": 5}, {}),
+)
+EVALUATION = (
+    ("repeats", 2), ("probability", 0.5), ("train_batch_size", 2), ("start_epoch", 2), ("start_step", 3),
+    ("end_epoch", 3), ("end_step", 4), ("timestep_sampling_offset", 0.5), ("is_regularisation_data", True),
+    ("slider_strength", 1),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(("key", "value", "beside"), ENTRIES, ids=[key for key, _, _ in ENTRIES])
+def test_a_key_of_a_dataset_that_cannot_act_is_a_warning(
+    workspace: Workspace, capsys: Capture, key: str, value: Any, beside: dict[str, Any]
+) -> None:
+    workspace.write_datasets([{**DATASETS[0], **beside, key: value}, DATASETS[1]])
+
+    told = plan_warnings(workspace, capsys, {})
+
+    assert [line for line in told if line.startswith(f"pictures.{key}: has no effect")]
+
+
+@pytest.mark.parametrize(("key", "value"), EVALUATION, ids=[key for key, _ in EVALUATION])
+def test_a_key_of_training_on_evaluation_data_is_a_warning(
+    workspace: Workspace, capsys: Capture, key: str, value: Any
+) -> None:
+    workspace.add_pictures("datasets/held", 2, seed=3)
+    held = {**DATASETS[0], "id": "held", "dataset_type": "eval", "instance_data_dir": "datasets/held", "repeats": 0}
+    workspace.write_datasets([DATASETS[0], {**held, key: value}, DATASETS[1]])
+
+    told = plan_warnings(workspace, capsys, EVALUATED)
+
+    assert f"held.{key}: has no effect: the dataset is not trained." in told
+
+
+def test_a_key_of_pictures_on_a_text_cache_is_a_warning(workspace: Workspace, capsys: Capture) -> None:
+    workspace.write_datasets([DATASETS[0], {**DATASETS[1], "resolution": 512}])
+
+    told = plan_warnings(workspace, capsys, {})
+
+    assert told == ["", "text.resolution: has no effect: an entry of text_embeds only names a cache."]
+
+
+def test_keys_of_datasets_that_act_are_not_reported(workspace: Workspace, capsys: Capture) -> None:
+    acting = {
+        "crop": True, "crop_aspect": "random", "crop_aspect_buckets": [1.0], "crop_style": "center", "repeats": 2,
+        "max_upscale_threshold": 0.2, "vae_cache_clear_each_epoch": True, "disable_multiline_split": True,
+        "instance_prompt": "zkt", "prepend_instance_prompt": True, "maximum_image_size": 512, "start_epoch": 1,
+        "target_downsample_size": 256, "caption_shuffle": {"enable": True, "count": 2}, "probability": 0.5,
+        "timestep_sampling_offset": 0.5, "train_batch_size": 1,
+    }  # fmt: skip
+    workspace.write_datasets([{**DATASETS[0], **acting}, DATASETS[1]])
+
+    told = plan_warnings(workspace, capsys, {})
+
+    assert [line for line in told if "has no effect" in line] == []
+
+
 def test_keys_that_act_are_not_reported(workspace: Workspace, capsys: Capture) -> None:
     second = {
         **DATASETS[0],
