@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -68,8 +67,8 @@ def sweep(
 ) -> None:
     """Compare a run's checkpoints: sweep OUTPUT_DIR writes one contact sheet, as a page and as a picture.
 
-    By default it renders the run's prompts from the same seeds. An interrupted sweep resumes where it stopped. Settings
-    override those of the run, as in sample.
+    By default it renders the run's prompts from the same seeds, into the folder sweep of the run. An interrupted sweep
+    resumes where it stopped. Settings override those of the run, as in sample.
     """
     chosen = None if checkpoints is None else [name.strip() for name in checkpoints.split(",")]
     asked = {"prompts": prompt or (), "images": image or (), "checkpoints": chosen, "ema": ema, "sweeps": True}
@@ -84,9 +83,10 @@ def sweep(
 
 
 def sweep_folder(run: Path) -> Path:
-    """The output folder of a sweep of a run."""
-    # Unlike Path.resolve, realpath accepts a loop of links, which the plan reports with all other problems.
-    return Path("samples") / f"sweep-{Path(os.path.realpath(run)).name}"
+    """The folder of a run's sweep, where the page looks for it."""
+    from simpletuner.annexes.report.sheet import SWEEP_FOLDER
+
+    return run / SWEEP_FOLDER
 
 
 @contextmanager

@@ -86,7 +86,7 @@ def test_of_many_files_some_are_held_out_to_compare_checkpoints(commands: list[l
     (folder := Path("output/cat/checkpoint-300")).mkdir(parents=True)
     rows = [{"step": step, "loss/val/cat": loss} for step, loss in ((150, 0.5), (300, 0.4), (1100, 0.6))]
     (folder.parent / "training_metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    (swept := Path("samples/sweep-cat")).mkdir(parents=True)
+    (swept := Path("output/cat/sweep")).mkdir(parents=True)
     (swept / "cell.png").touch()
     cell = {"short_name": "validation", "prompt": "", "path": "cell.png", "width": 64, "height": 64}
     (swept / "sheet.json").write_text(json.dumps([{**cell, "step": step} for step in (150, 300)]))

@@ -11,14 +11,19 @@ from starlette.requests import Request
 from starlette.responses import HTMLResponse, JSONResponse, Response
 
 from simpletuner.annexes.page.control import Runs, ask, send
-from simpletuner.annexes.page.live import FOLDERS, asked_for, runs_of
+from simpletuner.annexes.page.live import asked_for, runs_of
+from simpletuner.annexes.page.parts import draw_part
 from simpletuner.annexes.page.project import Refusal, project_of, wanted
+from simpletuner.annexes.page.results import SAMPLES_FOLDER
 from simpletuner.annexes.queue import RUNNING, Job, Queue
 from simpletuner.annexes.report import html
+from simpletuner.annexes.report.sheet import SWEEP_FOLDER
 from simpletuner.annexes.runs import ACTIVE, CONSOLE_FILE, INTERRUPTED, PROMPT, printed, said_at_the_end
 from simpletuner.errors import Problem, UserError
 from simpletuner.run.lock import owner_of
 
+# Folders of jobs in the run's output folder.
+FOLDERS = {"sweep": SWEEP_FOLDER, "sample": SAMPLES_FOLDER, "caption": ""}
 LOGS = {"train": CONSOLE_FILE, "sweep": "job.log", "sample": "job.log", "caption": "caption.log"}
 # Prefixes of the last line of commands other than `train` that succeeded.
 DONE = ("Saved ", "Captions written: ", "Every picture and clip has a caption")
@@ -137,18 +142,26 @@ def show_queue(request: Request) -> Response:
     queue, runs = queue_of(request), runs_of(request)
     if runs.project.run is not None:
         return HTMLResponse("")  # the page of a run cannot start jobs
+    template = "page/queue.html.jinja"
+    return HTMLResponse(draw_part("Queue", lambda: html.render(template, **queue_content(queue, runs))))
+
+
+def queue_content(queue: Queue, runs: Runs) -> dict[str, Any]:
+    """Template values for the queue."""
     jobs, problem = list[Job](), queue.problem
     try:
         jobs = queue.read()
     except (UserError, OSError) as error:
         problem = str(error)
-    busy = next((job.title for job in jobs if job.state == RUNNING), "") or Path(queue.worker.at_work()).name
+    running = [job.title for job in jobs if job.state == RUNNING]
+    busy = running[0] if running else Path(queue.worker.at_work()).name
     newest = {log_of(job): job.id for job in jobs if job.command != "train"}
     rows = [
         {
-            "job": job, "run": runs.at(Path(job.folder)).id,
+            "job": job,
+            "run": runs.at(Path(job.folder)).id,
             "log": printed(log_of(job)).rpartition(PROMPT)[2] if newest.get(log_of(job)) == job.id else "",
         }
         for job in jobs
-    ]  # fmt: skip
-    return HTMLResponse(html.render("page/queue.html.jinja", rows=rows, problem=problem, busy=busy))
+    ]
+    return {"rows": rows, "problem": problem, "busy": busy}

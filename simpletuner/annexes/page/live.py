@@ -1,4 +1,4 @@
-"""Runs on the page: state, events, curves, previews, results and buttons; and events received from remote runs.
+"""Runs on the page: state, events, metrics as numbers and buttons; and events received from remote runs.
 
 Free of torch.
 """
@@ -7,16 +7,13 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
-import re
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import Any, BinaryIO
-from urllib.parse import quote
+from typing import Any
 
 from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request
@@ -24,29 +21,22 @@ from starlette.responses import FileResponse, HTMLResponse, JSONResponse, Redire
 
 from simpletuner.annexes.figures import Columns, is_number
 from simpletuner.annexes.page.control import Runs, ask, cancel
+from simpletuner.annexes.page.parts import draw_part
 from simpletuner.annexes.page.project import SANDBOX_WITH_CLIPS, Refusal, project_of, wanted
 from simpletuner.annexes.payloads import EVENTS_FILE, append_whole, last_id
 from simpletuner.annexes.report import html
-from simpletuner.annexes.report.html import PreviewGrid, build_grid, hours_of, pages_of, steps_of, thin_extremes
-from simpletuner.annexes.report.sheet import Sheet, samples_in
+from simpletuner.annexes.report.html import hours_of, thin_extremes
 from simpletuner.annexes.runs import Run, Tail, record_in
 from simpletuner.atomic import writing_to
 from simpletuner.errors import UserError
-from simpletuner.headers import join_header, read_head, read_header
-from simpletuner.models import lora_keys
-from simpletuner.models.lora_keys import LORA_FILE, PREFIXES, LoraForm
-from simpletuner.models.lora_source import model_in_header
-from simpletuner.models.registry import FAMILIES
 from simpletuner.redaction import redact
-from simpletuner.reporting.metrics import MEDIA_FILE, MIME, REPORT_FILE, VIDEO_MIME, MediaRecord, parse_row, read_media
+from simpletuner.reporting.metrics import MIME, REPORT_FILE, VIDEO_MIME, parse_row
 from simpletuner.reporting.pace import clock, pace_text
-from simpletuner.training.manifest import PIPELINE_FOLDER, find_checkpoints, result_step
 
 POLL, HEARTBEAT = 0.5, 15.0  # seconds
 POINTS, MAX_POINTS = 2000, 20_000  # points of a curve in a response: default and maximum
 LOG_LINES = 300
 SHOWN = {*MIME, *VIDEO_MIME, ".gif"}
-FOLDERS = {"sweep": "sweep", "sample": "samples", "caption": ""}  # folders of jobs in the run's output folder
 CALLBACK_FILE = "callback_events.jsonl"
 LARGEST_FILE = 16 * 2**20  # bytes of CALLBACK_FILE before it is rotated; one older file is kept
 # Key figures by metric.
@@ -217,7 +207,13 @@ def listing(request: Request) -> Response:
 
 def listed(runs: Runs) -> str:
     """The list of all runs, as HTML."""
-    return html.render("page/run_parts.html.jinja", part="list", runs=[(run, run.status()) for run in runs.all()])
+    template = "page/run_parts.html.jinja"
+    return draw_part("Runs", lambda: html.render(template, part="list", runs=with_status(runs)))
+
+
+def with_status(runs: Runs) -> list[tuple[Run, dict[str, Any]]]:
+    """All runs with their status."""
+    return [(run, run.status()) for run in runs.all()]
 
 
 def view(request: Request) -> Response:
@@ -230,7 +226,9 @@ def view(request: Request) -> Response:
 
 def drawn(run: Run, part: str) -> str:
     """A part of a run's view that depends only on the run, as HTML."""
-    return html.render("page/run_parts.html.jinja", part=part, run=run, **PARTS[part](run))
+    title, values = PARTS[part]
+    template = "page/run_parts.html.jinja"
+    return draw_part(title, lambda: html.render(template, part=part, run=run, **values(run)))
 
 
 def head(run: Run) -> dict[str, Any]:
@@ -256,12 +254,6 @@ def key_figures(progress: Mapping[str, Any], columns: Columns) -> Iterator[tuple
         yield "Time in steps", clock(hours[-1][1] * 3600)
 
 
-def address(run: Run, path: str) -> str:
-    """The URL of a preview; empty if the file is missing. The URL changes when the file is rendered again."""
-    file = run.folder / path
-    return f"/media/{run.id}/{quote(path)}?{file.stat().st_mtime_ns}" if file.is_file() else ""
-
-
 def log(run: Run) -> dict[str, Any]:
     """The end of a run's console output, or else the messages of its events."""
     messages = (f"{event.get('timestamp')!s:.19}  {event['message']}" for event in run.recent if event.get("message"))
@@ -269,7 +261,8 @@ def log(run: Run) -> dict[str, Any]:
     return {"lines": lines[-LOG_LINES:]}
 
 
-PARTS: Mapping[str, Callable[[Run], dict[str, Any]]] = {"head": head, "log": log}
+# Titles and template values of the parts.
+PARTS: Mapping[str, tuple[str, Callable[[Run], dict[str, Any]]]] = {"head": ("Run", head), "log": ("Log", log)}
 
 
 def receive_event(request: Request, event: dict[str, Any]) -> Response:
@@ -286,115 +279,3 @@ def receive_event(request: Request, event: dict[str, Any]) -> Response:
         with writing_to(file):
             append_whole(file, redact(json.dumps(event, ensure_ascii=False)).encode() + b"\n")
     return JSONResponse({"status": "ok"}, 202)
-
-
-AS_IT_IS = "application/octet-stream"  # not compressed: that would be slow, and hide the size from the browser
-PART = 1 << 20
-
-
-def run_part(part: str, run: Run, **values: Any) -> Response:
-    """A part of a run's view, as HTML."""
-    return HTMLResponse(html.render("page/results.html.jinja", part=part, run=run, **values))
-
-
-def show_curves(request: Request) -> Response:
-    """The curves of a run, overlaid with the curves of another run: `?beside=ID`."""
-    run, name = chosen(request), request.query_params.get("beside")
-    others = [runs_of(request).find(name)] if name else []
-    with drawing:
-        return run_part("curves", run, **html.curves(run.metrics, beside={one.name: one.metrics for one in others}))
-
-
-def grid_of(run: Run, records: Sequence[MediaRecord], below: str = ".") -> PreviewGrid:
-    """A grid of pictures loaded by URL; their paths are relative to the folder `below` in the run's folder."""
-    return build_grid(records, run.folder, lambda record: address(run, f"{below}/{record.path}".removeprefix("./")))
-
-
-def show_previews(request: Request) -> Response:
-    """Previews of a run: a selection, or a page of all previews (`?page=3`), and unfinished ones with progress."""
-    run, page = chosen(request), request.query_params.get("page", "")
-    state, _, story = run.judge()
-    records = read_media(run.folder / MEDIA_FILE)
-    pages = {str(number): each for number, each in enumerate(pages_of(records))}
-    growing = [{**each, "source": address(run, each["path"])} for each in story.growing.values()]
-    return run_part(
-        "previews", run, grid=grid_of(run, pages[page][1] if page in pages else records), pages=pages, page=page,
-        growing=growing if state == "running" else [], steps=steps_of([records]),
-    )  # fmt: skip
-
-
-def show_pair(request: Request) -> Response:
-    """The previews of two steps: `?before=0&after=300`."""
-    run, asked = chosen(request), {request.query_params.get(key) for key in ("before", "after")}
-    records = [each for each in read_media(run.folder / MEDIA_FILE) if str(each.step) in asked]
-    return run_part("pair", run, grid=grid_of(run, records))
-
-
-def show_results(request: Request) -> Response:
-    """The results of a run: files and how to use them, its sweep and its samples."""
-    run = chosen(request)
-    folder, step = run.folder, result_step(run.folder, "lora")
-    checkpoints = [each for each in find_checkpoints(folder)[0] if (each.path / LORA_FILE).is_file()]
-    files = [folder / LORA_FILE] if step is not None else [each.path / LORA_FILE for each in checkpoints[-1:]]
-    form, obstacle = other_form(files[0]) if files else ("", "")
-    sheet = Sheet.read(folder / FOLDERS["sweep"], run.name, run.metrics)
-    return run_part(
-        "results", run, sheet=sheet, swept=grid_of(run, sheet.records, FOLDERS["sweep"]),
-        sampled=grid_of(run, samples_in(folder / FOLDERS["sample"]), FOLDERS["sample"]),
-        name=file_name(run), step=step, size=(folder / LORA_FILE).stat().st_size / 1e6 if step is not None else 0,
-        form=form, obstacle=obstacle, other_name=file_name(run, form=form),
-        pipeline=folder / PIPELINE_FOLDER if (folder / PIPELINE_FOLDER).is_dir() else None,
-        checkpoints=[each.step for each in checkpoints],
-        program=html.program_in(folder / REPORT_FILE),
-    )  # fmt: skip
-
-
-def file_name(run: Run, step: str = "", form: str = "") -> str:
-    """The name under which a browser saves a LoRA, more specific than `pytorch_lora_weights`."""
-    name = "-".join(filter(None, (re.sub(r"[^\w.-]+", "-", run.name), step and f"step{step}", form)))
-    return f"{name}.safetensors"
-
-
-def send_lora(request: Request) -> Response:
-    """The LoRA of a run or checkpoint, original or converted: `?step=100&form=comfyui`."""
-    run, step, form = chosen(request), *(request.query_params.get(key, "") for key in ("step", "form"))
-    saves = [save.path for save in find_checkpoints(run.folder)[0] if str(save.step) == step]
-    folders = saves if step else [run.folder]
-    if not folders or not (path := folders[-1] / LORA_FILE).is_file():
-        raise Refusal(404, f"{run.name} has no LoRA{f' of step {step}' if step else ''}.")
-    whole = FileResponse(path, filename=file_name(run, step, form), media_type=AS_IT_IS)
-    if not form:
-        return whole
-    other, obstacle = other_form(path)
-    if form != other or obstacle:
-        raise Refusal(404, obstacle or f"form: {form!r} is not {other}; the file can be converted only to that.")
-    file = path.open("rb")
-    head = join_header(lora_keys.rename(read_head(file)[1], other), b"")
-    length = len(head) + os.fstat(file.fileno()).st_size - file.tell()
-    headers = {**whole.headers, "accept-ranges": "none", "content-length": str(length)}
-    return StreamingResponse(_in_parts(head, file), headers=headers)
-
-
-def _in_parts(head: bytes, rest: BinaryIO) -> Iterator[bytes]:
-    with rest:
-        yield head
-        while part := rest.read(PART):
-            yield part
-
-
-def other_form(path: Path) -> tuple[LoraForm, str]:
-    """The other form of a LoRA, and why it cannot be converted to it; empty if it can."""
-    try:
-        names, spec = read_header(path).keys(), FAMILIES.get(model_in_header(path)[0])
-    except ValueError:
-        return "comfyui", "The file is damaged: its header cannot be read."
-    form: LoraForm = "diffusers" if any(name.startswith(PREFIXES["comfyui"]) for name in names) else "comfyui"
-    if form == "comfyui" and (spec is None or not spec.in_comfyui):
-        return form, f"ComfyUI cannot load it: it has no built-in {spec.title if spec else 'model of this family'}."
-    if any(name.endswith((lora_keys.MAGNITUDE, lora_keys.COMFYUI_MAGNITUDE)) for name in names):
-        why = "The magnitudes of a DoRA differ between diffusers and ComfyUI, by norms of the model's weights."
-        return form, f"{why} For the other file, train with lora_format: {form}."
-    return form, ""
-
-
-VIEWS = {"curves": show_curves, "previews": show_previews, "pair": show_pair, "results": show_results}

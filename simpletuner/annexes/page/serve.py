@@ -30,9 +30,10 @@ from starlette.types import ASGIApp
 from uvicorn import Config, Server
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from simpletuner.annexes.page import control, docs, files, form, jobs, library, live, start_card
+from simpletuner.annexes.page import control, docs, files, form, jobs, library, live, results, start_card
 from simpletuner.annexes.page.control import Runs
 from simpletuner.annexes.page.guard import OWN_USER, Access, End, Guard, is_own_user
+from simpletuner.annexes.page.parts import reason_for
 from simpletuner.annexes.page.project import UPLOADS, Project, Refusal, read_object
 from simpletuner.annexes.queue import Queue
 from simpletuner.annexes.report.html import FOLDER as REPORT
@@ -44,7 +45,7 @@ Mode = Literal["unified", "trainer", "callback"]
 # A client that does not complete the head of a request is dropped after once to twice this time.
 HEAD_SECONDS = 10.0
 END_SECONDS = 1
-UNCOMPRESSED = (*DEFAULT_EXCLUDED_CONTENT_TYPES, live.AS_IT_IS)
+UNCOMPRESSED = (*DEFAULT_EXCLUDED_CONTENT_TYPES, results.AS_IT_IS)
 
 
 def health(request: Request) -> Response:
@@ -119,8 +120,8 @@ PAGE = [
     Route("/report/{run}", live.report),
     Route("/docs/{path:path}", docs.show),
     Route("/runs", live.listing),
-    *(Route(f"/runs/{{run}}/{name}", act) for name, act in live.VIEWS.items()),
-    Route("/download/{run}", live.send_lora),
+    *(Route(f"/runs/{{run}}/{name}", act) for name, act in results.VIEWS.items()),
+    Route("/download/{run}", results.send_lora),
     Route("/runs/{run}/{part}", live.view),
     *map(shared, ("page.css", "curves.js", "viewer.js")),
     Mount("/static", StaticFiles(directory=Path(__file__).parent / "static")),
@@ -134,7 +135,7 @@ def create_app(project: Project, mode: Mode = "unified", over: threading.Event |
         # Does not compress pictures, clips, weights, ranges and event streams. Level 6 of 9 compresses the form in a
         # third of the time, to a size 4 % larger.
         middleware=[Middleware(GZipMiddleware, compresslevel=6, exclude_content_types=UNCOMPRESSED)],
-        exception_handlers={UserError: refused, HTTPException: refused},
+        exception_handlers={UserError: refused, OSError: refused, HTTPException: refused},
         lifespan=serving_queue if project.run is None and mode != "callback" else None,
     )
     app.state.runs, app.state.over = Runs(project), over or threading.Event()
@@ -152,9 +153,11 @@ async def serving_queue(app: Starlette) -> AsyncIterator[None]:
 
 
 def refused(request: Request, error: Exception) -> Response:
-    """The response to a `Refusal`, to another user error, and to wrong URLs and methods."""
+    """The response to a `Refusal`, to another user error, to an unreadable file, and to wrong URLs and methods."""
     if isinstance(error, HTTPException):
         return Refusal(error.status_code, error.detail).answer(error.headers)
+    if isinstance(error, OSError):
+        error = UserError(reason_for(error))
     if not isinstance(error, Refusal):
         status = 507 if isinstance(error, DiskFullError) else 422
         error = Refusal(status, error.problems if isinstance(error, ConfigError) else str(error))

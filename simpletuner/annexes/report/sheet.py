@@ -17,12 +17,13 @@ from PIL import Image, ImageDraw, ImageFont, ImageOps
 from simpletuner.annexes.figures import Columns, evaluation_names, evaluation_points
 from simpletuner.annexes.report.html import gallery, grid_order, render
 from simpletuner.atomic import open_atomically, write_atomically, write_json
-from simpletuner.config.values import read_json
-from simpletuner.errors import result_of
-from simpletuner.reporting.metrics import MEDIA, MIME, VIDEO_MIME, MediaRecord
+from simpletuner.config.values import read_stored
+from simpletuner.errors import UserError
+from simpletuner.reporting.metrics import MIME, VIDEO_MIME, MediaRecord
 
 SAMPLES = 48  # newest samples that a page shows
 SAME = ("prompt", "seed", "index", "width", "height")  # equal for all samples in a row
+SWEEP_FOLDER = "sweep"  # in the output folder of its run
 PAGE, PICTURE, CONTENT, LOSSES = "sheet.html", "sheet.png", "sheet.json", "losses.json"
 CELL, MARGIN, FONT_SIZE = 256, 8, 14  # of the picture, in pixels
 
@@ -47,10 +48,17 @@ class Sheet:
 
     @classmethod
     def read(cls, folder: Path, title: str, metrics: Columns) -> Sheet:
-        """Read the latest sheet of a folder, with the cells rendered so far; without records if there is none."""
-        content, losses = result_of(read_json(folder / CONTENT, list)), result_of(read_json(folder / LOSSES, dict))
-        cells = [MEDIA.validate_python(record) for record in content or ()]
-        return cls(title, folder, [each for each in cells if (folder / each.path).is_file()], metrics, losses or {})
+        """Read the latest sheet of a folder, with the cells rendered so far; without records if there is none.
+
+        Raises:
+            UserError: the list of cells is damaged.
+        """
+        planned = read_stored(folder / CONTENT, list[MediaRecord])
+        if planned is None and (folder / CONTENT).exists():
+            raise UserError(f"{folder / CONTENT} is damaged; the next comparison of checkpoints replaces it.")
+        rendered = [record for record in planned or () if (folder / record.path).is_file()]
+        losses = read_stored(folder / LOSSES, dict[str, float])
+        return cls(title, folder, rendered, metrics, losses or {})
 
     def begin(self) -> None:
         """Write the list of planned cells, for pages that show progress."""
@@ -64,10 +72,16 @@ class Sheet:
 
     @property
     def best(self) -> int | None:
-        """The checkpoint with the lowest evaluation loss, interpolated between measured steps."""
+        """The compared checkpoint with the lowest evaluation loss, interpolated between measured steps.
+
+        None without a measured loss, and before a cell is rendered.
+        """
         points = evaluation_points(self.metrics)
-        steps, losses = [step for step, _ in points], [loss for _, loss in points]
-        return min(self.steps, key=lambda step: float(np.interp(step, steps, losses))) if points else None
+        if not points or not self.records:
+            return None
+        steps = [step for step, _ in points]
+        losses = [loss for _, loss in points]
+        return min(self.steps, key=lambda step: float(np.interp(step, steps, losses)))
 
     @property
     def verdict(self) -> str:
@@ -82,7 +96,9 @@ class Sheet:
             rise = f"then rises to {loss:.4g} at step {last:,}"
             summary = f"The evaluation loss is lowest at step {low:,} ({least:.4g}) and {rise}."
         by_strength = ", ".join(f"{loss:.4g} at strength {strength}" for strength, loss in self.losses.items())
-        return f"{summary} Checkpoint {self.best:,} has {by_strength}." if by_strength else summary
+        if self.best is None or not by_strength:
+            return summary
+        return f"{summary} Checkpoint {self.best:,} has {by_strength}."
 
     def write(self) -> None:
         """Write `sheet.html` with embedded pictures, `sheet.png` and the losses."""
@@ -120,6 +136,24 @@ class Sheet:
         return sheet
 
 
+@dataclass(frozen=True)
+class RenderRecipe:
+    """What a page shows of a render's recipe; the file beside the render has more keys.
+
+    Attributes:
+        step: of the weights; None for a LoRA file that does not say.
+        strength: of the LoRA; 0 is the base model.
+    """
+
+    prompt: str
+    seed: int
+    index: int
+    width: int
+    height: int
+    step: int | None
+    strength: float
+
+
 def cell(made: Mapping[str, Any], name: str, path: str) -> MediaRecord:
     """The record of a render, from its recipe."""
     shown = {key: made[key] for key in ("width", "height", "seed", "index", "prompt")}
@@ -149,8 +183,8 @@ def recipes_in(folder: Path) -> dict[str, dict[str, Any]]:
     """The recipes of the newest samples, by file name; other files are ignored."""
     files = [path for path in folder.glob("*") if path.suffix in {*MIME, *VIDEO_MIME}]
     newest = sorted(files, key=lambda file: file.stat().st_mtime_ns, reverse=True)[:SAMPLES]
-    made = {file.name: result_of(read_json(file.with_suffix(".json"), dict)) or {} for file in newest}
-    return {name: recipe for name, recipe in made.items() if recipe.keys() >= {*SAME, "step", "strength"}}
+    recipes = {file.name: read_stored(file.with_suffix(".json"), RenderRecipe) for file in newest}
+    return {name: asdict(recipe) for name, recipe in recipes.items() if recipe is not None}
 
 
 def still(path: Path) -> Image.Image:

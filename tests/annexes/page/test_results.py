@@ -21,13 +21,13 @@ from starlette.testclient import TestClient
 
 from simpletuner.annexes import queue as queues
 from simpletuner.annexes.page.control import run_id
-from simpletuner.annexes.page.live import other_form
 from simpletuner.annexes.page.project import Project
+from simpletuner.annexes.page.results import other_form
 from simpletuner.annexes.page.serve import create_app
 from simpletuner.annexes.queue import Queue
 from simpletuner.annexes.report.html import pages_of
 from simpletuner.errors import UserError
-from simpletuner.headers import with_metadata
+from simpletuner.headers import join_header, with_metadata
 from simpletuner.models.lora_keys import LORA_FILE, STEP_NOTE, LoraForm
 from simpletuner.reporting.events import StateChanged
 from simpletuner.reporting.metrics import MEDIA_FILE, METRICS_FILE, MediaRecord
@@ -320,6 +320,12 @@ def test_a_lora_that_has_no_other_form_says_why(
     assert why in shown
     assert "?form=" not in shown
     assert why in page.get(f"/download/{run}?form=comfyui").text
+
+
+def test_a_lora_without_its_settings_has_no_other_form(tmp_path: Path) -> None:
+    notes = {STEP_NOTE: "3", "modelspec.architecture": "kandinsky5-image/lite-t2i"}
+    (tmp_path / LORA_FILE).write_bytes(join_header({"__metadata__": notes}, b""))
+    assert "does not have the settings of the LoRA" in other_form(tmp_path / LORA_FILE)[1]
 
 
 def test_a_damaged_lora_has_no_other_form(tmp_path: Path) -> None:

@@ -23,6 +23,7 @@ from simpletuner.reporting.events import EventStream, MediaRendered, StateChange
 from simpletuner.reporting.metrics import MEDIA_FILE, REPORT_FILE, MediaFile, MediaRecord
 from simpletuner.validation.clip_writer import write_mp4
 from tests.annexes.page.page import ending_runs, opened, serving, tab
+from tests.annexes.page.run_folder import RunFolder
 from tests.annexes.page.test_runs import STEPS, own, tell
 from tests.commands import PACE
 from tests.processes import PATIENCE
@@ -225,3 +226,24 @@ def test_a_report_plays_its_large_clips_and_calls_nothing(browser: Any, tmp_path
         assert set(statuses) <= {200, 206}
         assert page.evaluate("window.opened") is None
         assert page.context.pages == pages
+
+
+@pytest.fixture
+def swept(project: Workspace) -> Path:
+    return RunFolder(evaluated=True, saved="result", swept=True, state="done").write(project.folder)
+
+
+def test_a_run_with_a_sweep_fits_the_screen_of_a_phone(browser: Any, project: Workspace, swept: Path) -> None:
+    with opened(browser, project.folder, f"?run={run_id(swept)}#run") as page:
+        page.set_viewport_size({"width": 400, "height": 800})
+        expect(page.get_by_text("lowest evaluation loss", exact=True)).to_be_visible()
+        assert page.evaluate("document.documentElement.scrollWidth") <= 400
+
+
+def test_an_answer_without_a_part_is_told_in_its_place(browser: Any, project: Workspace, swept: Path) -> None:
+    with opened(browser, project.folder, f"?run={run_id(swept)}#run") as page:
+        expect(page.get_by_text("Download", exact=False).first).to_be_visible()
+        page.route("**/results?*", lambda route: route.fulfill(status=500))
+        page.reload()
+        failure = page.locator("[data-part=results] [role=alert]")
+        expect(failure).to_have_text("This part cannot be shown: the server answers 500.")

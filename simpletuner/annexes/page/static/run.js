@@ -97,7 +97,8 @@ function showHead(node, fresh) {
   morphChildren(node, fresh);
   tellWaiting();
   const listed = place("list").querySelector(`[data-run="${run}"] .state`);
-  if (listed && listed.textContent !== node.querySelector(".state").textContent) want("list", "results");
+  const now = node.querySelector(".state"); // none if the part cannot be shown
+  if (listed && now && listed.textContent !== now.textContent) want("list", "results");
 }
 
 // Renders of a job are part of the results.
@@ -112,6 +113,9 @@ const show = {
   list: morphChildren, queue: showQueue, head: showHead, results: showPreviews, curves: showCurves, previews: showPreviews, log: showLog,
 };
 const put = (name, html) => show[name](place(name), parsed(html));
+
+// The server says in place of a part why it cannot be drawn; this is for an answer without a part.
+const failure = (status) => `<p class="bad" role="alert">This part cannot be shown: the server answers ${status}.</p>`;
 
 // The last event of a run's page contains its final state; after it, no requests are made.
 function end({ data }) {
@@ -151,9 +155,10 @@ async function refresh(name) {
   try {
     const path = ofAll[name] ?? `/runs/${encodeURIComponent(run)}/${name}?${part.query ?? ""}`;
     const answer = await fetch(path, { signal: AbortSignal.timeout(PATIENCE) });
-    const html = answer.ok && (await answer.text());
+    const isLost = REFUSALS.includes(answer.status) || answer.status === 404; // a run that is gone leaves the list, too
+    const html = answer.ok ? await answer.text() : failure(answer.status);
     if (hasEnded) return;
-    if (answer.ok && (name in ofAll || asked === run)) put(name, html);
+    if (!isLost && (name in ofAll || asked === run)) put(name, html);
     setLost(REFUSALS.includes(answer.status) ? `The server answers "${answer.status} ${answer.statusText}".` : "");
     if (events?.readyState === EventSource.CLOSED) listen();
   } catch {

@@ -1,0 +1,211 @@
+"""What a run has made, on the page: curves, previews, its result, samples and sweep; and downloads. Free of torch."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, BinaryIO
+from urllib.parse import quote
+
+from starlette.requests import Request
+from starlette.responses import FileResponse, HTMLResponse, Response, StreamingResponse
+
+from simpletuner.annexes.page.live import chosen, drawing, runs_of
+from simpletuner.annexes.page.parts import draw_part
+from simpletuner.annexes.page.project import Refusal
+from simpletuner.annexes.report import html
+from simpletuner.annexes.report.html import PreviewGrid, build_grid, pages_of, steps_of
+from simpletuner.annexes.report.sheet import SWEEP_FOLDER, Sheet, samples_in
+from simpletuner.annexes.runs import Run
+from simpletuner.errors import UserError
+from simpletuner.headers import join_header, read_head, read_header
+from simpletuner.models import lora_keys
+from simpletuner.models.lora_keys import LORA_FILE, PREFIXES, LoraForm
+from simpletuner.models.lora_source import model_in_header
+from simpletuner.models.registry import FAMILIES
+from simpletuner.reporting.metrics import MEDIA_FILE, REPORT_FILE, MediaRecord, read_media
+from simpletuner.training.manifest import PIPELINE_FOLDER, find_checkpoints, result_step
+
+AS_IT_IS = "application/octet-stream"  # not compressed: that would be slow, and hide the size from the browser
+PART = 1 << 20
+SAMPLES_FOLDER = "samples"  # of the page's samples, in the output folder
+
+
+def address(run: Run, path: str) -> str:
+    """The URL of a preview; empty if the file is missing. The URL changes when the file is rendered again."""
+    file = run.folder / path
+    return f"/media/{run.id}/{quote(path)}?{file.stat().st_mtime_ns}" if file.is_file() else ""
+
+
+def draw(run: Run, part: str, title: str, values: Callable[[], dict[str, Any]]) -> str:
+    """A part of a run's view as HTML.
+
+    Args:
+        values: computes the template values; an error becomes a notice in place of the part.
+    """
+    return draw_part(title, lambda: html.render("page/results.html.jinja", part=part, run=run, **values()))
+
+
+def show_curves(request: Request) -> Response:
+    """The curves of a run, overlaid with the curves of another run: `?beside=ID`."""
+    run, name = chosen(request), request.query_params.get("beside")
+    others = [runs_of(request).find(name)] if name else []
+
+    def values() -> dict[str, Any]:
+        return html.curves(run.metrics, beside={other.name: other.metrics for other in others})
+
+    with drawing:
+        return HTMLResponse(draw(run, "curves", "Curves", values))
+
+
+def grid_of(run: Run, records: Sequence[MediaRecord], below: str = ".") -> PreviewGrid:
+    """A grid of pictures loaded by URL; their paths are relative to the folder `below` in the run's folder."""
+    return build_grid(records, run.folder, lambda record: address(run, f"{below}/{record.path}".removeprefix("./")))
+
+
+def show_previews(request: Request) -> Response:
+    """Previews of a run: a selection, or a page of all previews (`?page=3`), and unfinished ones with progress."""
+    run, page = chosen(request), request.query_params.get("page", "")
+    return HTMLResponse(draw(run, "previews", "Previews", lambda: previews(run, page)))
+
+
+def previews(run: Run, page: str) -> dict[str, Any]:
+    """Template values for the previews of a run."""
+    records = read_media(run.folder / MEDIA_FILE)
+    pages = {str(number): content for number, content in enumerate(pages_of(records))}
+    shown = pages[page][1] if page in pages else records
+    return {
+        "grid": grid_of(run, shown),
+        "pages": pages,
+        "page": page,
+        "growing": unfinished(run),
+        "steps": steps_of([records]),
+    }
+
+
+def unfinished(run: Run) -> list[dict[str, Any]]:
+    """The previews that a run is sampling at present."""
+    with suppress(OSError, UserError):  # a damaged lock, which the status reports
+        state, _, story = run.judge()
+        if state == "running":
+            return [{**preview, "source": address(run, preview["path"])} for preview in story.growing.values()]
+    return []
+
+
+def show_pair(request: Request) -> Response:
+    """The previews of two steps: `?before=0&after=300`."""
+    run = chosen(request)
+    asked = {request.query_params.get(key) for key in ("before", "after")}
+
+    def values() -> dict[str, Any]:
+        records = read_media(run.folder / MEDIA_FILE)
+        return {"grid": grid_of(run, [record for record in records if str(record.step) in asked])}
+
+    return HTMLResponse(draw(run, "pair", "Before and after", values))
+
+
+def show_results(request: Request) -> Response:
+    """The results of a run: files and how to use them, its samples and its sweep."""
+    run = chosen(request)
+    parts = [
+        draw(run, "result", "Result", lambda: result(run)),
+        draw(run, "samples", "Samples", lambda: samples(run)),
+        draw(run, "sweep", "Checkpoints compared", lambda: sweep(run)),
+    ]
+    return HTMLResponse("".join(parts))
+
+
+def result(run: Run) -> dict[str, Any]:
+    """Template values for the files of a run, and how to use them."""
+    folder, step = run.folder, result_step(run.folder, "lora")
+    saves = find_checkpoints(folder)[0]
+    checkpoints = [save for save in saves if (save.path / LORA_FILE).is_file()]
+    newest = checkpoints[-1].path / LORA_FILE if checkpoints else None
+    file = newest if step is None else folder / LORA_FILE
+    form, obstacle = ("", "") if file is None else other_form(file)
+    pipeline = folder / PIPELINE_FOLDER
+    return {
+        "name": file_name(run),
+        "step": step,
+        "size": 0.0 if step is None else (folder / LORA_FILE).stat().st_size / 1e6,
+        "form": form,
+        "obstacle": obstacle,
+        "other_name": file_name(run, form=form),
+        "pipeline": pipeline if pipeline.is_dir() else None,
+        "checkpoints": [checkpoint.step for checkpoint in checkpoints],
+        "program": html.program_in(folder / REPORT_FILE),
+    }
+
+
+def samples(run: Run) -> dict[str, Any]:
+    """Template values for the samples of a run."""
+    records = samples_in(run.folder / SAMPLES_FOLDER)
+    return {"sampled": grid_of(run, records, SAMPLES_FOLDER)}
+
+
+def sweep(run: Run) -> dict[str, Any]:
+    """Template values for the compared checkpoints of a run."""
+    sheet = Sheet.read(run.folder / SWEEP_FOLDER, run.name, run.metrics)
+    return {"sheet": sheet, "swept": grid_of(run, sheet.records, SWEEP_FOLDER)}
+
+
+def file_name(run: Run, step: str = "", form: str = "") -> str:
+    """The name under which a browser saves a LoRA, more specific than `pytorch_lora_weights`."""
+    name = "-".join(filter(None, (re.sub(r"[^\w.-]+", "-", run.name), step and f"step{step}", form)))
+    return f"{name}.safetensors"
+
+
+def send_lora(request: Request) -> Response:
+    """The LoRA of a run or checkpoint, original or converted: `?step=100&form=comfyui`."""
+    run = chosen(request)
+    step = request.query_params.get("step", "")
+    form = request.query_params.get("form", "")
+    saves = [save.path for save in find_checkpoints(run.folder)[0] if str(save.step) == step]
+    folders = saves if step else [run.folder]
+    if not folders or not (path := folders[-1] / LORA_FILE).is_file():
+        raise Refusal(404, f"{run.name} has no LoRA{f' of step {step}' if step else ''}.")
+    whole = FileResponse(path, filename=file_name(run, step, form), media_type=AS_IT_IS)
+    if not form:
+        return whole
+    other, obstacle = other_form(path)
+    if form != other or obstacle:
+        raise Refusal(404, obstacle or f"form: {form!r} is not {other}; the file can be converted only to that.")
+    file = path.open("rb")
+    head = join_header(lora_keys.rename(read_head(file)[1], other), b"")
+    length = len(head) + os.fstat(file.fileno()).st_size - file.tell()
+    headers = {**whole.headers, "accept-ranges": "none", "content-length": str(length)}
+    return StreamingResponse(_in_parts(head, file), headers=headers)
+
+
+def _in_parts(head: bytes, rest: BinaryIO) -> Iterator[bytes]:
+    with rest:
+        yield head
+        while part := rest.read(PART):
+            yield part
+
+
+def other_form(path: Path) -> tuple[LoraForm, str]:
+    """The other form of a LoRA, and why it cannot be converted to it; empty if it can."""
+    try:
+        header = read_header(path)
+        spec = FAMILIES.get(model_in_header(path)[0])
+    except ValueError:
+        return "comfyui", "The file is damaged: its header cannot be read."
+    names = header.keys()
+    form: LoraForm = "diffusers" if any(name.startswith(PREFIXES["comfyui"]) for name in names) else "comfyui"
+    if form == "comfyui" and (spec is None or not spec.in_comfyui):
+        return form, f"ComfyUI cannot load it: it has no built-in {spec.title if spec else 'model of this family'}."
+    if any(name.endswith((lora_keys.MAGNITUDE, lora_keys.COMFYUI_MAGNITUDE)) for name in names):
+        why = "The magnitudes of a DoRA differ between diffusers and ComfyUI, by norms of the model's weights."
+        return form, f"{why} For the other file, train with lora_format: {form}."
+    try:
+        lora_keys.rename(header, form)
+    except (KeyError, ValueError):
+        return form, "It cannot be converted: its header does not have the settings of the LoRA."
+    return form, ""
+
+
+VIEWS = {"curves": show_curves, "previews": show_previews, "pair": show_pair, "results": show_results}

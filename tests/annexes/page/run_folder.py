@@ -1,0 +1,117 @@
+"""Output folders of runs, without a training: every kind of run that the page may meet."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from itertools import product
+from pathlib import Path
+from typing import Literal, get_args
+
+from PIL import Image
+
+from simpletuner.headers import join_header
+from simpletuner.models.lora_keys import LORA_FILE, METADATA_KEY, STEP_NOTE
+from simpletuner.reporting.events import StateChanged
+from simpletuner.reporting.metrics import MEDIA_FILE, METRICS_FILE, MediaRecord
+from simpletuner.training.manifest import FILE_NAME, Identity, Manifest, describe_files, write_manifest
+from tests.annexes.page.test_runs import STEPS, own, tell
+
+Saved = Literal["nothing", "checkpoint", "result"]
+State = Literal["running", "interrupted", "done"]
+IDENTITY = Identity("kandinsky5-image", "t2i-lite-sft", "lora", 1, 0, "", {})
+
+
+@dataclass(frozen=True)
+class RunFolder:
+    """What a run has left in its folder.
+
+    Attributes:
+        evaluated: with an evaluation loss in its record.
+        saved: a checkpoint, or a checkpoint and the LoRA of the last step.
+        swept: with a comparison of its checkpoints, and a sample.
+    """
+
+    evaluated: bool
+    saved: Saved
+    swept: bool
+    state: State
+
+    @property
+    def name(self) -> str:
+        """A name for its folder, which says all of that."""
+        parts = ["evaluated" if self.evaluated else "", self.saved, "swept" if self.swept else "", self.state]
+        return "-".join(filter(None, parts))
+
+    def write(self, root: Path) -> Path:
+        """Write the folder below another one."""
+        folder = root / self.name
+        folder.mkdir(parents=True)
+        over = (StateChanged("finished", 3, 3, "Trained."),) if self.state == "done" else ()
+        tell(folder, *STEPS, *over)
+        if self.state == "running":
+            own(folder)
+        elif self.state == "interrupted":
+            own(folder, started="1")
+        (folder / "console.log").write_text("$ simpletuner train\nTraining\n")
+        write_preview(folder, MediaRecord(3, "validation", "a bird", "previews/3.png", 8, 8))
+        if self.evaluated:
+            with (folder / METRICS_FILE).open("a") as record:
+                record.write(json.dumps({"step": 3, "loss/val/held": 0.5}) + "\n")
+        if self.saved != "nothing":
+            write_checkpoint(folder / "checkpoint-2", 2)
+        if self.saved == "result":
+            write_lora(folder, 3)
+        if self.swept:
+            write_sweep(folder / "sweep")
+            write_sample(folder / "samples")
+        return folder
+
+
+def every_run() -> Iterator[RunFolder]:
+    """Every combination."""
+    for evaluated, saved, swept, state in product((True, False), get_args(Saved), (True, False), get_args(State)):
+        yield RunFolder(evaluated, saved, swept, state)
+
+
+def write_preview(folder: Path, record: MediaRecord) -> None:
+    """Write a preview with its record."""
+    write_picture(folder / record.path)
+    (folder / MEDIA_FILE).write_text(json.dumps(asdict(record)) + "\n")
+
+
+def write_checkpoint(folder: Path, step: int) -> None:
+    """Write a complete checkpoint with a LoRA."""
+    folder.mkdir()
+    write_lora(folder, step)
+    write_manifest(folder, Manifest(step, 0, IDENTITY, describe_files(folder)))
+    assert (folder / FILE_NAME).is_file()
+
+
+def write_lora(folder: Path, step: int) -> None:
+    """Write a LoRA file without weights."""
+    notes = {STEP_NOTE: str(step), "modelspec.architecture": "kandinsky5-image/lite-t2i"}
+    notes |= {METADATA_KEY: json.dumps({"r": 4, "lora_alpha": 4})}
+    (folder / LORA_FILE).write_bytes(join_header({"__metadata__": notes}, b""))
+
+
+def write_sweep(folder: Path) -> None:
+    """Write a comparison of one checkpoint at one strength."""
+    write_picture(folder / "cells" / "2.png")
+    record = MediaRecord(2, "validation", "a bird", "cells/2.png", 8, 8)
+    (folder / "sheet.json").write_text(json.dumps([asdict(record)]))
+    (folder / "losses.json").write_text(json.dumps({"1": 0.5}))
+
+
+def write_sample(folder: Path) -> None:
+    """Write a sample with its recipe."""
+    write_picture(folder / "owl.png")
+    recipe = {"prompt": "an owl", "seed": 7, "index": 0, "width": 8, "height": 8, "step": 3, "strength": 1.0}
+    (folder / "owl.json").write_text(json.dumps({**recipe, "guidance": 4.0}))
+
+
+def write_picture(path: Path) -> None:
+    """Write a small picture into a new folder."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    Image.new("RGB", (8, 8)).save(path)
