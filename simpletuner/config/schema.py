@@ -39,7 +39,7 @@ from simpletuner.config.techniques import (
 from simpletuner.config.values import Flag, Gigabytes, Integer, Number, PathText, Sizes, Text, TextList, Texts
 
 CaptionStrategy = Literal[
-    "textfile", "filename", "instanceprompt", "instance_prompt", "parquet", "csv", "huggingface"
+    "textfile", "filename", "metadata", "instanceprompt", "instance_prompt", "parquet", "csv", "huggingface"
 ]  # fmt: skip
 # Choices that look like numbers may be written as numbers.
 Alignment = Annotated[Literal["8", "16", "24", "32", "64", "128"], BeforeValidator(values.parse_text)]

@@ -293,6 +293,7 @@ def _check_partners(dataset: Dataset, partners: Dataset, names: Sequence[str]) -
     if missing:
         message = f"no partner of the same path and name in {partners.id} ({str(partners.root)!r}) for"
         yield Problem(dataset.id, f"{message} {len(missing)} of {counted(len(names), 'picture')}: {shorten(missing)}.")
+    yield from _check_several(dataset, partners, names)
     if partners.config.conditioning_type in MASKS:
         yield from check_mask_sizes(dataset, partners)
     # A loose reference is cropped separately, and masks of another ratio are an error already.
@@ -303,6 +304,16 @@ def _check_partners(dataset: Dataset, partners: Dataset, names: Sequence[str]) -
     if count:
         message = f"another ratio than their partners', so stretched: {counted(count, 'picture')} of {partners.id};"
         yield warning(dataset.id, f"{message} crop them alike, or use conditioning_type reference_loose.")
+
+
+def _check_several(dataset: Dataset, partners: Dataset, names: Sequence[str]) -> Iterator[Problem]:
+    """Report pictures for which several files could be the partner."""
+    candidates = {name: partners.names_for(name) for name in names}
+    several = [f"{name} ({shorten(found, 3)})" for name, found in candidates.items() if len(found) > 1]
+    if several:
+        message = f"more than one partner for {counted(len(several), 'file')} of {dataset.id}: {shorten(several, 3)}."
+        advice = "Keep one of them, or name it after the whole file name, as in cat.jpg.png for cat.jpg."
+        yield Problem(partners.id, f"{message} {advice}")
 
 
 def _check_speed(dataset: Dataset, model_rate: float | None) -> Iterator[Problem]:

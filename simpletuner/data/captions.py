@@ -10,7 +10,7 @@ import os
 import re
 import time
 import unicodedata
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path, PurePosixPath
@@ -18,14 +18,14 @@ from typing import Any
 
 import regex
 
-from simpletuner.config.datasets import CaptionShuffle, DatasetConfig, ParquetConfig
-from simpletuner.config.option import Package, check_installed
-from simpletuner.config.values import named_by, no_file, read_json, read_text
+from simpletuner.config.datasets import CaptionShuffle, DatasetConfig
+from simpletuner.config.values import named_by, read_json, read_text
 from simpletuner.data.chance import generator
 from simpletuner.data.discovery import FileFacts, Folder
 from simpletuner.data.files import LARGEST_CAPTION, LeftOutError, UnreadableError, read_file
 from simpletuner.data.sample import UNCAPTIONED
-from simpletuner.errors import Problem, Reading, UserError, counted, did_you_mean, shorten, warning
+from simpletuner.data.tables import CaptionTable, match_rows, read_metadata, read_parquet
+from simpletuner.errors import Problem, Reading, UserError
 
 COARSEST_CLOCK = 3.0  # seconds; file systems round times, FAT to two seconds
 FILTER_SECONDS = 5.0  # for one expression on one caption: some expressions take exponential time
@@ -33,12 +33,10 @@ FILTERS = "caption_filter_list"
 EMPTY = "has an empty caption file"
 LONGEST_SHOWN = 200  # characters of a caption in a message
 UNKNOWN = FileFacts(0, 0, "")
-PYARROW = Package("pyarrow", "pyarrow>=21,<27")
 UTF16_MARKS = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
 
 no_caption, bad_caption = (partial(LeftOutError, reason) for reason in UNCAPTIONED)
 
-CaptionTable = Mapping[str, tuple[str, ...]]  # by file name
 Edit = Callable[[str], Sequence[str]]  # maps a caption to its replacements
 
 # Control tokens of tokenizers: in a caption they would end the prompt or refer to a missing picture.
@@ -79,11 +77,14 @@ def caption_source(
         text_filter: maps the entry to the edit of its text_embeds entry.
     """
     table = folder.listing.table
+    # Damaged and excluded files, too: their rows belong to no other file.
+    names = sorted({*folder.listing.files, *folder.facts})
     if entry.metadata_backend == "parquet" and entry.parquet is not None:
-        table, unused = match_rows((yield from read_caption_table(entry.parquet)), folder.usable)
-        if unused:
-            message = f"no picture for {counted(len(unused), 'name')} in the table: {shorten(unused)}."
-            yield warning("parquet.path", message)
+        rows = yield from read_parquet(entry.parquet)
+        table = yield from match_rows(rows, names, "parquet.filename_column")
+    elif entry.caption_strategy == "metadata":
+        rows = yield from read_metadata(folder)
+        table = yield from match_rows(rows, names, "caption_strategy")
     edits = tuple(edit for edit in (text_filter(entry), shuffle_edit(entry.caption_shuffle)) if edit is not None)
     return CaptionSource(entry, folder, table, edits, {**folder.facts})
 
@@ -136,7 +137,7 @@ def _edited(captions: tuple[str, ...], edits: Sequence[Edit], path: str) -> tupl
 def _own_captions(name: str, source: CaptionSource) -> tuple[str, ...]:
     if source.config.caption_strategy == "filename":
         return (caption_of_name(name),)
-    if source.config.caption_strategy in ("parquet", "csv", "huggingface"):
+    if source.config.caption_strategy in ("parquet", "csv", "huggingface", "metadata"):
         captions = source.table.get(name, ())
         if not captions:
             raise no_caption("has no caption in the table")
@@ -303,73 +304,3 @@ def _filter(filters: Sequence[tuple[str | None, regex.Pattern[str] | None, str]]
                 raise TimeoutError(f"{filtering} takes more than {FILTER_SECONDS:g} s") from None
     # Removed words leave two spaces.
     return [re.sub(r"[ \t]{2,}", " ", caption).strip()]
-
-
-def read_caption_table(config: ParquetConfig) -> Reading[dict[str, tuple[str, ...]]]:
-    """Captions by file name (NFC, path with `/`); an empty tuple if the table has none."""
-    path, problems = Path(config.path), [*check_installed(PYARROW, "metadata_backend", "parquet")]
-    if not path.is_file():  # checked without the package, too, so that one start reports both
-        problems.append(Problem("parquet.path", f"{config.path!r} {no_file(path)}."))
-    problems = problems or [*_check_table(path, config)]
-    yield from problems
-    if problems:
-        return {}
-    from pyarrow import parquet
-
-    # Read only these columns: a table may hold the pictures themselves.
-    columns = [column for column in (config.caption_column, config.fallback_caption_column) if column]
-    rows = parquet.read_table(path, columns=list(dict.fromkeys([config.filename_column, *columns]))).to_pylist()
-    named = {_name(str(row[config.filename_column]), config): row for row in rows if row[config.filename_column]}
-    return {name: first_texts(row, *columns) for name, row in named.items()}
-
-
-def match_rows(table: CaptionTable, pictures: Iterable[str]) -> tuple[CaptionTable, list[str]]:
-    """Captions by picture, and the names in the table without a picture.
-
-    A table names a picture by its path below the dataset's folder, or else by its bare file name.
-    """
-    matched, unused = {}, set(table)
-    for picture in pictures:
-        path = unicodedata.normalize("NFC", picture)
-        name = path if path in table else PurePosixPath(path).name
-        if name in table:
-            matched[picture] = table[name]
-            unused.discard(name)
-    return matched, sorted(unused)
-
-
-def _check_table(path: Path, config: ParquetConfig) -> Iterator[Problem]:
-    """Check every column that the entry names, including the size columns, which are not read."""
-    from pyarrow import parquet
-
-    try:
-        known = list(parquet.read_schema(path).names)
-    except (OSError, ValueError) as error:  # base classes of pyarrow's errors
-        yield Problem("parquet.path", f"{str(path)!r} is not a parquet file: {error}.")
-        return
-    named = {key: value for key, value in config.model_dump().items() if key.endswith("_column") and value}
-    yield from check_columns(named, known, "parquet")
-
-
-def check_columns(named: Mapping[str, str], known: Sequence[str], where: str, what: str = "table") -> Iterator[Problem]:
-    """Report the columns that keys name but the table lacks."""
-    for key, column in named.items():
-        if column not in known:
-            message = f"there is no column {column!r}; the {what} has: {', '.join(known)}."
-            yield Problem(f"{where}.{key}", message + did_you_mean(column, known))
-
-
-def _name(name: str, config: ParquetConfig) -> str:
-    name = name.replace("\\", "/") + ("" if config.identifier_includes_extension else ".png")
-    return unicodedata.normalize("NFC", str(PurePosixPath(name)))
-
-
-def first_texts(row: Mapping[str, Any], *columns: str) -> tuple[str, ...]:
-    """The captions in the first non-empty column; a cell may hold a list."""
-    return next(filter(None, (texts_in(row.get(column)) for column in columns)), ())
-
-
-def texts_in(cell: Any) -> tuple[str, ...]:
-    """The captions in a cell of a table, which may hold a list."""
-    texts = cell if isinstance(cell, list) else [cell]
-    return tuple(str(text).strip() for text in texts if text is not None and str(text).strip())

@@ -21,7 +21,7 @@ from simpletuner.data.chance import fraction
 from simpletuner.data.clips import ClipFacts, ClipRules, frames_of, retry_once
 from simpletuner.data.discovery import FileFacts, Folder, save_index
 from simpletuner.data.entries import DataContext
-from simpletuner.data.names import CAPTION_SUFFIXES, pair_key
+from simpletuner.data.names import CAPTION_SUFFIXES, composed, pair_key
 from simpletuner.data.sample import ADVICE, EXPECTED, UNCAPTIONED, LedgerEntry, Rejected, Sample, shape_text
 from simpletuner.errors import Kind, Problem, Problems, counted, shorten, warning
 
@@ -95,14 +95,24 @@ class Dataset:
         return next((each for each in self.partners if each.config.conditioning_type in MASKS), None)
 
     @cached_property
-    def names(self) -> dict[str, str]:
-        """File names by `pair_key`; of several names with the same stem, the first is used."""
-        # Reversed: the last one stored wins.
-        return {pair_key(name): name for name in sorted(self.facts, reverse=True)}
+    def _names(self) -> dict[str, list[str]]:
+        """File names, in NFC with and without their extension."""
+        names: dict[str, list[str]] = {}
+        for name in sorted(self.facts):
+            names.setdefault(pair_key(name), []).append(name)
+        # Last, since a file may be called like another one without its extension.
+        return names | {composed(name): [name] for name in self.facts}
+
+    def names_for(self, source: str) -> Sequence[str]:
+        """Names of the files that may be the partner of a file in another dataset.
+
+        For `cat.jpg`, these are `cat.jpg`, else `cat.jpg.png`, else `cat.png` and all others of its stem.
+        """
+        return self._names.get(composed(source)) or self._names.get(pair_key(source)) or ()
 
     def name_for(self, source: str) -> str | None:
         """Name of the partner of a file in another dataset, or None."""
-        return self.names.get(pair_key(source))
+        return next(iter(self.names_for(source)), None)
 
     def facts_for(self, source: str) -> FileFacts | None:
         """Facts of the partner of a file in another dataset, or None."""
@@ -113,9 +123,9 @@ class Dataset:
         """The partner of a file in another dataset, cropped to the same size.
 
         Raises:
-            KeyError: the file has no partner.
+            IndexError: the file has no partner.
         """
-        name = self.names[pair_key(source)]
+        name = self.names_for(source)[0]
         facts = self.facts[name]
         if self.config.conditioning_type == "reference_loose":
             geometry = self.rules.follow(facts.picture_size, geometry, *token)
@@ -125,7 +135,7 @@ class Dataset:
         """The mask of a sample in another dataset; a mask clip has the frames of the sample.
 
         Raises:
-            KeyError: the sample has no mask.
+            IndexError: the sample has no mask.
         """
         mask = self.partner_for(sample.name, sample.geometry)
         # A mask picture stays a single frame, which `latent_mask` repeats for the whole clip.

@@ -192,6 +192,7 @@ def _check_entry(config: DatasetConfig, context: DataContext) -> Iterator[Proble
     if not config.is_conditioning:
         rules = _rules(config)
         yield from (Problem(f"{config.id}.{key}", message) for is_broken, key, message in rules if is_broken)
+        yield from _check_prompts(config)
 
 
 def _check_kind(config: DatasetConfig, context: DataContext) -> Iterator[Problem]:
@@ -221,7 +222,7 @@ def _rules(config: DatasetConfig) -> Iterator[tuple[bool, str, str]]:
     wrong_column = has_column and (strategy not in (config.type, *FIXED_PROMPTS) or backend == "parquet")
     # Report one mistake once.
     foreign_column = not wrong_column and strategy in ("csv", "huggingface") and config.type != strategy
-    wrong_backend, no_prompt = backend == "huggingface" and config.type != "huggingface", not config.instance_prompt
+    wrong_backend = backend == "huggingface" and config.type != "huggingface"
     column = f"{config.type!r} has captions in a column: caption_strategy {config.type} or instanceprompt."
     table = "'parquet' needs the object parquet with the path of the table."
     yield wrong_backend, "metadata_backend", "'huggingface' needs type huggingface."
@@ -230,13 +231,27 @@ def _rules(config: DatasetConfig) -> Iterator[tuple[bool, str, str]]:
     yield strategy == "parquet" != backend, "caption_strategy", "'parquet' needs metadata_backend parquet."
     yield wrong_column, "type", column
     yield foreign_column, "caption_strategy", f"{strategy!r} needs type {strategy}."
-    yield no_prompt and strategy in FIXED_PROMPTS, "caption_strategy", f"{strategy!r} needs instance_prompt."
-    for key in ("prepend_instance_prompt", "only_instance_prompt"):
-        yield no_prompt and bool(getattr(config, key)), key, "needs instance_prompt."
+    yield strategy == "metadata" and config.type != "local", "caption_strategy", "'metadata' needs type local."
     windows = (("epoch", config.start_epoch, config.end_epoch), ("step", config.start_step, config.end_step))
     for unit, start, end in windows:
         message = f"{end} is before start_{unit} {start}: the dataset would never take part."
         yield end is not None and end < start, f"end_{unit}", message
+
+
+def _check_prompts(config: DatasetConfig) -> Iterator[Problem]:
+    """Keys that use instance_prompt need it, and none of its texts may be blank."""
+    prompts = config.instance_prompt or []
+    blank = [number for number, prompt in enumerate(prompts, start=1) if not prompt.strip()]
+    users = {key: "needs" for key in ("prepend_instance_prompt", "only_instance_prompt") if getattr(config, key)}
+    if config.caption_strategy in FIXED_PROMPTS:
+        users["caption_strategy"] = f"{config.caption_strategy!r} needs"
+    if len(blank) == len(prompts):
+        for key, needs in users.items():
+            yield Problem(f"{config.id}.{key}", f"{needs} instance_prompt.")
+    elif blank and users:
+        message = f"text {blank[0]} of {len(prompts)} is blank; remove it."
+        advice = "caption_dropout_probability trains the empty caption now and then."
+        yield Problem(f"{config.id}.instance_prompt", f"{message} {advice}")
 
 
 def _check_folders(configs: Configs, context: DataContext) -> Iterator[Problem]:

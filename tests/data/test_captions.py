@@ -1,19 +1,16 @@
 from __future__ import annotations
 
-import sys
 import unicodedata
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from simpletuner.config.datasets import CaptionShuffle, DatasetConfig, ParquetConfig
+from simpletuner.config.datasets import CaptionShuffle, DatasetConfig
 from simpletuner.data.captions import (
     CaptionSource,
     captions_for,
-    match_rows,
     read_caption_file,
-    read_caption_table,
     read_filters,
     shuffle_edit,
 )
@@ -158,66 +155,3 @@ def test_a_caption_that_is_filtered_away_is_reported(tmp_path: Path) -> None:
     source = CaptionSource(config, Folder(tmp_path, {}), {}, (edit,) if edit else ())
     with pytest.raises(LeftOutError, match="caption_filter_list"):
         captions_for("house.png", source)
-
-
-@pytest.fixture
-def table(tmp_path: Path) -> ParquetConfig:
-    pyarrow = pytest.importorskip("pyarrow")
-    parquet = pytest.importorskip("pyarrow.parquet")
-    columns = {
-        "file": ["sub/a.png", "b.jpg", "gone.png", unicodedata.normalize("NFD", "é.png")],
-        "text": ["from a path", None, "x", ""],
-        "alt": ["unused", "from the fallback", "x", "accent"],
-        "many": [["one", "two"], [], [" "], None],
-    }
-    parquet.write_table(pyarrow.table(columns), tmp_path / "t.parquet")
-    return ParquetConfig(
-        path=str(tmp_path / "t.parquet"), filename_column="file", caption_column="text", fallback_caption_column="alt"
-    )
-
-
-def test_tables_name_pictures_by_path_or_name(table: ParquetConfig) -> None:
-    problems = Problems()
-    rows = problems.take(within("set", read_caption_table(table)))
-    matched, unused = match_rows(rows, ["sub/a.png", "deep/b.jpg", "é.png", "other.png"])
-    assert matched == {"sub/a.png": ("from a path",), "deep/b.jpg": ("from the fallback",), "é.png": ("accent",)}
-    assert (unused, problems) == (["gone.png"], [])
-
-
-def test_a_list_column_holds_alternatives(table: ParquetConfig) -> None:
-    rows = result_of(within("set", read_caption_table(table.model_copy(update={"caption_column": "many"}))))
-    assert list(rows.values())[:2] == [("one", "two"), ("from the fallback",)]
-
-
-def test_names_without_extension_mean_png(table: ParquetConfig) -> None:
-    rows = result_of(
-        within("set", read_caption_table(table.model_copy(update={"identifier_includes_extension": False})))
-    )
-    assert "b.jpg.png" in rows
-
-
-def test_a_missing_column_names_those_that_are_there(table: ParquetConfig) -> None:
-    problems = Problems()
-    assert (
-        problems.take(
-            within("set", read_caption_table(table.model_copy(update={"caption_column": "texts", "width_column": "w"})))
-        )
-        == {}
-    )
-    assert [problem.where for problem in problems] == ["set.parquet.caption_column", "set.parquet.width_column"]
-    assert "file, text, alt, many" in problems[0].message
-    assert "Did you mean 'text'?" in problems[0].message
-
-
-def test_a_missing_table_or_package_is_a_problem(
-    table: ParquetConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    problems = Problems()
-    problems.take(within("set", read_caption_table(table.model_copy(update={"path": str(tmp_path / "no.parquet")}))))
-    (tmp_path / "bad.parquet").write_text("no table")
-    problems.take(within("set", read_caption_table(table.model_copy(update={"path": str(tmp_path / "bad.parquet")}))))
-    assert [problem.where for problem in problems] == ["set.parquet.path"] * 2
-    monkeypatch.setitem(sys.modules, "pyarrow", None)
-    monkeypatch.setitem(sys.modules, "pyarrow.parquet", None)
-    problems.take(within("set", read_caption_table(table)))
-    assert "pip install 'pyarrow>=" in problems[-1].message

@@ -104,6 +104,42 @@ def test_missing_partners_are_one_problem_with_their_names(roots: tuple[Path, Pa
     assert "and 4 more" in problem.message
 
 
+@pytest.mark.parametrize(
+    ("names", "partner"),
+    [
+        (["a.bmp", "a.png"], "a.png"),  # the same name
+        (["a.bmp", "a.png.jpg"], "a.png.jpg"),  # the whole name, and an extension
+        (["a.png", "a.png.bmp"], "a.png"),
+        (["a.bmp"], "a.bmp"),
+    ],
+)
+def test_the_exact_name_wins_over_another_extension(
+    names: list[str], partner: str, roots: tuple[Path, Path], tmp_path: Path
+) -> None:
+    (roots[1] / "a.jpg").unlink()
+    for name in names:
+        pictures.photograph(roots[1] / name, (240, 160))
+
+    (after, _), problems = build(roots)
+
+    assert not problems
+    assert after.samples[0].partner is not None
+    assert after.samples[0].partner.name == partner
+
+
+@pytest.mark.parametrize("kind", ["reference_strict", "reference_loose", "mask"])
+@pytest.mark.parametrize("names", [["a.bmp", "a.jpg"], ["a.png.bmp", "a.png.jpg"]])
+def test_several_partners_of_one_file_are_refused(names: list[str], kind: str, roots: tuple[Path, Path]) -> None:
+    for name in names:
+        pictures.photograph(roots[1] / name, (240, 160))
+
+    _, problems = build(roots, task="t2i" if kind == "mask" else "i2i", conditioning_type=kind)
+
+    (problem,) = [problem for problem in problems if problem.fatal]
+    assert problem.where == "before"
+    assert f"more than one partner for 1 file of after: a.png ({', '.join(names)})." in problem.message
+
+
 def test_a_broken_partner_leaves_the_pair_out(roots: tuple[Path, Path]) -> None:
     (roots[1] / "a.jpg").write_text("broken")
     (after, before), problems = build(roots)

@@ -1,0 +1,224 @@
+"""Captions from tables: parquet files, and the metadata.jsonl or metadata.csv beside pictures.
+
+Hugging Face's `datasets` reads the latter as an imagefolder, with paths in `file_name`. The lists of musubi-tuner have
+absolute paths in `image_path` or `video_path`.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from contextlib import suppress
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from simpletuner.config.datasets import ParquetConfig
+from simpletuner.config.option import Package, check_installed
+from simpletuner.config.values import named_by, no_file, read_text
+from simpletuner.data.discovery import Folder
+from simpletuner.data.names import composed
+from simpletuner.errors import Problem, Reading, counted, did_you_mean, shorten, warning
+
+PYARROW = Package("pyarrow", "pyarrow>=21,<27")
+NAME_COLUMN = "file_name"
+PATH_COLUMNS = ("image_path", "video_path")
+CAPTION_COLUMNS = ("text", "caption", "prompt")  # by precedence
+MOST_LISTED = 3
+
+Row = tuple[str, tuple[str, ...]]  # a file name with `/`, and its captions
+CaptionTable = Mapping[str, tuple[str, ...]]  # by file name
+
+
+def match_rows(rows: Iterable[Row], names: Sequence[str], where: str) -> Reading[CaptionTable]:
+    """The captions of each picture or clip that has a row.
+
+    A row names a file by its path below the dataset's folder, or by its bare name if no other file has that.
+
+    Args:
+        names: all files of the dataset.
+        where: the key of problems.
+    """
+    paths = {composed(name): name for name in names}
+    same_bare: dict[str, list[str]] = {}
+    for name in names:
+        same_bare.setdefault(composed(PurePosixPath(name).name), []).append(name)
+    matched: dict[str, tuple[str, ...]] = {}
+    unused, repeated, ambiguous = set[str](), set[str](), dict[str, list[str]]()
+    for row, captions in rows:
+        candidates = [paths[row]] if row in paths else same_bare.get(row, [])
+        if not candidates:
+            unused.add(row)
+        elif len(candidates) > 1:
+            ambiguous[row] = candidates
+        elif matched.setdefault(candidates[0], captions) != captions:
+            repeated.add(row)
+    yield from _report(where, sorted(unused), sorted(repeated), ambiguous)
+    return matched
+
+
+def _report(
+    where: str, unused: Sequence[str], repeated: Sequence[str], ambiguous: Mapping[str, Sequence[str]]
+) -> Iterator[Problem]:
+    """Report the rows of a table that belong to no file, or to no certain one."""
+    if ambiguous:
+        listed = shorten([f"{row} is {' and '.join(names)}" for row, names in ambiguous.items()], MOST_LISTED)
+        message = f"{counted(len(ambiguous), 'name')} in the table could be several files: {listed}. "
+        yield Problem(where, message + "Write their paths below the dataset's folder into the table.")
+    if repeated:
+        message = f"several rows with different captions for {counted(len(repeated), 'file')}: {shorten(repeated)}. "
+        yield Problem(where, message + "Keep one row, or write paths below the dataset's folder into the table.")
+    if unused:
+        yield warning(where, f"no picture for {counted(len(unused), 'name')} in the table: {shorten(unused)}.")
+
+
+def read_parquet(config: ParquetConfig) -> Reading[list[Row]]:
+    """The file names (NFC) and captions of a parquet table; no captions if a row has none."""
+    path, problems = Path(config.path), [*check_installed(PYARROW, "metadata_backend", "parquet")]
+    if not path.is_file():  # checked without the package, too, so that one start reports both
+        problems.append(Problem("parquet.path", f"{config.path!r} {no_file(path)}."))
+    problems = problems or [*_check_table(path, config)]
+    yield from problems
+    if problems:
+        return []
+    from pyarrow import parquet
+
+    # Read only these columns: a table may hold the pictures themselves.
+    columns = [column for column in (config.caption_column, config.fallback_caption_column) if column]
+    table = parquet.read_table(path, columns=list(dict.fromkeys([config.filename_column, *columns]))).to_pylist()
+    named = [(row[config.filename_column], row) for row in table if row[config.filename_column]]
+    return [(_name(str(name), config), first_texts(row, *columns)) for name, row in named]
+
+
+def _check_table(path: Path, config: ParquetConfig) -> Iterator[Problem]:
+    """Check every column that the entry names, including the size columns, which are not read."""
+    from pyarrow import parquet
+
+    try:
+        known = list(parquet.read_schema(path).names)
+    except (OSError, ValueError) as error:  # base classes of pyarrow's errors
+        yield Problem("parquet.path", f"{str(path)!r} is not a parquet file: {error}.")
+        return
+    named = {key: value for key, value in config.model_dump().items() if key.endswith("_column") and value}
+    yield from check_columns(named, known, "parquet")
+
+
+def check_columns(named: Mapping[str, str], known: Sequence[str], where: str, what: str = "table") -> Iterator[Problem]:
+    """Report the columns that keys name but the table lacks."""
+    for key, column in named.items():
+        if column not in known:
+            message = f"there is no column {column!r}; the {what} has: {', '.join(known)}."
+            yield Problem(f"{where}.{key}", message + did_you_mean(column, known))
+
+
+def _name(name: str, config: ParquetConfig) -> str:
+    return _path(name if config.identifier_includes_extension else f"{name}.png")
+
+
+def _path(name: str) -> str:
+    return composed(str(PurePosixPath(name.replace("\\", "/"))))
+
+
+def first_texts(row: Mapping[str, Any], *columns: str) -> tuple[str, ...]:
+    """The captions in the first non-empty column; a cell may hold a list."""
+    return next(filter(None, (texts_in(row.get(column)) for column in columns)), ())
+
+
+def texts_in(cell: Any) -> tuple[str, ...]:
+    """The captions in a cell of a table, which may hold a list."""
+    texts = cell if isinstance(cell, list) else [cell]
+    return tuple(str(text).strip() for text in texts if text is not None and str(text).strip())
+
+
+def read_metadata(folder: Folder) -> Reading[list[Row]]:
+    """The file names and captions of every metadata.jsonl and metadata.csv below a folder."""
+    tables = folder.listing.metadata
+    if not tables:
+        message = f"'metadata' reads metadata.jsonl or metadata.csv, and {str(folder.root)!r} contains neither."
+        yield Problem("caption_strategy", message)
+    places = [str(PurePosixPath(table).parent) for table in tables]
+    if len({*places}) < len(places):
+        message = f"a folder contains both metadata.jsonl and metadata.csv: {shorten(tables)}. Move one of them away."
+        yield Problem("caption_strategy", message)
+        return []
+    rows: list[Row] = []
+    for table in tables:
+        path = folder.root / table
+        content = yield from named_by("caption_strategy", path, _read_records(path))
+        rows += yield from named_by("caption_strategy", path, _captioned(content, folder, PurePosixPath(table).parent))
+    return rows
+
+
+def _read_records(path: Path) -> Reading[list[dict[str, Any]]]:
+    """The rows of a metadata.jsonl or metadata.csv by column."""
+    text = yield from read_text(path)
+    if text is None:
+        return []
+    if path.suffix.lower() == ".csv":
+        try:
+            return list(csv.DictReader(io.StringIO(text, newline=""), restkey="", restval=""))
+        except csv.Error as error:
+            yield Problem("", f"is not a CSV table: {error}.")
+            return []
+    records = []
+    for number, line in enumerate(text.split("\n"), start=1):
+        try:
+            record = json.loads(line) if line.strip() else {}
+        except ValueError as error:
+            yield Problem("", f"line {number} is not JSON: {error}.")
+            return []
+        if not isinstance(record, dict):
+            yield Problem("", f"line {number} is not a JSON object.")
+            return []
+        records.append(record)
+    return records
+
+
+def _captioned(records: Sequence[Mapping[str, Any]], folder: Folder, place: PurePosixPath) -> Reading[list[Row]]:
+    """The rows of a table that name a file.
+
+    Args:
+        place: the table's folder, below the dataset's.
+    """
+    columns = [*dict.fromkeys(column for record in records for column in record)]
+    captioned = [column for column in CAPTION_COLUMNS if column in columns]
+    for needed in ((NAME_COLUMN, *PATH_COLUMNS), CAPTION_COLUMNS):
+        if records and not {*needed} & {*columns}:
+            hint = " Columns must be separated by commas." if len(columns) == 1 else ""
+            found = ", ".join(map(str, columns))
+            yield Problem("", f"needs one of the columns {', '.join(needed)}; it has: {found}.{hint}")
+            return []
+    known = {composed(name) for name in folder.listing.files}
+    rows: list[Row] = []
+    for record in records:
+        name = _named(record, folder.root, place, known)
+        if name is not None:
+            rows.append((name, first_texts(record, *captioned)))
+    return rows
+
+
+def _named(record: Mapping[str, Any], root: Path, place: PurePosixPath, known: Set[str]) -> str | None:
+    """The path below the dataset's folder of the file that a row names; None if it names none.
+
+    Args:
+        place: the table's folder, below the dataset's.
+        known: the files of the dataset.
+    """
+    for column in (NAME_COLUMN, *PATH_COLUMNS):
+        name = record.get(column)
+        if not isinstance(name, str) or not name:
+            continue
+        beside = _path(str(place / _path(name)))
+        is_found = column == NAME_COLUMN or beside in known
+        return beside if is_found else _below(_path(name), root)
+    return None
+
+
+def _below(path: str, root: Path) -> str:
+    """The path below the dataset's folder of a file that a table names by its full path."""
+    file = Path(path).absolute()
+    with suppress(ValueError):
+        return file.relative_to(root.absolute()).as_posix()
+    # The folder may have been moved since the table was written; a file that is there is another one.
+    return path if file.exists() else PurePosixPath(path).name
