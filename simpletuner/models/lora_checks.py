@@ -55,8 +55,9 @@ def check_init_lora(config: LoraConfig, modules: Features, targets: Targets, fam
         return
     trigger = read_header(path)[METADATA].get("trigger")
     if trigger:
-        message = f"{str(path)!r} was trained with captions that begin with {trigger!r}; begin yours with it, too."
-        yield warning(INIT, message)
+        words = str(trigger).strip()
+        message = f"{str(path)!r} was trained with captions that begin with {words!r}"
+        yield warning(INIT, f"{message}; begin yours with it, too.")
     yield from _check_layers(config, path, shapes, modules, set(matching_modules(modules, targets)))
 
 

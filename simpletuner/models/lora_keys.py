@@ -80,6 +80,7 @@ def linear_modules(shapes: Shapes) -> dict[str, tuple[int, int]]:
 
 
 STEP_NOTE = "simpletuner.step"  # metadata of a result: its step
+ARCHITECTURE = "modelspec.architecture"  # metadata of a result: `family/flavour`, for a LoRA `family/flavour/lora`
 LORA_FILE = "pytorch_lora_weights.safetensors"  # the name that `load_lora_weights` of diffusers expects
 METADATA_KEY = "lora_adapter_metadata"  # the adapter's settings in the header of diffusers' files
 # Key prefix of a file. diffusers loads no keys with another prefix, and only logs a warning.

@@ -24,7 +24,7 @@ from simpletuner.config.values import home_path
 from simpletuner.errors import UserError, shorten
 from simpletuner.headers import METADATA, read_header
 from simpletuner.models.hub import hub_fault
-from simpletuner.models.lora_keys import LORA_FILE, METADATA_KEY, STEP_NOTE, layers_in, without_prefix
+from simpletuner.models.lora_keys import ARCHITECTURE, LORA_FILE, METADATA_KEY, STEP_NOTE, layers_in, without_prefix
 from simpletuner.models.part import HUB_ID
 from simpletuner.models.weight_files import WeightsError, tensor_shapes
 
@@ -255,5 +255,5 @@ def model_in_header(path: Path) -> tuple[str, str]:
     notes = read_header(path)[METADATA]
     if STEP_NOTE not in notes:
         return "", ""
-    family, _, rest = str(notes.get("modelspec.architecture", "")).partition("/")
+    family, _, rest = str(notes.get(ARCHITECTURE, "")).partition("/")
     return family, rest.partition("/")[0]  # `family/flavour/lora`

@@ -182,6 +182,7 @@ class FamilySpec:
         quantised_layers: regular expression for the linear layers that a quantised base model quantises.
         license: license of the published weights.
         in_comfyui: whether ComfyUI supports the model, with diffusers' layer names.
+        lora_settings_file: name of the settings file that the family's official program expects beside a LoRA.
         token_blocks: key in the transformer's config.json with the number of blocks that token routing can skip; None
             without support for routing.
         block_counts: keys in the transformer's config.json with the number of blocks, by group name in weight files;
@@ -230,6 +231,7 @@ class FamilySpec:
     heads: Callable[[Mapping[str, object]], int] | None = None
     auto_shift: AutoShift = field(default_factory=AutoShift)
     in_comfyui: bool = False
+    lora_settings_file: str = ""
 
     @property
     def flavour_names(self) -> list[str]:

@@ -26,6 +26,7 @@ class Usage:
         options: the families' options.
         shift: shift of the scheduler; None keeps the checkpoint's.
         solver: value of `validation_noise_scheduler`.
+        alone: for readers of a model card, who have diffusers but not this program.
     """
 
     model: str
@@ -43,6 +44,14 @@ class Usage:
     options: FamilyOptions
     shift: float | None = None
     solver: str | None = None
+    alone: bool = False
+
+    @property
+    def packages(self) -> list[str]:
+        """What to install for a program that runs without this one."""
+        lora = ["peft"] if self.lora is not None else []
+        clips = ["imageio", "imageio-ffmpeg"] if self.task in ("t2v", "i2v") else []
+        return ["torch", "diffusers", "transformers", "accelerate", *lora, *clips]
 
 
 EULER = "FlowMatchEulerDiscreteScheduler"
@@ -66,7 +75,7 @@ def text(value: str) -> str:
 
 def snippet(
     usage: Usage, pipeline: str, load: list[str], *, imports: Sequence[str] = (), scheduler: str | None = None,
-    more: Sequence[str] = (),
+    more: Sequence[str] = (), packages: Sequence[str] = (),
 ) -> str:  # fmt: skip
     """Python code that samples with a pipeline and saves the output.
 
@@ -75,6 +84,7 @@ def snippet(
         imports: import lines besides the common ones.
         scheduler: an expression, starting with the class, for a scheduler that replaces the checkpoint's.
         more: family-specific arguments of the pipeline's call.
+        packages: what to install besides `Usage.packages`.
     """
     return (
         _template()
@@ -87,6 +97,7 @@ def snippet(
             imports=imports,
             scheduler=scheduler,
             more=more,
+            packages=[*usage.packages, *packages],
             text=text,
         )
         .rstrip()

@@ -26,7 +26,7 @@ from simpletuner.data.sample import Sample
 from simpletuner.diffusion.batch import TextEmbeds
 from simpletuner.distributed.world import World
 from simpletuner.memory.precision import DTYPES
-from simpletuner.models.lora_keys import STEP_NOTE
+from simpletuner.models.lora_keys import ARCHITECTURE, STEP_NOTE
 from simpletuner.plan.build import Plan
 from simpletuner.plan.entries import evaluated, feature_kinds, preview_sources
 from simpletuner.plan.resume import identify
@@ -240,13 +240,22 @@ def predict_once(session: Session) -> Tensor:
 
 def weight_note(plan: Plan, state: TrainState) -> Mapping[str, str]:
     """Header entries of weight files: model, run, step and the user's comment."""
+    width, height = plan.sizes[0]
+    kind = "/lora" if plan.config.model.model_type == "lora" else ""
     note = {
-        "modelspec.architecture": f"{plan.spec.name}/{plan.flavour.name}",
+        "modelspec.sai_model_spec": "1.0.0",
+        ARCHITECTURE: f"{plan.spec.name}/{plan.flavour.name}{kind}",
+        "modelspec.implementation": "diffusers",
         "modelspec.title": plan.title,
+        "modelspec.date": datetime.now(UTC).date().isoformat(),
+        "modelspec.resolution": f"{width}x{height}",
         STEP_NOTE: str(state.global_step),
     }
-    if plan.config.publish.trigger:  # Kandinsky's official program prepends it to prompts
-        note["trigger"] = plan.config.publish.trigger
+    trigger = plan.config.publish.trigger
+    if trigger:
+        note["modelspec.trigger_phrase"] = trigger
+        # Kandinsky's official program puts it directly before the prompt.
+        note["trigger"] = f"{trigger.rstrip(', ')}, "
     comment: Any = plan.config.publish.modelspec_comment
     if comment:
         text = comment if isinstance(comment, str) else "\n".join(map(str, comment))

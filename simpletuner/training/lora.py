@@ -105,8 +105,7 @@ class LoraAdapter(AdapterWeights):
     def _publish(self, folder: Path, publication: Publication, weights: Mapping[str, Tensor]) -> tuple[Path, int]:
         """Write a file, verify it, then move it into place; returns its path and the number of tensors."""
         named, header = self.file_weights(weights), self.header(publication.note)
-        pipeline = publication.adapter.load_bare_pipeline()
-        return lora_files.write_verified(folder, named, header, self.form, pipeline), len(named)
+        return lora_files.write_verified(folder, named, header, self.form, publication.adapter), len(named)
 
     def state_dict(self) -> dict[str, Tensor]:
         """`<module>.lora_A.weight` and `lora_B.weight` as trained, on the CPU."""

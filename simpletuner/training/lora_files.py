@@ -11,6 +11,7 @@ training.
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -26,10 +27,11 @@ from safetensors.torch import save as to_safetensors
 from torch import Tensor, nn
 from torch.nn.functional import conv2d, linear
 
-from simpletuner.atomic import UNFINISHED_FOLDER_SUFFIX, write_atomically
+from simpletuner.atomic import UNFINISHED_FOLDER_SUFFIX, write_atomically, write_json
 from simpletuner.errors import UserError, shorten
 from simpletuner.headers import with_metadata
 from simpletuner.models import lora_keys
+from simpletuner.models.adapter import FamilyAdapter
 from simpletuner.models.lora_keys import LORA_FILE, PREFIXES, LoraForm
 from simpletuner.models.lora_source import lora_file, lora_settings
 
@@ -51,12 +53,19 @@ def write_weights(path: Path, weights: Mapping[str, Tensor], header: Mapping[str
 
 
 def write_verified(
-    folder: Path, weights: Mapping[str, Tensor], header: Mapping[str, str], form: LoraForm, pipeline: Any
+    folder: Path, weights: Mapping[str, Tensor], header: Mapping[str, str], form: LoraForm, adapter: FamilyAdapter
 ) -> Path:
-    """Write a LoRA file, verify it (see `verify_file`), then move it into place; returns its path."""
+    """Write a LoRA file, verify it (see `verify_file`), then move it into place; returns its path.
+
+    The settings in its header are also written beside it, if the family's official program reads them there.
+    """
     candidate = folder / f"unverified{UNFINISHED_FOLDER_SUFFIX}" / LORA_FILE
     write_weights(candidate, weights, header)
-    verify_file(candidate, weights, form, pipeline)
+    verify_file(candidate, weights, form, adapter.load_bare_pipeline())
+    if adapter.spec.lora_settings_file and form == "diffusers":
+        settings = json.loads(header[lora_keys.METADATA_KEY])
+        plain = {lora_keys.without_prefix(key): value for key, value in settings.items()}
+        write_json(folder / adapter.spec.lora_settings_file, plain)
     # Atomic, so that a file with this name is always verified.
     final = candidate.replace(folder / LORA_FILE)
     candidate.parent.rmdir()

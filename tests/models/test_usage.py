@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import contextlib
+from dataclasses import replace
 from html import unescape
 from pathlib import Path
+from typing import Any
 
+import diffusers
 import numpy as np
 import pytest
 import torch
 from PIL import Image
 
 from simpletuner.config.schema import FamilyOptions, family_groups
+from simpletuner.models.kandinsky5.loading import load_processor
 from simpletuner.models.registry import FAMILIES, load_adapter
 from simpletuner.models.spec import Task
 from simpletuner.models.usage import Usage
@@ -28,22 +32,62 @@ CASES: list[tuple[str, Task]] = [
 ]
 
 
+def usage_of(checkpoint: Path, task: Task, **changes: Any) -> Usage:
+    options = FamilyOptions({group: group() for group in family_groups()})
+    size = (64, 64)
+    return replace(
+        Usage(str(checkpoint), None, task, "float32", 'a "star"', "", size, 5, 8.0, 2, 2.0, 7, options), **changes
+    )
+
+
+def checkpoint_of(family: str, task: Task, folder: Path, sana_checkpoint: Path) -> Path:
+    return sana_checkpoint if family == "sanavideo" else make_checkpoint(folder / "model", task)
+
+
 @pytest.mark.parametrize(
     ("family", "task", "solver"), [*((*case, None) for case in CASES), (*CASES[2], "unipc"), (*CASES[4], "dpm++")]
 )
 def test_the_snippet_runs(
     family: str, task: Task, solver: str | None, tmp_path: Path, sana_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    checkpoint = sana_checkpoint if family == "sanavideo" else make_checkpoint(tmp_path / "model", task)
-    options = FamilyOptions({group: group() for group in family_groups()})
-    usage = Usage(
-        str(checkpoint), None, task, "float32", 'a "star"', "", (64, 64), 5, 8.0, 2, 2.0, 7, options, solver=solver
-    )
+    usage = usage_of(checkpoint_of(family, task, tmp_path, sana_checkpoint), task, solver=solver)
     Image.new("RGB", (100, 60), "red").save(tmp_path / "source.png")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with contextlib.chdir(tmp_path):
         exec(load_adapter(FAMILIES[family]).usage_snippet(usage), {})
     assert (tmp_path / ("picture.png" if task in ("t2i", "i2i") else "clip.mp4")).stat().st_size > 0
+
+
+@pytest.mark.parametrize(("family", "task"), CASES)
+def test_the_program_of_a_model_card_needs_no_simpletuner_and_draws_the_same(
+    family: str, task: Task, tmp_path: Path, sana_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    usage = usage_of(checkpoint_of(family, task, tmp_path, sana_checkpoint), task)
+    write = load_adapter(FAMILIES[family]).usage_snippet
+    programs = {alone: write(replace(usage, alone=alone)) for alone in (False, True)}
+    Image.new("RGB", (100, 60), "red").save(tmp_path / "source.png")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    # Packages that this environment does not have: torchvision's processor, and the encoder of clips.
+    load = diffusers.DiffusionPipeline.from_pretrained.__func__  # type: ignore[attr-defined]
+
+    def from_pretrained(pipeline: Any, model: str, **settings: Any) -> Any:
+        if family != "sanavideo":
+            settings.setdefault("tokenizer", load_processor(model))
+        return load(pipeline, model, **settings)
+
+    monkeypatch.setattr(diffusers.DiffusionPipeline, "from_pretrained", classmethod(from_pretrained))
+    monkeypatch.setattr(diffusers.utils, "export_to_video", lambda frames, path, fps, quality: None)
+
+    drawn = {}
+    for alone, program in programs.items():
+        names: dict[str, Any] = {}
+        with contextlib.chdir(tmp_path):
+            exec(program, names)
+        drawn[alone] = np.stack([names["picture"]] if "picture" in names else names["frames"])
+
+    assert "simpletuner" not in programs[True]
+    assert programs[True].startswith("# pip install torch diffusers transformers accelerate")
+    assert np.array_equal(drawn[False], drawn[True])
 
 
 def test_the_snippet_of_a_run_draws_its_last_preview(workspace: Workspace, monkeypatch: pytest.MonkeyPatch) -> None:

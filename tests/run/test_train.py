@@ -5,19 +5,22 @@ from __future__ import annotations
 import json
 import os
 import shutil
+from datetime import UTC, date, datetime
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from diffusers import Kandinsky5T2IPipeline
+from diffusers import Kandinsky5T2IPipeline, Kandinsky5Transformer3DModel
+from peft import LoraConfig as PeftConfig
+from peft import inject_adapter_in_model, set_peft_model_state_dict
 from PIL import Image
 from safetensors.torch import load_file, save_file
 
 from simpletuner.headers import METADATA, read_header
 from simpletuner.models.kandinsky5.image import Kandinsky5ImageAdapter
 from simpletuner.models.kandinsky5.loading import load_processor
-from simpletuner.models.lora_keys import LORA_FILE, STEP_NOTE
+from simpletuner.models.lora_keys import LORA_FILE, METADATA_KEY, STEP_NOTE
 from simpletuner.reporting import metrics
 from simpletuner.reporting.metrics import MetricsFile
 from simpletuner.run.lock import lock_output
@@ -193,7 +196,33 @@ def test_low_precision(workspace: Workspace, precision: str) -> None:
 def test_the_published_file_names_its_run(trained: Workspace) -> None:
     """By the output folder, since the user gave no name."""
     header = read_header(trained.path(LORA))[METADATA]
-    assert (header["modelspec.title"], header[STEP_NOTE]) == ("output", "4")
+
+    assert {key: value for key, value in header.items() if key != "modelspec.date"} == {
+        **{key: header[key] for key in ("format", METADATA_KEY)},
+        "modelspec.sai_model_spec": "1.0.0",
+        "modelspec.architecture": "kandinsky5-image/t2i-lite-sft/lora",
+        "modelspec.implementation": "diffusers",
+        "modelspec.title": "output",
+        "modelspec.resolution": "128x128",
+        STEP_NOTE: "4",
+    }
+    assert date.fromisoformat(header["modelspec.date"]) <= datetime.now(UTC).date()
+
+
+def test_kandinskys_program_can_load_the_result(trained: Workspace, t2i_checkpoint: Path) -> None:
+    """It makes peft's adapter from config_lora.json, and reads the weights without their prefix."""
+    settings = json.loads(trained.path("output/config_lora.json").read_text())
+    weights = load_file(trained.path(LORA))
+    transformer = Kandinsky5Transformer3DModel.from_pretrained(t2i_checkpoint, subfolder="transformer")
+
+    inject_adapter_in_model(PeftConfig(**settings), transformer)
+    plain = {name.removeprefix("transformer."): tensor for name, tensor in weights.items()}
+    result = set_peft_model_state_dict(transformer, plain)
+
+    assert not result.unexpected_keys
+    assert not [name for name in result.missing_keys if "lora_" in name]
+    layer = transformer.get_submodule("visual_transformer_blocks.0.self_attention.to_query")
+    assert layer.scaling == {"default": 1.0}
 
 
 def test_second_run_loads_no_encoder(trained: Workspace, monkeypatch: pytest.MonkeyPatch) -> None:

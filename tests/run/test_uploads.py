@@ -51,7 +51,7 @@ def test_a_lora_with_its_checkpoints_is_uploaded(hub: FakeHub, workspace: Worksp
     assert repository.private
     result = workspace.path(f"output/{LORA_FILE}").read_bytes()
     assert repository.files[LORA_FILE] == repository.files[f"checkpoint-4/{LORA_FILE}"] == result
-    assert read_header(workspace.path(f"output/{LORA_FILE}"))[METADATA]["trigger"] == "a sks star"
+    assert read_header(workspace.path(f"output/{LORA_FILE}"))[METADATA]["trigger"] == "a sks star, "
     first = workspace.path(f"output/checkpoint-2/{LORA_FILE}").read_bytes()
     assert repository.files[f"checkpoint-2/{LORA_FILE}"] == first != result
     assert {f"ema/{LORA_FILE}", "README.md", "simpletuner_config.json", "assets/image_0_0.png"} <= {*repository.files}

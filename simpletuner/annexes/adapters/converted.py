@@ -35,7 +35,7 @@ from simpletuner.config.lora import LoraConfig
 from simpletuner.diffusion.seeds import seeded
 from simpletuner.errors import ConfigError, Problems
 from simpletuner.models.cost import Adapters
-from simpletuner.models.lora_keys import LORA_FILE, PREFIXES, Targets, file_settings, weights_of
+from simpletuner.models.lora_keys import ARCHITECTURE, LORA_FILE, PREFIXES, Targets, file_settings, weights_of
 from simpletuner.models.spec import FamilySpec
 from simpletuner.reporting.pace import size_text
 from simpletuner.training.lora import ADAPTER, inject, without_adapters
@@ -149,7 +149,9 @@ class ConvertedAdapter(AdapterWeights, ABC):
             message = "%s lacks %.0f %% of the adapter's effect; a larger export_rank or export_energy keeps more."
             logger.warning(message, folder / LORA_FILE, 100 * effect)
         errors = {key: f"{error:.2e}" for key, error in zip(ERRORS, (lora.error, forward, effect), strict=True)}
-        self.native(publication.note).write_into(folder)
+        architecture = publication.note.get(ARCHITECTURE, "").removesuffix("/lora")
+        own = {ARCHITECTURE: f"{architecture}/{self.config.lora_type}"}
+        self.native({**publication.note, **own}).write_into(folder)
         form = self.config.lora_format
         weights = {
             f"{PREFIXES[form]}{name}.lora_{side}.weight": factor.cpu().contiguous()
@@ -157,7 +159,7 @@ class ConvertedAdapter(AdapterWeights, ABC):
             for side, factor in zip("AB", factors, strict=True)
         }
         header = {**file_settings(_lora_settings(lora.ranks), form), **publication.note, **errors}
-        write_verified(folder, weights, header, form, publication.adapter.load_bare_pipeline())
+        write_verified(folder, weights, header, form, publication.adapter)
         return lora, errors
 
     @torch.no_grad()

@@ -186,7 +186,7 @@ def card_facts(plan: Plan, repository: str, step: int, epoch: int) -> dict[str, 
         "precision": transformer_dtype(config.precision),
         "options": public_settings(config.family.of(plan.spec.options).model_dump()),
         "result": published_result(plan, step),
-        "snippet": example_program(plan, base_name, repository),
+        "snippet": example_program(plan, base_name, repository, alone=True),
         "quanto": QUANTO_TYPES.get(config.precision.base_model_precision.removesuffix("-quanto")),
         "evaluation": evaluation_points(Columns.of(rows)),
     }
@@ -232,12 +232,13 @@ def published_result(plan: Plan, step: int) -> dict[str, str] | None:
     return {"path": path.name, "size": size, "snippet": snippet, "errors": describe_errors(notes)}
 
 
-def example_program(plan: Plan, base: str, result: str) -> str:
+def example_program(plan: Plan, base: str, result: str, *, alone: bool = False) -> str:
     """A program that samples the newest preview of the main prompt; empty for LoRA files in ComfyUI's form.
 
     Args:
         base: hub id or folder of the base model, for a LoRA.
         result: hub id or folder of the LoRA, or of the fine-tuned pipeline.
+        alone: for readers who do not have this program.
     """
     config, is_lora = plan.config, plan.config.model.model_type == "lora"
     if is_lora and config.lora.lora_format == "comfyui":
@@ -259,5 +260,6 @@ def example_program(plan: Plan, base: str, result: str) -> str:
         options=config.family,
         shift=config.sampling_shift,
         solver=validation.validation_noise_scheduler,
+        alone=alone,
     )
     return load_adapter(plan.spec).usage_snippet(usage)

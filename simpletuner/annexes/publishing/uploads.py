@@ -246,7 +246,14 @@ class Uploads(Companion):
 
 
 # Files that users load from a checkpoint or an output folder.
-LOADED = ("*_weights.safetensors", "lycoris_config.json", "ema/*", "transformer/*", "transformer_ema/*")
+LOADED = (
+    "*_weights.safetensors",
+    "lycoris_config.json",
+    "config_lora.json",
+    "ema/*",
+    "transformer/*",
+    "transformer_ema/*",
+)
 # Not copied with the output folder: caches, and files of this machine.
 LEFT_OUT = ("cache", REQUESTS, LOCK_FILE, LEDGER_FILE)
 MODIFIED = "modified"  # metadata of an object: mtime of its file in nanoseconds, by this machine's clock

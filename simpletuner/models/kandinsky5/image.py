@@ -33,6 +33,7 @@ from simpletuner.models.blocks import FastBlocks
 from simpletuner.models.kandinsky5 import blocks
 from simpletuner.models.kandinsky5.options import TILE, TILE_SIDE, KandinskyOptions, RopeScale, is_sparse
 from simpletuner.models.kandinsky5.spec import IMAGE_SIZES, KANDINSKY5_IMAGE, TEMPLATES
+from simpletuner.models.kandinsky5.templates import OFFICIAL
 from simpletuner.models.loading import stock_pipeline
 from simpletuner.models.spec import Task
 from simpletuner.models.usage import EULER, Usage, snippet, solver_code, text
@@ -249,23 +250,17 @@ class Kandinsky5Adapter(FamilyAdapter):
     @staticmethod
     def usage_snippet(usage: Usage) -> str:
         """Python code that reproduces the preview of the same prompt and seed."""
-        pipeline, shift = pipeline_name(usage.task), f"{usage.shift:g}" if usage.shift else ""
-        imports = ["from simpletuner.models.kandinsky5.loading import load_processor"]
-        load = [
-            f"model = {text(usage.model)}",
-            f"pipe = {pipeline}.from_pretrained(model, tokenizer=load_processor(model), dtype=torch.{usage.dtype})",
-        ]
-        if usage.options.of(KandinskyOptions).text_template == "official":
-            imports.append("from simpletuner.models.kandinsky5.templates import OFFICIAL")
-            load.append(f'pipe.prompt_template = OFFICIAL["{TEMPLATES[usage.task]}"].text')
-            load.append(f'pipe.prompt_template_encode_start_idx = OFFICIAL["{TEMPLATES[usage.task]}"].crop')
+        pipeline = pipeline_name(usage.task)
+        shift = f"{usage.shift:g}" if usage.shift else ""
+        imports, load = _loading_code(usage, pipeline)
         more = [f"num_frames={usage.frames}"] if usage.task in ("t2v", "i2v") else []
         if not more and usage.size not in IMAGE_SIZES:  # to which pipelines of pictures round sizes
             load.append(f"pipe.resolutions = [{usage.size}]  # sample exactly this size")
         scheduler = f"{EULER}.from_config(pipe.scheduler.config, shift={shift})" if shift else None
         if usage.solver not in (None, "euler"):
             scheduler = solver_code(usage.solver, shift or "pipe.scheduler.config.shift")
-        return snippet(usage, pipeline, load, imports=imports, scheduler=scheduler, more=more)
+        # The pipelines' own processor imports torchvision.
+        return snippet(usage, pipeline, load, imports=imports, scheduler=scheduler, more=more, packages=["torchvision"])
 
     def load_preview_pipeline(
         self, transformer: nn.Module, device: torch.device, shift: float | None
@@ -332,3 +327,25 @@ class Kandinsky5ImageAdapter(Kandinsky5Adapter):
             raise RuntimeError("an i2i batch needs the latents of its source pictures")
         source = channels_last(noisy.batch.condition)
         return source, torch.ones_like(source[..., :1])
+
+
+def _loading_code(usage: Usage, pipeline: str) -> tuple[list[str], list[str]]:
+    """Lines of Python that import what this program has, and lines that create `pipe` with the template."""
+    own = "simpletuner.models.kandinsky5"
+    imports = [] if usage.alone else [f"from {own}.loading import load_processor"]
+    processor = "" if usage.alone else "tokenizer=load_processor(model), "
+    load = [
+        f"model = {text(usage.model)}",
+        f"pipe = {pipeline}.from_pretrained(model, {processor}dtype=torch.{usage.dtype})",
+    ]
+    if usage.options.of(KandinskyOptions).text_template != "official":
+        return imports, load
+    name = TEMPLATES[usage.task]
+    words, crop = f'OFFICIAL["{name}"].text', f'OFFICIAL["{name}"].crop'
+    if usage.alone:
+        words, crop = f'"""{OFFICIAL[name].text}"""', str(OFFICIAL[name].crop)
+    else:
+        imports.append(f"from {own}.templates import OFFICIAL")
+    load.append(f"pipe.prompt_template = {words}")
+    load.append(f"pipe.prompt_template_encode_start_idx = {crop}")
+    return imports, load

@@ -233,6 +233,7 @@ KANDINSKY5_IMAGE = FamilySpec(
     heads=attention_heads,
     cost=IMAGE_COST,
     in_comfyui=True,
+    lora_settings_file="config_lora.json",
     token_blocks="num_visual_blocks",
     block_counts={"text_transformer_blocks": "num_text_blocks", "visual_transformer_blocks": "num_visual_blocks"},
 )
