@@ -469,7 +469,7 @@ def find_rounds(budget: Budget) -> dict[str, Rounds]:
 
 def remaining_steps(plan: Plan) -> int:
     """Steps left for a session that starts now."""
-    return max(0, plan.length.total_steps - (plan.resume.step if plan.resume else 0))
+    return max(0, plan.length.total_steps - plan.steps_done)
 
 
 def preview_interval(plan: Plan) -> float:

@@ -210,6 +210,7 @@ def run_checked(budget: Budget, events: EventStream, world: World, *, yes: bool)
     from simpletuner.annexes.publishing.uploads import prepared_destinations
     from simpletuner.models.registry import load_adapter
     from simpletuner.plan.entries import machine_folder
+    from simpletuner.plan.length import length_key
     from simpletuner.reporting.events import StateChanged
     from simpletuner.run.companions import read_ledger
 
@@ -220,7 +221,7 @@ def run_checked(budget: Budget, events: EventStream, world: World, *, yes: bool)
     ledger = world.main_only(lambda: read_ledger(plan.output_dir)) if plan.is_finished else None
     if plan.is_finished and ledger is None:
         done = counted(plan.length.total_steps, "step is done", "steps are done")
-        more = "To train longer, raise max_train_steps; for another run, change output_dir."
+        more = f"To train longer, raise {length_key(plan)}; for another run, change output_dir."
         events.say(f"This run is finished: {done}. Results: {plan.output_dir}. {more}")
         return
     # Credentials without write access fail now instead of after hours of training.

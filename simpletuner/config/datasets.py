@@ -280,11 +280,6 @@ class DatasetConfig(SharedKeys, HubKeys, BucketKeys, TableKeys):
         return self.dataset_type == "video" or (self.dataset_type == "eval" and self.video != VideoConfig())
 
     @property
-    def varies_by_epoch(self) -> bool:
-        """Whether the number of batches may vary between epochs that use the dataset."""
-        return self.crop_aspect == "random" or self.start_step > 1 or self.end_step is not None
-
-    @property
     def is_trained(self) -> bool:
         """Whether its samples are used for training."""
         return self.dataset_type in ("image", "video") and not self.is_conditioning

@@ -78,6 +78,10 @@ class BatchLoader:
         """The position in the data."""
         return {"epoch": self.epoch, "position": self.index}
 
+    def beginning(self) -> dict[str, Any]:
+        """The position at which the data of this session begins."""
+        return {"epoch": self.sampler.origin.epoch, "position": 0}
+
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue after the last batch yielded."""
         self.close()

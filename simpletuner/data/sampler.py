@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 from random import Random
 from typing import Literal
 
@@ -16,6 +16,7 @@ from simpletuner.config.values import Size
 from simpletuner.data.chance import fraction, generator
 from simpletuner.data.dataset import Dataset
 from simpletuner.data.sample import Sample
+from simpletuner.data.schedule import Origin, Schedule, has_step_window, steps_of
 from simpletuner.distributed.world import World
 from simpletuner.errors import UserError
 
@@ -80,6 +81,7 @@ class Sampler:
         accumulation: micro-batches per optimizer step, for datasets with a window of steps.
         world: the processes that train together. A global batch has `world.size` shares of the same shape, one per
             process.
+        origin: where in the run the data begins, for windows of steps.
     """
 
     datasets: Sequence[Dataset]
@@ -87,20 +89,26 @@ class Sampler:
     sampling: Sampling = "auto-weighting"
     accumulation: int = 1
     world: World = field(default_factory=World)
+    origin: Origin = field(default_factory=Origin)
     _batches: dict[int, Epoch] = field(default_factory=dict, init=False)
     _lengths: dict[int, int] = field(default_factory=dict, init=False)
 
     def __post_init__(self) -> None:
         self.datasets = [dataset for dataset in self.datasets if dataset.config.probability > 0]
 
+    @cached_property
+    def schedule(self) -> Schedule:
+        """The lengths of all epochs."""
+
+        def planned(epoch: int, before: int) -> int:
+            return len(self._plan(epoch, before))
+
+        return Schedule(self.datasets, self.origin, self.accumulation, self._group_count, planned)
+
     def batches_per_epoch(self, epoch: int) -> int:
         """Number of batches this process gets in an epoch; 0 if no dataset takes part in it."""
         if epoch not in self._lengths:
-            active = self._active(epoch)
-            # Planning an epoch is slow; without step windows, the number of batches follows from the sizes.
-            is_planned = any(map(_has_step_window, active))
-            counts = [self._group_count(dataset, epoch) for dataset in active]
-            self._lengths[epoch] = len(self._plan(epoch)) if is_planned else sum(counts)
+            self._lengths[epoch] = self.schedule.length(epoch)
         return self._lengths[epoch]
 
     def batches(self, epoch: int) -> Epoch:
@@ -110,29 +118,28 @@ class Sampler:
             UserError: no dataset takes part in it.
         """
         if epoch not in self._batches:
-            planned = self._plan(epoch)
+            # Windows count steps of the whole run, so earlier epochs count too.
+            before = self.schedule.before(epoch) if self.schedule.has_step_windows else 0
+            planned = self._plan(epoch, before)
             if not planned:
                 raise UserError(f"no dataset takes part in epoch {epoch}: see start_epoch, end_epoch and their steps.")
             # Only one epoch is kept; planning it again is cheap enough.
             self._batches = {epoch: Epoch(planned, partial(self._batch, epoch))}
         return self._batches[epoch]
 
-    def _plan(self, epoch: int) -> list[tuple[str, list[Sample]]]:
-        """Dataset and samples of each global batch."""
-        active = self._active(epoch)
+    def _plan(self, epoch: int, before: int) -> list[tuple[str, list[Sample]]]:
+        """Dataset and samples of each global batch of an epoch that follows `before` batches of the run."""
+        active = self.schedule.active(epoch)
         queues = [_Queue(dataset, self._groups(dataset.at_epoch(epoch), epoch)) for dataset in active]
-        windows = any(map(_has_step_window, active))
-        if len(queues) == 1 and not windows:
+        if len(queues) == 1 and not has_step_window(active[0]):
             # Queues are popped from the end, and a single queue needs no draw.
             return [(active[0].id, group) for group in reversed(queues[0].groups)]
-        # Windows count steps of the whole run, so earlier epochs count too.
-        before = sum(map(self.batches_per_epoch, range(1, epoch))) if windows else 0
         random = generator(self.seed, epoch, "datasets")
         batches: list[tuple[str, list[Sample]]] = []
         side = NEUTRAL
         while True:
-            step = (before + len(batches)) // self.accumulation + 1
-            ready = [queue for queue in queues if queue.groups and queue.takes_part(step)]
+            step = self.schedule.step_at(before + len(batches))
+            ready = [queue for queue in queues if queue.groups and step in steps_of(queue.dataset)]
             if not ready:  # even if a dataset is waiting for its start_step: an epoch never stalls
                 break
             ready = next_side(ready, side)
@@ -140,10 +147,6 @@ class Sampler:
             side = queue.side
             batches.append((queue.dataset.id, queue.groups.pop()))
         return batches
-
-    def _active(self, epoch: int) -> list[Dataset]:
-        configs = [(dataset, dataset.config) for dataset in self.datasets]
-        return [dataset for dataset, config in configs if config.start_epoch <= epoch <= (config.end_epoch or epoch)]
 
     def _group_count(self, dataset: Dataset, epoch: int) -> int:
         """Number of groups from `_groups`; depends on the epoch only if random aspects change the buckets."""
@@ -204,21 +207,12 @@ class _Queue:
         strength = self.dataset.config.slider_strength or 0
         return POSITIVE if strength > 0 else NEGATIVE if strength < 0 else NEUTRAL
 
-    def takes_part(self, step: int) -> bool:
-        """Whether the dataset is drawn from in an optimizer step, counted from 1."""
-        config = self.dataset.config
-        return config.start_step <= step <= (config.end_step or step)
-
 
 def next_side(ready: Sequence[_Queue], last: int) -> list[_Queue]:
     """The queues of the side after `last`; a side without queues is skipped."""
     # 0 for the side that is due, 2 for the side used last
     turns = [(queue.side - last - 1) % (NEUTRAL + 1) for queue in ready]
     return [queue for queue, turn in zip(ready, turns, strict=True) if turn == min(turns)]
-
-
-def _has_step_window(dataset: Dataset) -> bool:
-    return dataset.config.start_step > 1 or dataset.config.end_step is not None
 
 
 def passes(samples: Sequence[Sample], times: int, batch: int, random: Random) -> list[Sample]:

@@ -6,8 +6,7 @@ arguments allow it. Problems are collected and reported together.
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -22,6 +21,7 @@ from simpletuner.data.dataset import Dataset
 from simpletuner.data.entries import DataContext
 from simpletuner.data.sample import Sample
 from simpletuner.data.sampler import Sampler
+from simpletuner.data.schedule import Origin
 from simpletuner.distributed.world import World
 from simpletuner.errors import ConfigError, Problem, Problems, Reading, did_you_mean, result_of
 from simpletuner.models.adapter_kinds import trained_layers
@@ -32,6 +32,7 @@ from simpletuner.models.source import ModelSource
 from simpletuner.models.spec import FamilySpec, Flavour
 from simpletuner.plan import checks, effects
 from simpletuner.plan.environment import as_launched, as_rendered, check_environment
+from simpletuner.plan.length import Length, check_schedule, data_origin, plan_length
 from simpletuner.plan.resume import check_resume, decide_seed, has_same_data
 from simpletuner.techniques.spec import TechniqueSpec, TrainedData, chosen_techniques
 from simpletuner.training.manifest import Checkpoint, result_step
@@ -106,15 +107,6 @@ def _resolve_i2v(entry: DatasetConfig) -> DatasetConfig:
 
 
 @dataclass(frozen=True)
-class Length:
-    """How long a run is."""
-
-    total_steps: int
-    batches_per_epoch: int
-    epochs: int
-
-
-@dataclass(frozen=True)
 class Plan:
     """Settings that have passed every check that needs no weights, and what they are applied to.
 
@@ -125,6 +117,7 @@ class Plan:
         text_caches: the text_embeds entries of the dataset file.
         resume: the checkpoint to continue from, None for a fresh run.
         same_data: the checkpoint has the datasets and batch size of this plan, so the sample order continues too.
+        origin: where in the run the data of this session begins.
         warnings: problems that do not prevent the run.
         pictures: what previews start from, if not from pictures of the datasets.
         lora_bytes: of the further LoRAs that previews are rendered with at a time.
@@ -143,7 +136,8 @@ class Plan:
     lora_targets: Targets = field(default_factory=list)
     prompts: list[ValidationPrompt] = field(default_factory=list)
     sizes: list[tuple[int, int]] = field(default_factory=list)
-    length: Length = Length(0, 0, 0)
+    length: Length = field(default_factory=lambda: Length(0, 0, 0))
+    origin: Origin = field(default_factory=Origin)
     resume: Checkpoint | None = None
     same_data: bool = True
     warnings: list[Problem] = field(default_factory=list)
@@ -171,6 +165,14 @@ class Plan:
         return [dataset for dataset in self.datasets if dataset.config.is_trained]
 
     @property
+    def steps_done(self) -> int:
+        """Steps of the run before this session."""
+        if self.resume is not None:
+            return self.resume.step
+        lora = self.config.lora
+        return 0 if lora.init_lora is None else lora.init_lora_step
+
+    @property
     def is_finished(self) -> bool:
         """Whether the last step has a checkpoint, and the published result is of that step."""
         if self.resume is None or self.resume.step < self.length.total_steps:
@@ -196,6 +198,7 @@ class Plan:
             seed=self.seed,
             sampling=config.datasets.data_backend_sampling,
             accumulation=config.schedule.gradient_accumulation_steps,
+            origin=self.origin,
             world=(world or World(size=config.launch.num_processes)).of_groups(config.launch.sequence_parallel_size),
         )
 
@@ -335,46 +338,12 @@ def _plan_run(plan: Plan, entries: list[DatasetConfig], context: DataContext, pr
     problems.extend(checks.worth_reporting(effects.by_data(plan, entries), config))
     buckets = {each.id: sorted({sample.geometry.size for sample in each.samples}) for each in plan.trained}
     problems.extend(plan.spec.checks.sizes(config, plan.flavour, plan.sizes, buckets))
-    # The length needs the order of samples, and that the buckets.
-    plan = replace(plan, same_data=problems.take(has_same_data(plan)), length=plan_length(plan))
+    # The length needs the order of samples, and that the buckets and the place from which the data continues.
+    plan = replace(plan, same_data=problems.take(has_same_data(plan)))
+    plan = replace(plan, origin=data_origin(plan))
+    plan = replace(plan, length=plan_length(plan))
     problems.extend(checks.check_total(config, plan.length.total_steps))
-    problems.extend(_check_last_epoch(plan))
+    problems.extend(check_schedule(plan))
     problems.raise_if_fatal()
     # Several checks may warn of the same.
     return replace(plan, warnings=list(dict.fromkeys(problem for problem in problems if not problem.fatal)))
-
-
-def plan_length(plan: Plan) -> Length:
-    """Steps and epochs of a run: `max_train_steps`, else `num_train_epochs` (default 1)."""
-    config, sampler = plan.config, plan.sampler()
-    accumulation, per_epoch = config.schedule.gradient_accumulation_steps, sampler.batches_per_epoch(1)
-    steps = config.schedule.max_train_steps or 0
-    if steps > 0:
-        # The first epoch is empty if all datasets start later.
-        return Length(steps, per_epoch, -(-steps * accumulation // max(per_epoch, 1)))
-    epochs = config.schedule.num_train_epochs or 1
-    return Length(-(-count_batches(sampler, epochs) // accumulation), per_epoch, epochs)
-
-
-def count_batches(sampler: Sampler, epochs: int) -> int:
-    """Number of batches in the first `epochs` epochs."""
-    configs = [dataset.config for dataset in sampler.datasets]
-    if any(config.varies_by_epoch for config in configs):
-        return sum(sampler.batches_per_epoch(epoch) for epoch in range(1, epochs + 1))
-    # All epochs between two changes have the same length, so one of each stretch is counted.
-    changes = {each.start_epoch for each in configs} | {each.end_epoch + 1 for each in configs if each.end_epoch}
-    edges = [1, *sorted(epoch for epoch in changes if 1 < epoch <= epochs), epochs + 1]
-    return sum((last - first) * sampler.batches_per_epoch(first) for first, last in itertools.pairwise(edges))
-
-
-def _check_last_epoch(plan: Plan) -> Iterator[Problem]:
-    """A run counted in steps needs samples up to its last step."""
-    schedule, steps = plan.config.schedule, plan.length.total_steps
-    # A dataset with probability 0 is never drawn, so its end does not matter.
-    ends = [each.config.end_epoch for each in plan.trained if each.config.probability > 0]
-    last = max((end for end in ends if end is not None), default=0)
-    if None in ends or last == 0 or not schedule.max_train_steps:
-        return
-    batches, needed = count_batches(plan.sampler(), last), steps * schedule.gradient_accumulation_steps
-    if batches < needed:
-        yield Problem("end_epoch", f"{last} is the last with data: {batches} batches, and {steps} steps need {needed}.")

@@ -20,6 +20,7 @@ from simpletuner.config.precision import compute_dtypes, quantisation
 from simpletuner.config.schema import RunConfig
 from simpletuner.config.values import home_path, read_json, typed
 from simpletuner.data.dataset import Dataset
+from simpletuner.data.schedule import has_step_window
 from simpletuner.errors import Problem, Reading, counted, result_of, warning
 from simpletuner.models.adapter_kinds import adapter_kind
 from simpletuner.models.source import ModelSource
@@ -200,7 +201,11 @@ def sample_order(plan: Plan) -> dict[str, Any]:
             f"{dataset.id}.train_batch_size": f"{samples} over all processes",
             f"{dataset.id}.slider_strength": config.slider_strength or 0,
             f"{dataset.id}.crop": config.crop and [config.crop, config.crop_aspect, config.crop_style],
+            f"{dataset.id}.probability": config.probability,
+            f"{dataset.id}.window": [config.start_epoch, config.end_epoch, config.start_step, config.end_step],
         }
+        if has_step_window(dataset):  # whose steps are counted in micro-batches
+            order["gradient_accumulation_steps"] = plan.config.schedule.gradient_accumulation_steps
     return order
 
 
@@ -270,12 +275,15 @@ def has_same_data(plan: Plan) -> Reading[bool]:
         return True
     identity, name = plan.resume.manifest.identity, plan.resume.path.name
     yield from _check_settings(dataset_mathematics(plan.trained), plan.resume)
+    epoch, progress = plan.resume.manifest.epoch, plan.resume.manifest.progress
+    is_complete = progress is not None and progress.epochs_done == epoch
+    consequence = f"epoch {epoch} is complete" if is_complete else f"epoch {epoch} starts over"
     # First compare by key; the fingerprint shows only that the data differ.
     if changes := list(_changes(identity.order, sample_order(plan))):
-        yield from (warning(key, f"{name} {change}; its epoch starts over.") for key, change in changes)
+        yield from (warning(key, f"{name} {change}; {consequence}.") for key, change in changes)
         return False
     if fingerprint(plan.trained) != identity.datasets:
         if not plan.config.datasets.override_dataset_config:
-            yield warning("data_backend_config", f"the datasets are not those of {name}; its epoch starts over.")
+            yield warning("data_backend_config", f"the datasets are not those of {name}; {consequence}.")
         return False
     return not any(_check_batch(plan.config, plan.resume))

@@ -36,9 +36,10 @@ from simpletuner.models.lora_keys import linear_modules
 from simpletuner.models.lora_source import find_lora, is_on_hub
 from simpletuner.models.part import Part
 from simpletuner.models.registry import load_adapter
-from simpletuner.plan.build import Plan, plan_length
+from simpletuner.plan.build import Plan
 from simpletuner.plan.checks import check_block_numbers, check_parts
 from simpletuner.plan.entries import Listing, list_entries, make_catalogue
+from simpletuner.plan.length import check_schedule, plan_length
 from simpletuner.reporting.events import CACHING, EventStream, PhaseStarted
 from simpletuner.run.quarantine import quarantine
 from simpletuner.training.assemble import make_accelerator
@@ -407,5 +408,8 @@ def without_failures(plan: Plan, failures: dict[tuple[str, str], str], world: Wo
     if problems.are_fatal:
         raise UserError("\n".join(str(problem) for problem in problems if problem.fatal))
     world.main_only(lambda: quarantine(reduced.datasets, plan.output_dir))
-    # Fewer samples shorten epochs, which changes the number of steps if the run is counted in epochs.
-    return replace(reduced, length=plan_length(reduced))
+    # Fewer samples shorten epochs, which changes the number of steps if the run is counted in epochs, and the steps
+    # that lie in windows of epochs.
+    reduced = replace(reduced, length=plan_length(reduced))
+    Problems(check_schedule(reduced)).raise_if_fatal()
+    return reduced

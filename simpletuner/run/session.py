@@ -85,7 +85,7 @@ class Session:
         if plan.resume is not None:
             state = load_checkpoint(plan.resume, assembly, loader, same_data=plan.same_data)
         else:
-            state = TrainState(global_step=config.lora.init_lora_step if config.lora.init_lora else 0)
+            state = TrainState(plan.steps_done)
         # Drawing noise is slow, so the prefetch thread does it ahead of the step.
         loader.complete = partial(with_noise, assembly)
         # Noise depends on the number of the micro-batch in the run, not in this session.

@@ -26,6 +26,7 @@ from simpletuner.memory.precision import DTYPES, check_device
 from simpletuner.models.blocks import KERNELS
 from simpletuner.plan.build import Plan
 from simpletuner.plan.entries import latent_storage, machine_folder, text_folder
+from simpletuner.plan.length import length_key
 from simpletuner.reporting.events import EventStream, RunState, StateChanged
 from simpletuner.reporting.record import Recorded, RunRecord
 from simpletuner.run.caches import Encoding, build_adapter, prepare_caches
@@ -141,7 +142,7 @@ def end(plan: Plan, events: EventStream, companions: Sequence[Companion], ledger
         result,
         *(companion.finish(ledger) for companion in companions),
         f'Render with it: simpletuner sample {shlex.quote(str(plan.output_dir))} --prompt "..."',
-        "To train longer, start the same command with a larger max_train_steps.",
+        f"To train longer, start the same command with a larger {length_key(plan)}.",
         *(companion.unfinished for companion in companions),
     ]
     events.publish(StateChanged("finished", ledger.step, plan.length.total_steps, "\n".join(filter(None, lines))))

@@ -40,7 +40,7 @@ from simpletuner.reporting.events import CheckpointSaved, EventStream, StepRepor
 from simpletuner.training import manifest
 from simpletuner.training.guard import refuse_not_finite, stop_if_result_not_finite
 from simpletuner.training.loop import Callback
-from simpletuner.training.manifest import ROLLING, STATE_FOLDER, Checkpoint, Identity, Manifest
+from simpletuner.training.manifest import ROLLING, STATE_FOLDER, Checkpoint, Identity, Manifest, Progress
 from simpletuner.training.optimizers import load_state
 from simpletuner.training.state import Assembly, TrainState, random_states, restore_random_states
 from simpletuner.training.trained import Draft, copy_drafts
@@ -107,7 +107,7 @@ def _restore(checkpoint: Checkpoint, assembly: Assembly, loader: BatchLoader, *,
     if ema is not None and content["ema"] is not None:
         refuse_not_finite(content["ema"]["average"], f"The moving average in {checkpoint.path}")
         ema.load_state_dict(content["ema"])
-    loader.load_state_dict(content["loader"] if same_data else {**content["loader"], "position": 0})
+    loader.load_state_dict(content["loader"] if same_data else loader.beginning())
     restore_random_states(content["random"])
     return TrainState(step, epoch, loader.epochs_done)
 
@@ -238,7 +238,8 @@ class CheckpointWriter(Callback):
                     for draft in drafts:
                         sharers.on_main(partial(draft.write_into, folder))
             written = building.pop_all()
-        describe = partial(Manifest, state.global_step, state.epoch, self.identity)
+        progress = Progress(self.loader.index, self.loader.epochs_done, assembly.settings.total_steps)
+        describe = partial(Manifest, state.global_step, state.epoch, self.identity, progress=progress)
 
         def complete() -> None:
             with written:  # renames the folder on exit

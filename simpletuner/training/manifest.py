@@ -65,17 +65,34 @@ class Identity:
 
 
 @dataclass(frozen=True)
+class Progress:
+    """How far a run was at a checkpoint.
+
+    Attributes:
+        position: micro-batches of the epoch that are trained.
+        epochs_done: number of complete epochs.
+        total_steps: the length of the run as planned.
+    """
+
+    position: int
+    epochs_done: int
+    total_steps: int
+
+
+@dataclass(frozen=True)
 class Manifest:
     """The contents of a checkpoint and the run it belongs to.
 
     Attributes:
         files: size in bytes and SHA-256 of every file, by relative path.
+        progress: None in older checkpoints.
     """
 
     step: int
     epoch: int
     identity: Identity
     files: dict[str, tuple[int, str]]
+    progress: Progress | None = None
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ from itertools import chain
 import torch
 from torch import Tensor
 
+from simpletuner.config.rates import learning_rate_at
 from simpletuner.data.loader import BatchLoader
 from simpletuner.diffusion.batch import Batch, NoisyBatch
 from simpletuner.diffusion.flow import elementwise_loss, per_sample
@@ -24,7 +25,7 @@ from simpletuner.training import guard
 from simpletuner.training.losses import Losses, MicroLoss, loss_divisor
 from simpletuner.training.meter import StepMeter
 from simpletuner.training.noise import add_noise
-from simpletuner.training.optimizers import RATE_RATIO, SEED, learning_rate_at
+from simpletuner.training.optimizers import RATE_RATIO, SEED
 from simpletuner.training.state import Assembly
 
 

@@ -211,7 +211,10 @@ def test_a_run_that_would_outlast_its_datasets(workspace: Workspace, capsys: Cap
     workspace.write_datasets([{**DATASETS[0], "end_epoch": 2}, DATASETS[1]])
     warnings(workspace, capsys, "max_train_steps=16")
     problem = complaint(workspace, capsys, "plan", "max_train_steps=17")
-    assert problem == "end_epoch: 2 is the last with data: 16 batches, and 17 steps need 17."
+    assert problem == (
+        "data_backend_config: no dataset takes part from step 17 on (epoch 3): pictures (end_epoch 2). Change a window "
+        "to include it, or end the run before it with max_train_steps 16."
+    )
 
 
 def test_an_offset_of_sigmas_needs_the_law_it_belongs_to(workspace: Workspace, capsys: Capture) -> None:

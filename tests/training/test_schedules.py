@@ -10,9 +10,9 @@ import pytest
 
 from simpletuner.config.load import Layer, resolve
 from simpletuner.config.optimizers import peak_learning_rate
+from simpletuner.config.rates import learning_rate_at
 from simpletuner.config.schema import OptimizerConfig
 from simpletuner.errors import result_of
-from simpletuner.training.optimizers import learning_rate_at
 
 SCHEDULERS = get_args(OptimizerConfig.model_fields["lr_scheduler"].annotation)
 PEAK, END = 1e-3, 1e-5

@@ -100,7 +100,17 @@ def _length_lines(plan: Plan) -> Iterator[str]:
         yield f"learning rate {peak:.3g}, which is {rate:.3g} scaled to the samples of a step"
     yield f"{counted(length.batches_per_epoch, 'batch', 'batches')} an epoch, {counted(length.epochs, 'epoch')}"
     if plan.resume is not None:
-        yield f"continues from {plan.resume.path.name} (step {plan.resume.step})"
+        yield f"continues from {plan.resume.path.name} (step {plan.resume.step}){_left(plan)}"
+
+
+def _left(plan: Plan) -> str:
+    """What is left of a continued run whose data have changed."""
+    left = remaining_steps(plan)
+    if plan.same_data or not left:
+        return ""
+    first, last = plan.origin.epoch, plan.length.epochs
+    epochs = f"epoch {first}" if first == last else f"epochs {first} to {last}"
+    return f"; {counted(left, 'step is', 'steps are')} left: {epochs} of today's data"
 
 
 def changed_settings(plan: Plan) -> list[tuple[str, Any, str]]:
