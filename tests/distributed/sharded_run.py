@@ -83,19 +83,19 @@ class Batches:
     """Hands out this process's part of the same batch again and again, like a loader."""
 
     batch: Batch
-    position: int = 0
+    index: int = 0
     epoch = 1
     epochs_done = 0
 
     def __next__(self) -> Batch:
-        self.position += 1
+        self.index += 1
         return self.batch
 
     def state_dict(self) -> dict[str, int]:
-        return {"position": self.position}
+        return {"position": self.index}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        self.position = state["position"]
+        self.index = state["position"]
 
 
 @dataclass

@@ -10,6 +10,7 @@ import pytest
 
 from simpletuner.config.sources import parse_arguments
 from simpletuner.plan.build import Plan, make_plan
+from simpletuner.plan.length import length_key
 from simpletuner.plan.resume import identify
 from simpletuner.training.manifest import Manifest, Progress, write_manifest
 from tests.complaints import complaint, warnings
@@ -212,3 +213,13 @@ def test_a_window_of_steps_moves_with_the_accumulation(workspace: Workspace, cap
         save_checkpoint(workspace, 4 + moves, 1, Progress(4 + moves, 0, 20))
         told = warnings(workspace, capsys, "max_train_steps=20", "gradient_accumulation_steps=2")
         assert ("starts over" in told) == moves
+
+
+@pytest.mark.parametrize(
+    ("settings", "key"),
+    [((), "max_train_steps"), (("max_train_steps=", "num_train_epochs=2"), "num_train_epochs")],
+)
+def test_advice_to_train_longer_names_the_key_that_counts(
+    workspace: Workspace, settings: tuple[str, ...], key: str
+) -> None:
+    assert length_key(planned(workspace, *settings)) == key

@@ -29,7 +29,7 @@ CAPTIONS = ["a star", "two blue circles", "a green square on black", "x"]
 class Batches:
     """Hands out the given batches, like a loader."""
 
-    epoch, epochs_done = 1, 0
+    epoch, epochs_done, index = 1, 0, 0
 
     def __init__(self, *batches: Batch) -> None:
         self.batches = iter(batches)
