@@ -86,7 +86,7 @@ def check_schedule(plan: Plan) -> Iterator[Problem]:
     yield from _check_left(plan)
     yield from _check_rate(plan)
     for dataset in schedule.datasets:
-        if not schedule.takes_part(dataset, batches) and not _is_over(dataset, schedule):
+        if _opens_later(dataset, schedule) and not schedule.takes_part(dataset, batches):
             run = f"{counted(length.total_steps, 'step')} and {counted(length.epochs, 'epoch')}"
             yield warning(dataset.id, f"never takes part in a run of {run}: its window is {_window(dataset)}.")
 
@@ -122,10 +122,10 @@ def _window(dataset: Dataset) -> str:
     return ", ".join(f"{key} {value}" for key, value in values.items() if value != is_open.get(key))
 
 
-def _is_over(dataset: Dataset, schedule: Schedule) -> bool:
-    """Whether the window closed in an earlier session of the run."""
+def _opens_later(dataset: Dataset, schedule: Schedule) -> bool:
+    """Whether the window opens after the beginning of this session; otherwise earlier ones may have been in it."""
     origin = schedule.origin
-    return epochs_of(dataset).stop <= origin.epoch or steps_of(dataset).stop <= schedule.step_at(origin.batches)
+    return epochs_of(dataset).start > origin.epoch or steps_of(dataset).start > schedule.step_at(origin.batches)
 
 
 def _check_left(plan: Plan) -> Iterator[Problem]:

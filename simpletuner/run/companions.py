@@ -98,6 +98,9 @@ class Companion:
     def on_train_end(self, assembly: Assembly, state: TrainState) -> None:
         """See `Callback`."""
 
+    def on_failure(self, assembly: Assembly, state: TrainState) -> None:
+        """See `Callback`."""
+
     def finish(self, ledger: Ledger) -> str:
         """Do the pending tasks of the result; returns a line about the outcome."""
         return ""

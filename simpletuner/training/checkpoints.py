@@ -18,7 +18,7 @@ import struct
 import time
 from collections.abc import Callable, Collection, Generator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack, closing, nullcontext
+from contextlib import ExitStack, closing, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -185,6 +185,16 @@ class CheckpointWriter(Callback):
         """Save the last step. An interrupted run saves a rolling checkpoint, which never displaces a regular one."""
         self.save(assembly, state, rolling=state.global_step < assembly.settings.total_steps)
         self._settle()
+
+    def on_failure(self, assembly: Assembly, state: TrainState) -> None:
+        """Save the last complete step. Previews that cannot be completed are rendered when the run continues."""
+        if self.saved_step is None:  # before the first step
+            return
+        previews = self.before
+        self.before = lambda: None
+        with suppress(Exception):
+            previews()
+        self.on_train_end(assembly, state)
 
     def save(self, assembly: Assembly, state: TrainState, *, rolling: bool = False) -> None:
         """Save now, unless this step is already saved, then remove checkpoints beyond the limit.

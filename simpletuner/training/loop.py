@@ -6,16 +6,20 @@ saves or renders is a callback. Neither requires changes here.
 
 from __future__ import annotations
 
+import copy
+import logging
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Protocol
 
 from simpletuner.data.loader import BatchLoader
 from simpletuner.distributed.requests import Stop
-from simpletuner.errors import Interrupted
+from simpletuner.errors import Interrupted, WriteError
 from simpletuner.reporting.events import StepReport
 from simpletuner.training.state import Assembly, TrainState
 from simpletuner.training.step import optimizer_step
+
+logger = logging.getLogger(__name__)
 
 
 class Callback(Protocol):
@@ -37,6 +41,13 @@ class Callback(Protocol):
         """Called after the last step, also after a request to stop early."""
         return
 
+    def on_failure(self, assembly: Assembly, state: TrainState) -> None:
+        """Called before an error ends the run, with the weights of `state.global_step`, to save what can be saved.
+
+        Called in one process alone, so it must not wait for the others.
+        """
+        return
+
 
 def train(
     assembly: Assembly, loader: BatchLoader, state: TrainState, callbacks: Sequence[Callback], stop: Stop
@@ -47,23 +58,58 @@ def train(
         Interrupted: a stop was requested; the current step is finished and `on_train_end` has been called.
     """
     assembly.transformer.train()
+    try:
+        _take_steps(assembly, loader, state, callbacks, stop)
+    except Interrupted:
+        raise
+    except Exception as error:
+        _save_before_failure(assembly, loader, state, callbacks, error)
+        raise
+    if assembly.world.any(stop.requested):  # also waits until all processes have finished writing
+        raise Interrupted(f"Stopped at step {state.global_step}; start again to continue from there.")
+
+
+def _take_steps(
+    assembly: Assembly, loader: BatchLoader, state: TrainState, callbacks: Sequence[Callback], stop: Stop
+) -> None:
     _notify(callbacks, lambda callback: callback.on_train_start(assembly, state))
     # All processes stop before the same step; otherwise, some would wait forever.
     while state.global_step < assembly.settings.total_steps and not assembly.world.any(stop.requested):
         # The replay of a failed step reads its batches from here.
         state.data_before = before = loader.state_dict()
+        # Not the states themselves: reading them would wait for the device.
+        state.techniques_before = [copy.copy(technique) for technique in assembly.techniques]
         try:
             report = optimizer_step(assembly, loader, state.global_step)
         except Interrupted:  # while new crops of an epoch were being encoded, before the step
             loader.load_state_dict(before)  # read its first micro-batches again
             break
         state.data_before = None
-        state.global_step, state.epoch = report.step, report.epoch
+        state.global_step, state.epoch, state.report = report.step, report.epoch, report
+        assembly.is_halfway = False
         _notify(callbacks, lambda callback: callback.on_step_end(assembly, state, report))  # noqa: B023 - called at once
         state.epochs_done = report.epochs_done
     _notify(callbacks, lambda callback: callback.on_train_end(assembly, state))
-    if assembly.world.any(stop.requested):  # also waits until all processes have finished writing
-        raise Interrupted(f"Stopped at step {state.global_step}; start again to continue from there.")
+
+
+def _save_before_failure(
+    assembly: Assembly, loader: BatchLoader, state: TrainState, callbacks: Sequence[Callback], error: Exception
+) -> None:
+    """Let the callbacks save the last complete step, unless weights are between two steps or cannot be written."""
+    # Sharded weights could only be saved by all processes together.
+    is_sharded = assembly.trained.sharers.size > 1
+    if assembly.is_between_steps or is_sharded or isinstance(error, WriteError):
+        return
+    after = assembly.techniques
+    if state.data_before is not None:  # within a step
+        loader.load_state_dict(state.data_before)
+        assembly.techniques = state.techniques_before
+    for callback in callbacks:
+        try:
+            callback.on_failure(assembly, state)
+        except Exception as failed:  # noqa: BLE001 - it must not mask the run's error
+            logger.warning("Step %d could not be saved: %s", state.global_step, failed)
+    assembly.techniques = after
 
 
 def _notify(callbacks: Sequence[Callback], call: Callable[[Callback], None]) -> None:

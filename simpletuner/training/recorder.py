@@ -23,7 +23,9 @@ class EmaUpdater(Callback):
 
     def on_step_end(self, assembly: Assembly, state: TrainState, report: StepReport) -> None:
         if assembly.trained.ema is not None:
+            assembly.is_halfway = True  # until the average is of the same step as the weights
             assembly.trained.ema.update(state.global_step)
+            assembly.is_halfway = False
 
 
 @dataclass
@@ -41,12 +43,19 @@ class Recorder(Callback):
     matmul_flops: float | None = None
     rounds: Mapping[str, Rounds] = field(default_factory=dict)
     slow_steps: SlowSteps = field(default_factory=SlowSteps)
+    _recorded: int = field(default=0, init=False)
 
     def on_train_start(self, assembly: Assembly, state: TrainState) -> None:
         total = assembly.settings.total_steps
         self.events.publish(StateChanged("running", state.global_step, total, rounds=self.rounds))
 
+    def on_failure(self, assembly: Assembly, state: TrainState) -> None:
+        """Record the last step if the callbacks before this one have failed: its checkpoint needs its line."""
+        if state.report is not None and state.report.step > self._recorded:
+            self.on_step_end(assembly, state, state.report)
+
     def on_step_end(self, assembly: Assembly, state: TrainState, report: StepReport) -> None:
+        self._recorded = report.step
         ema = assembly.trained.ema
         average = {} if ema is None else {"ema_decay_value": ema.decay_value}
         completed = replace(

@@ -22,6 +22,7 @@ from simpletuner.memory.offload.streamer import Streamer
 from simpletuner.models.adapter import FamilyAdapter, TileCounts
 from simpletuner.models.cost import Work
 from simpletuner.models.lora_keys import Targets
+from simpletuner.reporting.events import StepReport
 from simpletuner.techniques.base import HiddenStates, Technique
 from simpletuner.training.optimizers import sampling_weights
 from simpletuner.training.release import GradientRelease
@@ -41,12 +42,16 @@ class TrainState:
         epoch: epoch of the last sample, counted from 1.
         epochs_done: number of completed epochs.
         data_before: position in the data before the current step; None between steps.
+        techniques_before: shallow copies of the techniques, with their states before the current step.
+        report: of the last step of this session.
     """
 
     global_step: int = 0
     epoch: int = 1
     epochs_done: int = 0
     data_before: dict[str, Any] | None = None
+    techniques_before: list[Technique] = field(default_factory=list)
+    report: StepReport | None = None
 
     def is_due(self, steps: int | None, epochs: int | None, epochs_done: int) -> bool:
         """Whether the last step ends an interval of steps, or completes an epoch that ends an interval of epochs.
@@ -133,6 +138,7 @@ class Assembly:
         world: the processes that train together.
         is_sharded: weights are sharded, so processes run every forward pass together.
         passes: number of forward passes in this session's steps.
+        is_halfway: an update of the weights or their average has begun, and its step is not counted yet.
     """
 
     adapter: FamilyAdapter
@@ -154,6 +160,7 @@ class Assembly:
     world: World = field(default_factory=World)
     is_sharded: bool = False
     passes: int = 0
+    is_halfway: bool = False
 
     @property
     def module_parameters(self) -> dict[str, nn.Parameter]:
@@ -168,6 +175,11 @@ class Assembly:
         With replicas, only one process writes. Shards must be gathered, in which every process takes part.
         """
         return self.world.is_main or self.trained.sharers.size > 1
+
+    @property
+    def is_between_steps(self) -> bool:
+        """Whether weights may be partly updated, so that they belong to no step."""
+        return self.is_halfway or (self.release is not None and self.release.is_halfway)
 
     def updating(self) -> AbstractContextManager[None]:
         """A context for the backward pass of a step."""

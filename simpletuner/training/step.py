@@ -67,6 +67,7 @@ def optimizer_step(assembly: Assembly, loader: BatchLoader, global_step: int) ->
     if all(map(math.isfinite, sizes)):
         for parameters, limited in zip(parts, (size, module_size), strict=True):
             guard.clip_gradients(parameters, settings.optimizer, limited)
+        assembly.is_halfway = True  # until the loop counts the step
         if assembly.release is None:
             assembly.scaler.step(assembly.optimizer)
         else:  # the model has already been updated
@@ -76,6 +77,7 @@ def optimizer_step(assembly: Assembly, loader: BatchLoader, global_step: int) ->
     everyone = Losses.merged(gathered[:: settings.sequence])  # one process per sequence-parallel group
     guard.stop_if_gradients_not_finite(assembly, sizes, everyone.names)
     # After the check, which needs the scale of this step.
+    assembly.is_halfway = True
     assembly.scaler.update()
     # None instead of zeros frees the memory for previews, and lets optimizers skip modules without a loss.
     assembly.optimizer.zero_grad(set_to_none=True)

@@ -27,6 +27,7 @@ from simpletuner.distributed.sharing import Results, share_work
 from simpletuner.models.adapter import FamilyAdapter
 from simpletuner.reporting.events import EVALUATION, Evaluated, EventStream, PhaseStarted, Rounds, StepReport
 from simpletuner.reporting.metrics import EVALUATED
+from simpletuner.training.loop import Callback
 from simpletuner.training.state import Assembly, TrainState
 from simpletuner.validation.runner import Placed, own_share, quiet, weights_to_use
 
@@ -34,7 +35,7 @@ Evaluation = tuple[bool, str, Sample]  # (with the moving average, dataset id, s
 
 
 @dataclass
-class EvaluationLoss:
+class EvaluationLoss(Callback):
     """Callback that publishes `loss/val/<dataset id>` at the configured intervals.
 
     Attributes:

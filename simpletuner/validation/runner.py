@@ -36,6 +36,7 @@ from simpletuner.models.decoding import decode_in
 from simpletuner.reporting.events import PREVIEWS, EventStream, MediaRendered, PhaseStarted, StepReport
 from simpletuner.reporting.metrics import MediaRecord
 from simpletuner.training.guard import stop_if_result_not_finite
+from simpletuner.training.loop import Callback
 from simpletuner.training.lora_files import Loras, applied_loras
 from simpletuner.training.state import Assembly, TrainState, random_states, restore_random_states
 from simpletuner.validation.prompts import AdapterRun, ValidationPrompt
@@ -216,7 +217,7 @@ class Shot:
 
 
 @dataclass
-class ValidationRunner:
+class ValidationRunner(Callback):
     """Callback that renders previews at step 0, at the configured intervals and at the end.
 
     Attributes:

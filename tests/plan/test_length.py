@@ -25,9 +25,9 @@ def pictures(**keys: Any) -> dict[str, Any]:
     return {**DATASETS[0], "repeats": 0, **keys}
 
 
-def second(**keys: Any) -> dict[str, Any]:
+def second(id: str = "second", **keys: Any) -> dict[str, Any]:
     """Another dataset with the same files."""
-    return pictures(id="second", **keys)
+    return pictures(id=id, **keys)
 
 
 def planned(workspace: Workspace, *settings: str) -> Plan:
@@ -192,6 +192,15 @@ def test_a_longer_run_says_how_its_learning_rate_jumps(workspace: Workspace, cap
     assert "lr_scheduler: cosine was computed for 6 steps and now is for 12" in told
     assert "from 4e-07 in step 6 to 0.000429 in step 7" in told
     assert "lr_scheduler" not in warnings(workspace, capsys, "max_train_steps=12", "lr_scheduler=constant")
+
+
+def test_a_dataset_of_earlier_sessions_has_taken_part(workspace: Workspace, capsys: Capture) -> None:
+    workspace.write_config(max_train_steps=None, num_train_epochs=2)
+    workspace.write_datasets([pictures(), second(end_epoch=1), second(id="late", start_epoch=3), TEXTS])
+    save_checkpoint(workspace, 12, 2, Progress(4, 2, 12))
+    told = warnings(workspace, capsys)
+    assert "late: never takes part" in told
+    assert told.count("never takes part") == 1
 
 
 @pytest.mark.parametrize("change", [{"probability": 2.0}, {"end_step": 300}, {"start_epoch": 1, "end_epoch": 90}])

@@ -122,16 +122,17 @@ def test_the_same_step_bit_for_bit(workspace: Workspace, failing: Any, capsys: p
     assert workspace.train() == 1
     folder, failure = only_failure(workspace)
     before = files_of(workspace)
-    assert (failure["step"], Path(failure["checkpoint"]).name) == (4, "checkpoint-2")
+    assert (failure["step"], Path(failure["checkpoint"]).name) == (4, "checkpoint-3-rolling")
     capsys.readouterr()
     assert workspace.train("--replay", str(folder)) == 1
     shown = capsys.readouterr().out
-    assert "Repeating step 4 from checkpoint-2" in shown
+    assert "Repeating step 4 from checkpoint-3-rolling" in shown
     assert "Step 4 fails again, with the same cause: RuntimeError: The loss of" in shown
     assert "Encoding" not in shown
     assert not any(TOKEN.encode() in path.read_bytes() for path in folder.iterdir())
     assert files_of(workspace) == before
 
+    shutil.rmtree(workspace.path("output/checkpoint-3-rolling"))
     failing(lambda noisy, loss: loss.detach().fill_(float("nan")))
     assert workspace.train("--replay", str(folder)) == 1
     assert "Step 3 fails already" in capsys.readouterr().out

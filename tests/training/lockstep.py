@@ -63,7 +63,7 @@ class Alternating(Batches):
     """Hands out the batch as one of two datasets in turn."""
 
     def __next__(self) -> Batch:
-        return replace(super().__next__(), dataset_id=KNOWN if self.position % 2 else "new")
+        return replace(super().__next__(), dataset_id=KNOWN if self.index % 2 else "new")
 
 
 def techniques_of(checkpoint: Path, names: Sequence[str], settings: Mapping[str, Any]) -> list[Technique]:

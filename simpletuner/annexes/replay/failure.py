@@ -19,6 +19,7 @@ from simpletuner.annexes.fitting.ready import ready_plan
 from simpletuner.config.sources import Arguments
 from simpletuner.errors import UserError, shorten
 from simpletuner.plan.build import Plan
+from simpletuner.plan.length import data_origin
 from simpletuner.redaction import HIDDEN, redact_settings
 from simpletuner.training.manifest import Checkpoint, find_checkpoints
 
@@ -92,7 +93,8 @@ def prepare(folder: Path, arguments: Arguments) -> tuple[Failure, Plan]:
     folders = {"output_dir": str(folder / "replay"), "cache_dir": run.cache_dir or f"{run.output_dir}/cache"}
     config = plan.config.with_values(folders, "--replay")
     # Even if the data has changed, the order of samples continues; `changes` reports the differences.
-    return failure, replace(plan, config=config, resume=checkpoint_before(plan, failure.step - 1), same_data=True)
+    plan = replace(plan, config=config, resume=checkpoint_before(plan, failure.step - 1), same_data=True)
+    return failure, replace(plan, origin=data_origin(plan))
 
 
 def checkpoint_before(plan: Plan, step: int) -> Checkpoint | None:
