@@ -16,7 +16,14 @@ from simpletuner.data.buckets import build_rules
 from simpletuner.data.captions import CaptionSource, Edit, caption_source, captions_for, read_filters
 from simpletuner.data.chance import order_key
 from simpletuner.data.clips import SAME_SPEED, build_clip_rules
-from simpletuner.data.dataset import Dataset, check_amount, is_stretched, summarise_rejected, warn_of_enlarged
+from simpletuner.data.dataset import (
+    Dataset,
+    check_amount,
+    has_error,
+    is_stretched,
+    summarise_rejected,
+    warn_of_enlarged,
+)
 from simpletuner.data.discovery import Folder, Scan, read_excluded, read_folder, wanted_suffixes
 from simpletuner.data.entries import (
     DataContext,
@@ -28,6 +35,7 @@ from simpletuner.data.entries import (
 )
 from simpletuner.data.files import LeftOutError
 from simpletuner.data.masks import check_mask_sizes, check_masks, measure_masks
+from simpletuner.data.overlooked import split_texts, unused_captions
 from simpletuner.data.sample import CLIP, EXPECTED, PICTURE, Rejected, Sample
 from simpletuner.errors import Problem, Problems, Reading, counted, did_you_mean, shorten, warning, within
 
@@ -61,12 +69,11 @@ def build_datasets(
     links = problems.take(link_partners(entries, context))
     builder = _Builder(entries, context, problems, _collect_remote(entries, context, problems), {**folders})
     datasets = []
-    for written, entry in zip(configs, entries, strict=True):
+    for entry in entries:
         # Skip caches, and conditioning entries, which are read for the datasets they are paired with.
         if entry.id not in links:
             continue
         if builder.folder(entry).is_there:
-            problems.extend(_hint_at_caption_files(written, entry, builder.folder(entry)))
             dataset = builder.dataset(entry, links[entry.id])
             datasets += [] if dataset is None else [dataset]
         else:  # the missing folder has been reported; the entry's rules may be wrong as well
@@ -142,6 +149,9 @@ class _Builder:
         # Choose the samples first: reading masks decodes them.
         dataset = self._read_masks(_choose(self._fill(dataset, captions)))
         self.problems.extend(summarise_rejected(dataset, self._expected(entry)))
+        if not has_error(entry.id, self.problems):
+            self.problems.extend(unused_captions(entry, dataset))
+        self.problems.extend(split_texts(dataset))
         self.problems.extend(warn_of_enlarged(dataset))
         self.problems.extend(_check_speed(dataset, self.context.spec.frame_rate))
         if entry.hold_out:
@@ -270,21 +280,16 @@ def _check_excluded(entry: DatasetConfig, excluded: frozenset[str], folder: Fold
         yield warning(f"{entry.id}.exclude_files", message + hint)
 
 
-def _hint_at_caption_files(written: DatasetConfig, entry: DatasetConfig, folder: Folder) -> Iterator[Problem]:
-    """Warn about unused text files beside pictures or clips, which are probably captions."""
-    count = len(folder.listing.captions)
-    # An explicit `filename` is intended; only the default may surprise.
-    if written.caption_strategy is None and entry.caption_strategy == "filename" and count:
-        message = f"captions come from the file names, not from {counted(count, 'caption file')} beside them."
-        yield warning(f"{entry.id}.caption_strategy", f"{message} To use them, set caption_strategy to textfile.")
-
-
 def _unused_captions(entry: DatasetConfig, captions: CaptionSource) -> list[Rejected]:
-    if entry.caption_strategy == "textfile" and not entry.only_instance_prompt:
-        return []
-    origin = "instance_prompt" if entry.only_instance_prompt else entry.caption_strategy
-    detail = f"is not read: captions come from {origin}"
-    return [Rejected(entry.id, name, "unused caption", detail) for name in captions.folder.listing.captions.values()]
+    """Caption files and tables that are not read, for the ledger."""
+    strategy, listing = entry.caption_strategy, captions.folder.listing
+    origin = "instance_prompt" if entry.only_instance_prompt else strategy
+    names: list[str] = []
+    if origin != "textfile":
+        names += dict.fromkeys(listing.captions.values())
+    if origin != "metadata":
+        names += listing.metadata
+    return [Rejected(entry.id, name, "unused caption", f"is not read: captions come from {origin}") for name in names]
 
 
 def _check_partners(dataset: Dataset, partners: Dataset, names: Sequence[str]) -> Iterator[Problem]:

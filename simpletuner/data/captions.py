@@ -13,8 +13,9 @@ import unicodedata
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import pairwise
 from pathlib import Path, PurePosixPath
-from typing import Any
+from typing import Any, NamedTuple
 
 import regex
 
@@ -36,6 +37,10 @@ UNKNOWN = FileFacts(0, 0, "")
 UTF16_MARKS = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
 
 no_caption, bad_caption = (partial(LeftOutError, reason) for reason in UNCAPTIONED)
+
+PARAGRAPH = 80  # characters; shorter lines are captions
+# A line that cannot be a caption by itself: brackets, an item of a list, a heading, a line that ends in a colon, JSON.
+FRAGMENT = re.compile(r"[\W_]+$|[-*•]\s|\d{1,2}[.)]\s|#{1,6}\s|\*\*|```|.*:$|\{?\s*[\"'][\w ]+[\"']\s*:")
 
 Edit = Callable[[str], Sequence[str]]  # maps a caption to its replacements
 
@@ -151,9 +156,10 @@ def _own_captions(name: str, source: CaptionSource) -> tuple[str, ...]:
     whole = source.config.disable_multiline_split
     stamp = caption_stamp(f"{folder.root}/{file}", whole=whole)
     if stamp is None or stamp != known.stamp:
-        captions = read_caption_file(folder.root / file, whole=whole)
+        content = read_caption_file(folder.root / file, whole=whole)
         # Facts are saved in the index, so the next start opens no unchanged caption file.
-        known = source.facts[name] = replace(known, captions=captions, stamp=stamp)
+        known = replace(known, captions=content.captions, stamp=stamp, is_one_text=content.is_one_text)
+        source.facts[name] = known
     return known.captions
 
 
@@ -169,7 +175,8 @@ def caption_stamp(path: str, *, whole: bool) -> str | None:
         return None
     if time.time() - status.st_ctime < COARSEST_CLOCK:
         return None
-    return f"{whole:d} {status.st_size} {status.st_mtime_ns} {status.st_ctime_ns} {status.st_ino}"
+    way = "whole" if whole else "lines"
+    return f"{way} {status.st_size} {status.st_mtime_ns} {status.st_ctime_ns} {status.st_ino}"
 
 
 def caption_of_name(name: str) -> str:
@@ -185,7 +192,14 @@ def caption_of_name(name: str) -> str:
     return caption
 
 
-def read_caption_file(path: Path, *, whole: bool = False) -> tuple[str, ...]:
+class CaptionFile(NamedTuple):
+    """The captions in a text file; `is_one_text` if its lines seem to be parts of one text."""
+
+    captions: tuple[str, ...]
+    is_one_text: bool
+
+
+def read_caption_file(path: Path, *, whole: bool = False) -> CaptionFile:
     """The captions in a text file: each non-empty line, or the whole text as one.
 
     Raises:
@@ -198,7 +212,29 @@ def read_caption_file(path: Path, *, whole: bool = False) -> tuple[str, ...]:
     captions = tuple(caption for caption in captions if caption)
     if not captions:
         raise no_caption(EMPTY)
-    return captions
+    return CaptionFile(captions, is_one_text(lines))
+
+
+def is_one_text(lines: Sequence[str]) -> bool:
+    """Whether lines seem to be parts of one text, such as JSON, a list or paragraphs, instead of alternative captions.
+
+    Args:
+        lines: without spaces at their ends; blank ones separate paragraphs.
+    """
+    texts = [line for line in lines if line]
+    if len(texts) < 2:
+        return False
+    if any(FRAGMENT.match(text) for text in texts):
+        return True
+    is_long = max(map(len, texts)) >= PARAGRAPH
+    first, last = lines.index(texts[0]), len(lines) - lines[::-1].index(texts[-1])
+    has_paragraphs = "" in lines[first:last]
+    return is_long and (has_paragraphs or any(_goes_on(*pair) for pair in pairwise(texts)))
+
+
+def _goes_on(line: str, following: str) -> bool:
+    """Whether a sentence continues on the next line, as in a text with hard line breaks."""
+    return len(line) >= PARAGRAPH // 2 and line[-1] not in ".!?。！？।" and following[0].islower()
 
 
 def read_caption_text(path: Path) -> str:

@@ -376,13 +376,17 @@ def warn_of_enlarged(dataset: Dataset) -> Iterator[Problem]:
     yield warning(f"{dataset.id}.resolution", f"{message}: {advice}")
 
 
+def has_error(name: str, problems: Problems) -> bool:
+    """Whether there is an error in a dataset's entry."""
+    places = [problem.where for problem in problems if problem.fatal]
+    return any(where == name or where.startswith(f"{name}.") for where in places)
+
+
 def check_amount(dataset: Dataset, context: DataContext, problems: Problems) -> Dataset:
     """Report a dataset that cannot fill one optimizer step, or raise its repeats if that is allowed."""
     count = len(dataset.samples)
     if not count:
-        # An error in the entry already explains it.
-        places = [problem.where for problem in problems if problem.fatal]
-        if not any(where == dataset.id or where.startswith(f"{dataset.id}.") for where in places):
+        if not has_error(dataset.id, problems):  # which explains it
             problems.append(Problem(dataset.id, _nothing_usable(dataset), kind=_kind(dataset.counts())))
         return dataset
     # Evaluation accepts any number of samples.

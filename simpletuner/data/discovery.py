@@ -191,6 +191,7 @@ class FileFacts:
         clip: length and rate; None for pictures.
         white: for a mask, the settings it was last read with and its white share.
         stamp: `captions.caption_stamp` of the caption file when it was read, or None.
+        is_one_text: the lines of the caption file seem to be parts of one text.
     """
 
     size: int
@@ -204,6 +205,7 @@ class FileFacts:
     white: tuple[str, float] | None = None
     stamp: str | None = None
     reason: str = ""
+    is_one_text: bool = False
 
     @property
     def picture_size(self) -> Size:

@@ -40,7 +40,7 @@ def captions(
 )
 def test_each_line_of_a_text_file_is_an_alternative(content: bytes, expected: tuple[str, ...], tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_bytes(content)
-    assert read_caption_file(tmp_path / "a.txt") == expected
+    assert read_caption_file(tmp_path / "a.txt").captions == expected
     assert captions("a.png", tmp_path, {"a.png": "a.txt"}, caption_strategy="textfile") == expected
 
 

@@ -146,7 +146,7 @@ class Material:
     @cached_property
     def _captions(self) -> dict[str, tuple[str, ...]]:
         texts = (self.files.captions.get(name) for name in self.files.files)
-        return self._read(filter(None, texts), read_caption_file)
+        return self._read(filter(None, texts), lambda path: read_caption_file(path).captions)
 
     def _read(self, names: Iterable[str], read: Callable[[Path], T]) -> dict[str, T]:
         """Read the first `LOOKED_AT` files, by name; unreadable files are skipped, since the plan reports them."""

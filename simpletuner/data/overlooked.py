@@ -1,0 +1,122 @@
+"""Captions that are not used as they are meant: files of other programs, and texts that are split into lines."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+from simpletuner.config.datasets import DatasetConfig
+from simpletuner.data.dataset import Dataset
+from simpletuner.data.discovery import Scan
+from simpletuner.data.entries import FIXED_PROMPTS
+from simpletuner.data.names import composed, pair_key, suffix_of
+from simpletuner.data.sample import UNCAPTIONED
+from simpletuner.errors import Problem, counted, shorten, warning
+
+# What captions come from, as text.
+ORIGINS = {"filename": "the file names", "metadata": "metadata.jsonl or metadata.csv", "parquet": "the parquet table"}
+ORIGINS |= dict.fromkeys(FIXED_PROMPTS, "instance_prompt")
+# Files that other programs write beside pictures, with a caption in plain text.
+OTHER_TEXTS = frozenset({".tags", ".tag", ".cap", ".captions", ".wd14", ".text"})
+LOOKED_INTO = 1 << 16  # bytes of a file that may hold captions
+CAPTION_KEY = re.compile(rb"""["'](?:captions?|prompt|text|tags)["']\s*:""")
+CAPTION_COLUMN = re.compile(rb"(?:^|[,;\t\"])(?:captions?|prompt|text)(?:$|[,;\t\"\r])", re.MULTILINE)
+
+
+def unused_captions(entry: DatasetConfig, dataset: Dataset) -> Iterator[Problem]:
+    """Report captions in the folder that the dataset does not use; an error if it has no samples without them.
+
+    Args:
+        entry: the dataset's entry with its defaults filled in.
+    """
+    if entry.only_instance_prompt:  # which says that captions are not used
+        return
+    listing, strategy = dataset.folder.listing, entry.caption_strategy or ""
+    origin = ORIGINS.get(strategy, strategy)
+    messages: list[str] = []
+    if strategy != "textfile" and listing.captions:
+        count = counted(len({*listing.captions.values()}), "caption file")
+        messages.append(
+            f"captions come from {origin}, not from {count} beside them. To use them, set caption_strategy to textfile."
+        )
+    lacks_captions = any(file.reason in UNCAPTIONED for file in dataset.rejected)
+    if strategy in ("filename", *FIXED_PROMPTS) or lacks_captions:
+        if strategy != "metadata" and listing.metadata:
+            advice = f"To use {listing.metadata[0]}, set caption_strategy to metadata."
+            messages.append(f"captions are in {shorten(listing.metadata, 3)}, too. {advice}")
+        messages += foreign_captions(dataset.root, listing)
+    is_fatal = lacks_captions and not dataset.samples
+    for message in messages:
+        yield Problem(f"{entry.id}.caption_strategy", message, is_fatal, kind="captions")
+
+
+def foreign_captions(root: Path, listing: Scan) -> list[str]:
+    """Sentences about files that other programs write captions into, each with what to do."""
+    candidates = [name for name, (reason, _) in listing.ignored.items() if reason.startswith("not a ")]
+    kinds: dict[str, list[str]] = {}
+    for name in candidates:
+        kinds.setdefault(suffix_of(name), []).append(name)
+    kinds = {suffix: names for suffix, names in kinds.items() if suffix in (*OTHER_TEXTS, *TABLES, ".json")}
+    if not kinds:
+        return []
+    own = {composed(name) for name in listing.files} | {pair_key(name) for name in listing.files}
+    sentences: list[str] = []
+    for suffix, names in kinds.items():
+        beside = [name for name in names if pair_key(name) in own]
+        apart = [name for name in names if pair_key(name) not in own]
+        sentences += _about_texts(root, suffix, beside)
+        sentences += [TABLES[suffix].format(name) for name in apart if suffix in TABLES and _lists(root / name)]
+    return sentences
+
+
+TABLES: Mapping[str, str] = {
+    ".jsonl": "{0} lists captions: rename it to metadata.jsonl and set caption_strategy to metadata.",
+    ".csv": "{0} lists captions: rename it to metadata.csv, name its columns file_name and text, and set "
+    "caption_strategy to metadata.",
+    ".json": "{0} lists captions, which are not read: write them into a metadata.jsonl with file_name and text "
+    "(docs/DATALOADER.md) and set caption_strategy to metadata.",
+    ".parquet": "{0} may list captions: metadata_backend parquet reads such a table (docs/DATALOADER.md).",
+}
+
+
+def _about_texts(root: Path, suffix: str, names: list[str]) -> Iterator[str]:
+    """A sentence about files beside pictures or clips."""
+    files = counted(len(names), f"{suffix} file")
+    if names and suffix in OTHER_TEXTS:
+        yield f"{files} beside pictures or clips ({names[0]}) may hold captions: rename them to .txt."
+    if names and suffix == ".json" and _lists(root / names[0]):
+        advice = "write each caption into a .txt file of the same name"
+        yield f"{files} beside pictures or clips ({names[0]}) hold captions, which are not read: {advice}."
+
+
+def _lists(path: Path) -> bool:
+    """Whether a file that is no picture or clip seems to hold captions."""
+    if path.suffix.lower() == ".parquet":
+        return True
+    try:
+        with path.open("rb") as file:
+            head = file.read(LOOKED_INTO)
+    except OSError:
+        return False
+    wanted = CAPTION_COLUMN if path.suffix.lower() == ".csv" else CAPTION_KEY
+    return wanted.search(head) is not None
+
+
+def split_texts(dataset: Dataset) -> Iterator[Problem]:
+    """Warn about caption files that seem to hold one text and become a caption per line."""
+    config = dataset.config
+    if config.caption_strategy != "textfile" or config.disable_multiline_split or config.only_instance_prompt:
+        return
+    read = {dataset.folder.listing.captions.get(sample.name, sample.name): sample.name for sample in dataset.samples}
+    facts = {file: dataset.facts[name] for file, name in read.items()}
+    split = {file: fact.captions for file, fact in facts.items() if fact.is_one_text and len(fact.captions) > 1}
+    if not split:
+        return
+    file, captions = next(iter(split.items()))
+    numbers = sorted({len(parts) for parts in split.values()})
+    parts = f"{numbers[0]} to {numbers[-1]}" if len(numbers) > 1 else f"{numbers[0]}"
+    files = f"{len(split)} of {counted(len(read), 'caption file')}"
+    message = f"the lines of {files} become {parts} captions each, such as {min(captions, key=len)!r} of {file}."
+    advice = "These files seem to hold one text each: to keep it whole, set disable_multiline_split to true."
+    yield warning(f"{dataset.id}.disable_multiline_split", f"{message} {advice}")

@@ -1,0 +1,161 @@
+"""Captions that lie in a folder are used, or the plan says how to use them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from simpletuner.config.datasets import DatasetConfig
+from simpletuner.data.build import build_datasets
+from simpletuner.data.captions import is_one_text
+from simpletuner.data.dataset import Dataset
+from simpletuner.data.entries import DataContext
+from simpletuner.errors import Problem, Problems
+from tests import pictures
+
+ROW = json.dumps({"file_name": "a.png", "text": "a cat"})
+LISTED = json.dumps({"image_path": "/data/a.png", "caption": "a cat"})
+# What other programs write, and what to do about it.
+SOURCES = {
+    "a.txt": ("a cat", "set caption_strategy to textfile"),
+    "a.png.txt": ("a cat", "set caption_strategy to textfile"),
+    "a.caption": ("a cat", "set caption_strategy to textfile"),
+    "metadata.jsonl": (ROW, "To use metadata.jsonl, set caption_strategy to metadata."),
+    "metadata.csv": ("file_name,text\na.png,a cat", "To use metadata.csv, set caption_strategy to metadata."),
+    "captions.jsonl": (LISTED, "captions.jsonl lists captions: rename it to metadata.jsonl and set"),
+    "captions.csv": ("image,caption\na.png,a cat", "captions.csv lists captions: rename it to metadata.csv, name"),
+    "meta_cap.json": (json.dumps({"a": {"caption": "a cat"}}), "meta_cap.json lists captions, which are not read"),
+    "all.parquet": ("PAR1", "all.parquet may list captions: metadata_backend parquet reads"),
+    "a.json": (json.dumps({"caption": "a cat"}), "1 .json file beside pictures or clips (a.json) hold captions"),
+    "a.png.json": (json.dumps({"prompt": "a cat"}), "1 .json file beside pictures or clips (a.png.json) hold captions"),
+    "a.tags": ("cat, grey", "1 .tags file beside pictures or clips (a.tags) may hold captions: rename them to .txt."),
+}
+# The strategies that use a source.
+USED = {"textfile": {"a.txt", "a.png.txt", "a.caption"}, "metadata": {"metadata.jsonl", "metadata.csv"}}
+
+
+@pytest.fixture
+def photos(tmp_path: Path) -> Path:
+    pictures.photograph(tmp_path / "photos" / "a.png", (64, 64))
+    return tmp_path / "photos"
+
+
+def build(context: DataContext, root: Path, **keys: Any) -> tuple[Dataset, list[Problem]]:
+    problems = Problems()
+    config = DatasetConfig(id="set", instance_data_dir=str(root), **keys)
+    (dataset,) = build_datasets([config], context, problems)
+    return dataset, problems
+
+
+@pytest.mark.parametrize("strategy", [None, "filename", "instanceprompt", "textfile", "metadata"])
+@pytest.mark.parametrize("source", SOURCES)
+def test_captions_are_used_or_the_plan_says_how(
+    source: str, strategy: str | None, context: DataContext, photos: Path
+) -> None:
+    content, way = SOURCES[source]
+    (photos / source).write_text(content)
+    prompt = {"instance_prompt": "zkt"} if strategy == "instanceprompt" else {}
+
+    dataset, problems = build(context, photos, caption_strategy=strategy, **prompt)
+
+    if source in USED.get(strategy or "", ()):
+        assert (dataset.samples[0].captions, problems) == (("a cat",), [])
+    elif strategy == "metadata":
+        assert "contains neither" in problems[0].message
+    else:
+        assert [way in problem.message for problem in problems].count(True) == 1
+        assert all(problem.fatal == (not dataset.samples) for problem in problems)
+
+
+@pytest.mark.parametrize(
+    ("keys", "unused"),
+    [
+        ({"caption_strategy": "textfile"}, 1),
+        ({"caption_strategy": "filename", "instance_prompt": "zkt", "only_instance_prompt": True}, 2),
+    ],
+)
+def test_a_table_is_not_mentioned_where_nothing_lacks_it(
+    keys: dict[str, Any], unused: int, context: DataContext, photos: Path
+) -> None:
+    for name in ("a.txt", "metadata.jsonl", "a.json"):
+        (photos / name).write_text(SOURCES[name][0])
+
+    dataset, problems = build(context, photos, **keys)
+
+    assert not problems
+    assert dataset.counts()["unused caption"] == unused
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("a.json", '{"title": "IMG_1.HEIC", "description": ""}'),  # of Google Takeout
+        ("dataset_info.json", "{}"),
+        ("log.jsonl", '{"step": 1}'),
+        ("table.csv", "step,loss\n1,0.5"),
+        ("a.npz", "PK"),
+    ],
+)
+def test_files_without_captions_are_not_taken_for_captions(
+    name: str, content: str, context: DataContext, photos: Path
+) -> None:
+    (photos / name).write_text(content)
+    assert build(context, photos, caption_strategy="filename")[1] == []
+
+
+PARAGRAPHS = f"{'A grey cat sleeps on a wooden chair. ' * 3}\n\n{'The light is soft and warm. ' * 4}"
+TEXTS = {
+    "json": json.dumps({"subject": "a cat", "light": "soft"}, indent=2),
+    "json list": json.dumps(["a cat", "a chair"], indent=2),
+    "bullets": "- a grey cat\n- a wooden chair",
+    "numbers": "1. a grey cat\n2. a wooden chair",
+    "headings": "# Subject\na grey cat",
+    "bold": "**Subject**\na grey cat",
+    "introduction": "Here is the caption:\na grey cat",
+    "fence": "```\na grey cat\n```",
+    "paragraphs": PARAGRAPHS,
+    "wrapped": f"{'A grey cat sleeps on a wooden chair in ' * 3}\nthe kitchen, beside a window.",
+}
+ALTERNATIVES = {
+    "one": "a grey cat",
+    "two": "a grey cat\nan animal on a chair",
+    "blank line": "a grey cat\n\nan animal on a chair",
+    "sentences": f"{'A grey cat sleeps on a wooden chair. ' * 3}\n{'The cat is asleep in the kitchen. ' * 3}",
+    "tags": "1girl, solo, smile\n1girl, standing",
+    "hindi": "कुर्सी पर बिल्ली\nएक जानवर",
+    "wildcards": "{red|blue} hair\n{long|short} hair",
+}
+
+
+@pytest.mark.parametrize("kind", TEXTS)
+def test_a_text_that_is_split_into_lines_is_named_with_its_key(kind: str, context: DataContext, photos: Path) -> None:
+    (photos / "a.txt").write_text(TEXTS[kind])
+
+    dataset, (problem,) = build(context, photos, caption_strategy="textfile")
+    whole, none = build(context, photos, caption_strategy="textfile", disable_multiline_split=True)
+
+    assert problem.where == "set.disable_multiline_split"
+    count = len(dataset.samples[0].captions)
+    assert problem.message.startswith(f"the lines of 1 of 1 caption file become {count} captions each, such as ")
+    assert "of a.txt. These files seem to hold one text each: to keep it whole, set disable_multiline_split" in str(
+        problem
+    )
+    assert (len(whole.samples[0].captions), none) == (1, [])
+
+
+def test_a_text_that_is_split_is_named_in_every_plan(context: DataContext, photos: Path) -> None:
+    (photos / "a.txt").write_text(TEXTS["json"])
+    first, found = build(context, photos, caption_strategy="textfile")
+    first.save_index()
+
+    _, again = build(context, photos, caption_strategy="textfile")
+
+    assert again == found
+
+
+@pytest.mark.parametrize("kind", ALTERNATIVES)
+def test_alternatives_are_not_taken_for_one_text(kind: str) -> None:
+    assert not is_one_text([line.strip() for line in ALTERNATIVES[kind].split("\n")])
