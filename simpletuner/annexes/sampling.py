@@ -16,7 +16,7 @@ from simpletuner.config.sources import Arguments, Located, configured, locate
 from simpletuner.config.values import absence_of, home_path, read_json
 from simpletuner.data.buckets import Geometry
 from simpletuner.data.files import MediaError, content_hash
-from simpletuner.data.media import probe
+from simpletuner.data.media import inspect
 from simpletuner.data.sample import Sample
 from simpletuner.errors import ConfigError, Problem, Reading, result_of, warning
 from simpletuner.models import lora_checks, lora_keys
@@ -124,8 +124,11 @@ def _pictures(request: SampleRequest) -> Reading[tuple[Sample, ...]]:
     samples = []
     for path in map(home_path, request.images):
         try:
-            whole = Geometry("", size := probe(path), size, (0, 0))
-            samples.append(Sample("image", path.name, path.parent, content_hash(path), size, whole))
+            facts = inspect(path)
+            size = (facts.width, facts.height)
+            whole = Geometry("", size, size, (0, 0))
+            file = ("image", path.name, path.parent, content_hash(path))
+            samples.append(Sample(*file, size, whole, conversions=facts.conversions))
         except MediaError as error:
             yield Problem("--image", f"{str(path)!r} {error}.")
     return tuple(samples)

@@ -332,4 +332,7 @@ def missing(entries: Iterable[CacheEntry]) -> list[CacheEntry]:
 def picture_fingerprint(sample: Sample) -> str:
     """Identity of a resized and cropped picture, independent of its encoder."""
     place = sample.geometry
-    return digest({"content": sample.content, "size": place.size, "resized": place.resized, "crop": place.crop})
+    shown = {"content": sample.content, "size": place.size, "resized": place.resized, "crop": place.crop}
+    if sample.conversions:  # left out if empty, so that older entries stay valid
+        shown["conversions"] = sample.conversions
+    return digest(shown)

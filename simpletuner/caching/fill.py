@@ -35,7 +35,9 @@ from simpletuner.caching.read import CacheStore
 from simpletuner.config.schema import CachingConfig
 from simpletuner.config.values import Size
 from simpletuner.data import clips, files, media
+from simpletuner.data.dataset import Failures
 from simpletuner.data.entries import ProgressBar
+from simpletuner.data.room import DECODING
 from simpletuner.data.sample import Sample
 from simpletuner.diffusion.batch import TextEmbeds, upload
 from simpletuner.errors import UserError, is_out_of_memory, shorten
@@ -50,7 +52,7 @@ CPU = torch.device("cpu")
 WRITERS = 2
 Decoded = tuple[LatentEntry, np.ndarray]
 Decoding = tuple[LatentEntry, Future[np.ndarray]]
-Failures = dict[tuple[str, str], str]  # reason why a file cannot be decoded, by dataset id and name
+NewFailures = dict[tuple[str, str], tuple[str, str]]  # `Failures` that grow
 
 # Bytes of decoded pictures and clips in the queue, without those being decoded.
 WAITING_BYTES = 1 << 30
@@ -165,7 +167,7 @@ def fill_latents(
     if not entries:
         return {}
     encode = _shrinking(load(), config)
-    failures: Failures = {}
+    failures = NewFailures()
     with ExitStack() as stack, _writing() as write:
         decoders = ThreadPoolExecutor(min(config.max_workers, os.cpu_count() or 1))
         stack.callback(decoders.shutdown, cancel_futures=True)  # also after an error or Ctrl-C
@@ -287,14 +289,14 @@ def prepared_picture(sample: Sample) -> Image.Image:
     return Image.fromarray(clips.fit_clip(sample.first_frame.images(), sample.geometry)[0])
 
 
-def _batches(decoding: Iterable[Decoding], size: int, failures: Failures) -> Iterator[list[Decoded]]:
+def _batches(decoding: Iterable[Decoding], size: int, failures: NewFailures) -> Iterator[list[Decoded]]:
     """Groups of at most `size` entries of the same shape."""
     for _, alike in groupby(_decoded(decoding, failures), key=lambda decoded: decoded[1].shape):
         while group := [*islice(alike, size)]:
             yield group
 
 
-def _decoded(decoding: Iterable[Decoding], failures: Failures) -> Iterator[Decoded]:
+def _decoded(decoding: Iterable[Decoding], failures: NewFailures) -> Iterator[Decoded]:
     """Entries with their pixels; files that cannot be decoded are added to `failures`."""
     for entry, decoded in decoding:
         try:
@@ -303,7 +305,7 @@ def _decoded(decoding: Iterable[Decoding], failures: Failures) -> Iterator[Decod
             again = "It was readable when the run was planned; start again."
             raise UserError(f"{entry.sample.path} {error}. {again}") from error
         except files.MediaError as error:
-            failures[(entry.sample.dataset_id, entry.sample.name)] = str(error)
+            failures[(entry.sample.dataset_id, entry.sample.name)] = (error.reason, str(error))
         except MemoryError as error:
             less = "lower max_workers and image_processing_batch_size"
             raise UserError(f"{_describe(entry.sample)}: not enough memory to decode it; {less}.") from error
@@ -342,9 +344,10 @@ def _decode(sample: Sample) -> np.ndarray:
     """
     if sample.clip is None:
         # Hashes the same bytes that are decoded, so the file cannot change in between.
-        data = files.read_file(sample.path, files.LARGEST_PICTURE)
-        _check_same(sample, hashlib.sha256(data).hexdigest())
-        return media.fit(media.decode(data), sample.geometry)[None]
+        with DECODING.for_picture(sample.original_size):
+            data = files.read_file(sample.path, files.LARGEST_PICTURE)
+            _check_same(sample, hashlib.sha256(data).hexdigest())
+            return media.fit(media.decode(data), sample.geometry)[None]
     try:
         return clips.retry_once(lambda: clips.fit_clip(sample.images(), sample.geometry))
     finally:  # afterwards, since readers open a clip by name; the hash reveals changes in between

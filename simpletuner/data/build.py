@@ -16,6 +16,7 @@ from simpletuner.data.buckets import build_rules
 from simpletuner.data.captions import CaptionSource, Edit, caption_source, captions_for, read_filters
 from simpletuner.data.chance import order_key
 from simpletuner.data.clips import SAME_SPEED, build_clip_rules
+from simpletuner.data.conversions import warn_of_conversions
 from simpletuner.data.dataset import (
     Dataset,
     check_amount,
@@ -153,6 +154,7 @@ class _Builder:
             self.problems.extend(unused_captions(entry, dataset))
         self.problems.extend(split_texts(dataset))
         self.problems.extend(warn_of_enlarged(dataset))
+        self.problems.extend(warn_of_conversions(dataset))
         self.problems.extend(_check_speed(dataset, self.context.spec.frame_rate))
         if entry.hold_out:
             dataset, held = self.take(entry, _hold_out(dataset))
@@ -237,6 +239,8 @@ def _sample(name: str, dataset: Dataset, captions: CaptionSource) -> Sample:
     geometry, partner = dataset.place(name, facts.picture_size, epoch=1, frames=frames)
     place, texts = (dataset.id, name, dataset.root), captions_for(name, captions)
     sample = Sample(*place, facts.content, facts.picture_size, geometry, texts, partner)
+    if facts.conversions:
+        sample = replace(sample, conversions=facts.conversions)
     if clips:
         sample = replace(sample, frames=frames, frame_rate=clips.rate, clip=clip, is_i2v=clips.is_i2v)
     return replace(sample, mask=dataset.masks.mask_for(sample)) if dataset.masks else sample

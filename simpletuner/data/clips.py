@@ -24,8 +24,16 @@ from PIL import Image
 
 from simpletuner.config.datasets import DatasetConfig, VideoConfig
 from simpletuner.data.buckets import Geometry
-from simpletuner.data.files import LeftOutError, MediaError, UnreadableError, UnsuitableError
-from simpletuner.data.media import AVIF_BRANDS, HEIF_BRANDS, decode, fit
+from simpletuner.data.files import (
+    LeftOutError,
+    MediaError,
+    UnreadableError,
+    UnsuitableError,
+    guarded,
+    last_barrier,
+)
+from simpletuner.data.media import decode, fit
+from simpletuner.data.picture_formats import AVIF_BRANDS, HEIF_BRANDS
 from simpletuner.errors import Problem, Reading, counted, warning, within
 
 if TYPE_CHECKING:
@@ -163,7 +171,8 @@ def probe_clip(path: Path) -> ClipFacts:
     """
     from simpletuner.data import readers  # imported late: runs on pictures do not need PyAV
 
-    return retry_once(lambda: readers.read_facts(path))
+    with last_barrier():
+        return retry_once(lambda: readers.read_facts(path))
 
 
 def frames_of(
@@ -187,7 +196,7 @@ def frames_of(
     for read in readers.READERS:
         try:
             # A copy: the deque loses a moment with every frame, and the next reader gets the rest.
-            for frame in read(path, list(moments), clip.matrix):
+            for frame in guarded(read(path, list(moments), clip.matrix)):
                 yield Image.fromarray(np.ascontiguousarray(frame))
                 moments.popleft()
         except readers.NotForThisReaderError as error:

@@ -19,11 +19,17 @@ from simpletuner.config.values import Size
 from simpletuner.data.buckets import BucketRules, Geometry
 from simpletuner.data.chance import fraction
 from simpletuner.data.clips import ClipFacts, ClipRules, frames_of, retry_once
-from simpletuner.data.discovery import FileFacts, Folder, save_index
+from simpletuner.data.discovery import FileFacts, Folder, Reasons, save_index
 from simpletuner.data.entries import DataContext
+from simpletuner.data.files import MediaError, UnsuitableError
 from simpletuner.data.names import CAPTION_SUFFIXES, composed, pair_key
 from simpletuner.data.sample import ADVICE, EXPECTED, UNCAPTIONED, LedgerEntry, Rejected, Sample, shape_text
 from simpletuner.errors import Kind, Problem, Problems, counted, shorten, warning
+
+# Why files cannot be decoded: a category of `Rejected` and a text, by dataset id and name.
+Failures = Mapping[tuple[str, str], tuple[str, str]]
+# Categories of `Rejected` that decoding may show.
+UNDECODABLE = (MediaError.reason, UnsuitableError.reason)
 
 # Relative. A partner that takes over a picture's crop is visibly stretched if their ratios differ by more than this.
 STRETCH_TOLERANCE = 0.02
@@ -129,7 +135,8 @@ class Dataset:
         facts = self.facts[name]
         if self.config.conditioning_type == "reference_loose":
             geometry = self.rules.follow(facts.picture_size, geometry, *token)
-        return Sample(self.id, name, self.root, facts.content, facts.picture_size, geometry)
+        file = (self.id, name, self.root, facts.content, facts.picture_size)
+        return Sample(*file, geometry, conversions=facts.conversions)
 
     def mask_for(self, sample: Sample) -> Sample:
         """The mask of a sample in another dataset; a mask clip has the frames of the sample.
@@ -215,14 +222,23 @@ class Dataset:
 
         Args:
             problems: why files are unusable, by name.
-            reason: "damaged" is recorded in the index, so that the next run leaves them out at once.
+            reason: category of the problem, as in `Rejected`. If decoding has shown it, the index records it, so that
+                the next run leaves the files out at once.
         """
         names = {sample.name for sample in self.samples}
         samples = tuple(sample for sample in self.samples if sample.name not in problems)
         rejected = [Rejected(self.id, name, reason, problem) for name, problem in problems.items() if name in names]
-        damaged = problems if reason == "damaged" else {}
-        facts = {name: replace(self.facts[name], problem=why, reason=reason) for name, why in damaged.items()}
+        failed = problems if reason in UNDECODABLE else {}
+        facts = {name: replace(self.facts[name], problem=why, reason=reason) for name, why in failed.items()}
         return replace(self, samples=samples, rejected=(*self.rejected, *rejected), facts={**self.facts, **facts})
+
+    def without_failures(self, failures: Reasons) -> Dataset:
+        """The dataset without files that failed to decode."""
+        reduced = self
+        for reason in UNDECODABLE:
+            problems = {name: detail for name, (category, detail) in failures.items() if category == reason}
+            reduced = reduced.without(problems, reason)
+        return reduced
 
     def ledger(self) -> list[LedgerEntry]:
         """Every file below the folder, sorted by name."""
@@ -230,7 +246,8 @@ class Dataset:
 
     def used(self, sample: Sample) -> LedgerEntry:
         """The line of a sample."""
-        read_as = f"counts as {' and '.join(sample.read_as)}" if sample.read_as else ""
+        verb = "counts as" if sample.clip else "is"
+        read_as = f"{verb} {' and '.join(sample.read_as)}" if sample.read_as else ""
         note = ", ".join(filter(None, (self.folder.listing.origins.get(sample.name), read_as)))
         trained = sample.original_size, sample.geometry, len(sample.captions), sample.frames
         return LedgerEntry(self.id, sample.name, "", note, *trained)
@@ -317,22 +334,20 @@ def ledger_rows(datasets: Sequence[Dataset], most: int) -> list[LedgerEntry]:
     return list(islice(chain(unused, used), most))
 
 
-def without_damaged(datasets: Sequence[Dataset], damaged: Mapping[tuple[str, str], str]) -> list[Dataset]:
-    """Datasets without files that failed to decode; a pair is dropped as a whole.
-
-    Args:
-        damaged: why each file is unusable, by dataset id and name.
-    """
-    reduced, folders = [], {dataset.id: dataset.folder for dataset in datasets}
+def without_failures(datasets: Sequence[Dataset], failures: Failures) -> list[Dataset]:
+    """Datasets without files that failed to decode; a pair is dropped as a whole."""
+    reduced = []
+    folders = {dataset.id: dataset.folder for dataset in datasets}
     for dataset in datasets:
         # By folder: the index of a dataset also records damage to its held-out samples.
-        unusable = {name: problem for (owner, name), problem in damaged.items() if folders.get(owner) is dataset.folder}
-        whole = dataset.without(unusable)
-        single = {
-            sample.name: f"its partner {partner.name} {problem}"
-            for sample in whole.samples
-            if (partner := sample.partner) and (problem := damaged.get((partner.dataset_id, partner.name)))
-        }
+        unusable = {name: why for (owner, name), why in failures.items() if folders.get(owner) is dataset.folder}
+        whole = dataset.without_failures(unusable)
+        single = {}
+        for sample in whole.samples:
+            partner = sample.partner
+            if partner is not None and (partner.dataset_id, partner.name) in failures:
+                _, detail = failures[partner.dataset_id, partner.name]
+                single[sample.name] = f"its partner {partner.name} {detail}"
         reduced.append(whole.without(single, "partner unusable"))
     return reduced
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import re
 import stat
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence, Set
 from concurrent.futures import ThreadPoolExecutor
@@ -26,7 +27,7 @@ from simpletuner.config.datasets import MASKS, DatasetConfig
 from simpletuner.config.values import Size, named_by, read_json
 from simpletuner.data import files
 from simpletuner.data.clips import CLIP_SUFFIXES, ClipFacts, is_clip, probe_clip
-from simpletuner.data.media import PICTURE_SUFFIXES, probe
+from simpletuner.data.media import PICTURE_SUFFIXES, inspect
 from simpletuner.data.names import (
     CAPTION_SUFFIXES,
     METADATA_NAMES,
@@ -172,7 +173,10 @@ def _kernel_devices() -> frozenset[int]:
 INDEX_NAME = "index.json"
 # Increment it when files must be read again.
 # 2: clips with HDR or a mirroring matrix are refused. 3: checksums of PNG files; colours of clips. 4: AVIF and HEIC.
-INDEX_VERSION = 4
+# 5: colours of pictures, and clean apertures; HDR pictures are refused.
+INDEX_VERSION = 5
+# The first version whose pictures are read with `Sample.conversions`.
+CONVERSIONS_SINCE = 5
 AT_ONCE = 32  # files per thread-pool task; one task per file would cost more than the check
 
 
@@ -192,6 +196,7 @@ class FileFacts:
         white: for a mask, the settings it was last read with and its white share.
         stamp: `captions.caption_stamp` of the caption file when it was read, or None.
         is_one_text: the lines of the caption file seem to be parts of one text.
+        conversions: of a picture, see `Sample.conversions`.
     """
 
     size: int
@@ -206,6 +211,7 @@ class FileFacts:
     stamp: str | None = None
     reason: str = ""
     is_one_text: bool = False
+    conversions: tuple[str, ...] = ()
 
     @property
     def picture_size(self) -> Size:
@@ -266,8 +272,8 @@ def _inspect(path: Path) -> FileFacts:
         if clip:
             shown = probe_clip(path)
             return replace(facts, width=shown.width, height=shown.height, clip=shown)
-        width, height = probe(data)
-        return replace(facts, width=width, height=height)
+        picture = inspect(data)
+        return replace(facts, width=picture.width, height=picture.height, conversions=picture.conversions)
     except files.MediaError as error:
         # Facts without size, time and content match no file and are not saved, so the next run retries.
         known = FileFacts(0, 0, "") if isinstance(error, files.UnreadableError) else facts
@@ -286,6 +292,16 @@ def load_index(folder: Path, root: Path) -> dict[str, FileFacts]:
     except (OSError, ValidationError):
         return {}
     return facts
+
+
+def index_version(folder: Path) -> int | None:
+    """The version that wrote the index of a latent cache folder; None without one."""
+    try:
+        with (folder / INDEX_NAME).open("rb") as index:
+            version = re.match(rb'\{"version":(\d+),', index.read(64))
+    except OSError:
+        return None
+    return int(version[1]) if version else None
 
 
 def save_index(folder: Path, root: Path, facts: Mapping[str, FileFacts]) -> None:

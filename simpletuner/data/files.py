@@ -8,12 +8,13 @@ from __future__ import annotations
 import errno
 import hashlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TypeVar
 
 from simpletuner.config.values import unfit_to_read
-from simpletuner.errors import UserError
+from simpletuner.errors import UserError, is_out_of_memory
 
 # Limits in bytes that catch sparse files and mistakes, far above the size of any training file.
 LARGEST_CAPTION, LARGEST_PICTURE, LARGEST_CLIP = 1 << 20, 1 << 30, 1 << 36
@@ -22,6 +23,10 @@ LARGEST_CAPTION, LARGEST_PICTURE, LARGEST_CLIP = 1 << 20, 1 << 30, 1 << 36
 FILE_ERRORS = {errno.ENOENT, errno.EACCES, errno.EPERM, errno.EISDIR, errno.ENOTDIR, errno.ELOOP, errno.ENAMETOOLONG}
 # This process or machine ran out of a resource: neither the file nor the device is at fault.
 EXHAUSTED = frozenset({errno.ENOMEM, errno.EMFILE, errno.ENFILE, errno.ENOSPC, errno.EINTR})
+# Of errors that Python raises without an `errno`.
+NO_THREAD = "can't start new thread"
+# The package whose errors pass `last_barrier`.
+PROGRAM = f"{__name__.partition('.')[0]}."
 # Seconds to wait before each further attempt.
 RETRY_DELAYS = (0.05, 0.5)
 
@@ -56,6 +61,41 @@ class UnsuitableError(MediaError):
 
 class DeviceError(UserError):
     """The disk or network that holds a file fails."""
+
+
+@contextmanager
+def last_barrier() -> Iterator[None]:
+    """Turn an error that no decoder is known to raise into a reason beside the file, so that the other files go on.
+
+    Such a file may be intact, so it is unsuitable and not damaged. Errors of this program say what they mean, and
+    errors of the machine are no fault of the file; both pass.
+
+    Raises:
+        UnsuitableError: the file cannot be decoded.
+    """
+    try:
+        yield
+    except Exception as error:
+        if type(error).__module__.startswith(PROGRAM) or is_of_machine(error):
+            raise
+        raise UnsuitableError(f"cannot be decoded: {describe(error)}") from error
+
+
+def guarded(frames: Iterator[T]) -> Iterator[T]:
+    """The frames of one file, decoded inside the `last_barrier`."""
+    with last_barrier():
+        yield from frames
+
+
+def is_of_machine(error: Exception) -> bool:
+    """Whether an error is about this machine, such as a full disk or exhausted memory, and not about a file."""
+    is_of_system = isinstance(error, OSError) and error.errno is not None
+    return is_of_system or is_out_of_memory(error) or NO_THREAD in str(error)
+
+
+def describe(error: Exception) -> str:
+    """The first line of an error's message, or its type if there is none."""
+    return str(error).strip().partition("\n")[0] or type(error).__name__
 
 
 def read_file(path: Path, most: int) -> bytes:

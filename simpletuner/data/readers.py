@@ -27,6 +27,7 @@ from av.video.stream import VideoStream
 from numpy.typing import NDArray
 
 from simpletuner.data.clips import MISSING_SECONDS, ClipFacts, ColorMatrix, choose_frames
+from simpletuner.data.colour import check_range
 from simpletuner.data.files import EXHAUSTED, LARGEST_CLIP, MediaError, UnsuitableError, check_regular, content_hash
 
 Frames = Iterator[NDArray[np.uint8]]
@@ -56,9 +57,6 @@ class Reader(Protocol):
 
 # Frames per call to decord; 200 frames at 1280x720 would take half a gigabyte.
 SLICE = 8
-# Transfer curves and primaries that an 8-bit sRGB picture cannot represent (ITU-T H.273, tables 3 and 2).
-HDR_CURVES = {16: "PQ", 18: "HLG"}
-WIDE_COLOURS = {9: "BT.2020"}
 # H.273 numbers of colour matrices (table 4).
 UNSPECIFIED, MATRICES = 2, {"bt709": 1, "bt601": 6}
 # Display matrices are 16.16 fixed point; RIGHT_ANGLE is the tolerance in quarter turns.
@@ -180,11 +178,8 @@ def _check_shown(frame: VideoFrame, stream: VideoStream) -> None:
         UnsuitableError: HDR or wide colours, mirrored, or not rotated by a multiple of 90 degrees.
     """
     codec = stream.codec_context
-    curves = [HDR_CURVES[each] for each in (frame.color_trc, codec.color_trc) if each in HDR_CURVES]
-    colours = [WIDE_COLOURS[each] for each in (frame.color_primaries, codec.color_primaries) if each in WIDE_COLOURS]
-    if curves or colours:
-        kind = f"HDR ({curves[0]})" if curves else f"in wide colours ({colours[0]})"
-        raise UnsuitableError(f"is {kind}, which 8-bit frames cannot represent; convert it to SDR (BT.709)")
+    curves = (frame.color_trc, codec.color_trc)
+    check_range(curves, (frame.color_primaries, codec.color_primaries), "frames", "BT.709")
     side_data: Any = frame.side_data  # its type hints do not fit its keys
     matrix = side_data.get(SideDataType.DISPLAYMATRIX)
     if matrix is not None:

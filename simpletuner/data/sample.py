@@ -47,6 +47,8 @@ class Sample:
         frame_rate: frames per second at which the clip is sampled; None for pictures.
         clip: facts of the clip; None for pictures.
         is_i2v: frame 0 is the condition for the other frames.
+        conversions: changes to a picture that its file asks for and that earlier versions did not make, such as
+            "converted to sRGB"; part of the cache key, so that only such pictures are encoded again.
         is_segmentation: a mask in which every area that is not black counts as white.
     """
 
@@ -64,6 +66,7 @@ class Sample:
     clip: ClipFacts | None = None
     is_i2v: bool = False
     is_segmentation: bool = False
+    conversions: tuple[str, ...] = ()
 
     def __hash__(self) -> int:
         # Samples are keys of large tables, and few of them share both fields.
@@ -97,12 +100,13 @@ class Sample:
 
     @property
     def read_as(self) -> tuple[str, ...]:
-        """Assumptions that override the file's metadata: a corrected speed, BT.709 for untagged colours.
+        """Of a picture its `conversions`; of a clip assumptions that override its metadata: a corrected speed, BT.709
+        for untagged colours.
 
         Empty for BT.601, the default for untagged colours.
         """
         if self.clip is None or self.frame_rate is None:
-            return ()
+            return self.conversions
         slowed = self.clip.slowed(self.frame_rate) if self.frames > 1 else 1.0
         # Part of the cache key: a change of wording or digits would re-encode these clips.
         speed = (f"{self.clip.source_rate * slowed:.6g} frames a second",) if abs(slowed - 1) > RATE_TOLERANCE else ()

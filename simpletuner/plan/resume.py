@@ -19,9 +19,10 @@ from simpletuner.config.optimizers import OPTIMIZERS, optimizer_name, optimizer_
 from simpletuner.config.precision import compute_dtypes, quantisation
 from simpletuner.config.schema import RunConfig
 from simpletuner.config.values import home_path, read_json, typed
+from simpletuner.data.conversions import converted
 from simpletuner.data.dataset import Dataset
 from simpletuner.data.schedule import has_step_window
-from simpletuner.errors import Problem, Reading, counted, result_of, warning
+from simpletuner.errors import Problem, Reading, counted, result_of, shorten, warning
 from simpletuner.models.adapter_kinds import adapter_kind
 from simpletuner.models.source import ModelSource
 from simpletuner.plan.environment import allows_other_batch_size
@@ -34,6 +35,8 @@ PACKAGES = (
     "simpletuner", "torch", "diffusers", "transformers", "accelerate", "peft", "huggingface_hub", "safetensors",
     "numpy", "pillow", "torch-optimi",
 )  # fmt: skip
+# What is done with the colour profiles of pictures; earlier versions ignored them, and wrote nothing.
+PROFILES = "converted to sRGB"
 # Keys whose change does not fit the trained weights or optimizer state; other settings may be changed deliberately.
 LORA = ("lora_rank", "lora_alpha", "lora_init_type", "use_dora", "lora_type", "lokr_factor", "lora_plus_ratio")
 FIXED = frozenset({"optimizer", "mixed_precision", *LoraConfig.model_fields}) - {"lora_dropout"}
@@ -175,7 +178,7 @@ def mathematics(plan: Plan) -> dict[str, Any]:
 
 def dataset_mathematics(trained: Sequence[Dataset]) -> dict[str, Any]:
     """The settings of datasets that determine a step's result, except those in `sample_order`."""
-    settings: dict[str, Any] = {}
+    settings: dict[str, Any] = {"colour_profiles": PROFILES}
     for dataset in trained:
         # A digest, since texts of 100,000 samples would bloat every manifest.
         captions = digest({"captions": [sample.captions for sample in dataset.samples]})
@@ -269,12 +272,26 @@ def fingerprint(datasets: Sequence[Dataset]) -> str:
     return digest({"datasets": samples})
 
 
+def _check_conversions(datasets: Sequence[Dataset], checkpoint: Checkpoint) -> Iterator[Problem]:
+    """Warn about pictures that are read otherwise than when the checkpoint was trained."""
+    if "colour_profiles" in checkpoint.manifest.identity.settings:
+        return
+    for dataset in datasets:
+        names = [sample.name for sample in dataset.samples if converted(sample)]
+        if names:
+            message = f"{checkpoint.path} was trained without the colour profile or crop that is stored in"
+            pictures = f"{counted(len(names), 'picture')} ({shorten(names, 3)})"
+            advice = "They are applied now, so these look different from here on; another output_dir starts anew."
+            yield warning(dataset.id, f"{message} {pictures}. {advice}")
+
+
 def has_same_data(plan: Plan) -> Reading[bool]:
     """Whether the sample order can continue where the checkpoint stopped."""
     if plan.resume is None:
         return True
     identity, name = plan.resume.manifest.identity, plan.resume.path.name
     yield from _check_settings(dataset_mathematics(plan.trained), plan.resume)
+    yield from _check_conversions(plan.trained, plan.resume)
     epoch, progress = plan.resume.manifest.epoch, plan.resume.manifest.progress
     is_complete = progress is not None and progress.epochs_done == epoch
     consequence = f"epoch {epoch} is complete" if is_complete else f"epoch {epoch} starts over"

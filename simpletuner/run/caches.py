@@ -20,7 +20,7 @@ from simpletuner.caching.fill import ChangedFileError, encode_now, fill_features
 from simpletuner.caching.read import read_or_restore
 from simpletuner.config.precision import quantisation, text_encoder_dtype, vae_dtype
 from simpletuner.config.schema import RunConfig
-from simpletuner.data.dataset import Dataset, check_amount, without_damaged
+from simpletuner.data.dataset import Dataset, Failures, check_amount, summarise_rejected, without_failures
 from simpletuner.data.entries import DataContext, ProgressBar
 from simpletuner.data.loader import in_loop
 from simpletuner.distributed.sharing import share_work
@@ -50,7 +50,7 @@ logger = logging.getLogger(__name__)
 AnyEncoder = TypeVar("AnyEncoder", bound=Encoder)
 
 # Encodes a share; returns notes to report: truncated captions, or files that cannot be decoded, with the reason.
-Work = Callable[[ProgressBar], Mapping[Any, str]]
+Work = Callable[[ProgressBar], Mapping[Any, Any]]
 
 # How long files written by another machine may take to appear on a network disk.
 SECONDS_TO_APPEAR = 120.0
@@ -85,7 +85,7 @@ class Encoding:
         for note in self._share(len(entries), world, "captions", "captions", "init_text_embed_cache", work):
             logger.warning(note)
 
-    def latents(self, entries: list[LatentEntry], world: World) -> dict[tuple[str, str], str]:
+    def latents(self, entries: list[LatentEntry], world: World) -> Failures:
         """Encode pictures and clips; returns the files that cannot be decoded, with the reason."""
         work = partial(fill_latents, entries, self._load_latent_encoder, self.plan.config.caching)
         noun = self.plan.spec.media_noun
@@ -106,7 +106,7 @@ class Encoding:
 
         self._share(len(entries), world, "features", self.plan.spec.media_noun, "init_feature_cache", work)
 
-    def _share(self, count: int, world: World, what: str, unit: str, stage: str, work: Work) -> dict[Any, str]:
+    def _share(self, count: int, world: World, what: str, unit: str, stage: str, work: Work) -> dict[Any, Any]:
         """Encode this process's `count` entries; returns the merged notes of all processes. Collective."""
         # By the total, so that no process skips a phase in which another one waits for it.
         total = sum(world.gather(count))
@@ -205,7 +205,7 @@ class CacheFiller:
                     dataset.save_index(except_for={error.sample.name})
             raise
         if failures:
-            self.plan = without_failures(self.plan, failures, self.world)
+            self.plan = without_undecodable(self.plan, failures, self.world)
             # Relist, so that nothing waits for pairs and features of removed files.
             self.listing = list_entries(self.plan, self.catalogue, self.listing.epoch)
         # Last, since features are computed from cached latents.
@@ -292,6 +292,9 @@ def build_adapter(plan: Plan) -> FamilyAdapter:
 def fill_caches(plan: Plan, events: EventStream, share: Share) -> None:
     """Download the model and fill a share of the caches."""
     filler = prepare_caches(Encoding(plan, build_adapter(plan), make_accelerator().device, events), 1, share=share)
+    for dataset in filler.plan.datasets:
+        for left_out in summarise_rejected(dataset):
+            events.say(str(left_out), warning=True)
     if share.count == 1:
         events.say("The caches are complete.")
         return
@@ -392,15 +395,15 @@ def complete_catalogue(plan: Plan) -> Catalogue:
     return catalogue
 
 
-def without_failures(plan: Plan, failures: dict[tuple[str, str], str], world: World) -> Plan:
+def without_undecodable(plan: Plan, failures: Failures, world: World) -> Plan:
     """The plan without files that could not be decoded; the main process records them.
 
     Raises:
         UserError: a dataset has become too small.
     """
-    for (dataset_id, name), reason in failures.items():
-        logger.warning("%s/%s is left out: %s", dataset_id, name, reason)
-    datasets = without_damaged(plan.datasets, failures)
+    for (dataset_id, name), (_, detail) in failures.items():
+        logger.warning("%s/%s is left out: it %s", dataset_id, name, detail)
+    datasets = without_failures(plan.datasets, failures)
     world.main_only(lambda: save_indexes(datasets))
     problems = Problems()
     context = DataContext.of(plan.config, plan.spec, plan.flavour.task)

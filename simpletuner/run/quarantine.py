@@ -18,10 +18,12 @@ from simpletuner.data.dataset import Dataset
 from simpletuner.data.media import PICTURE_SUFFIXES
 from simpletuner.data.names import CAPTION_SUFFIXES, composed, pair_key, suffix_of
 from simpletuner.data.sample import Rejected
+from simpletuner.errors import counted, shorten
 
 logger = logging.getLogger(__name__)
 
 FOLDER_NAME = "quarantine"
+REASONS_NAME = "reasons.jsonl"
 MEDIA_SUFFIXES = PICTURE_SUFFIXES | CLIP_SUFFIXES
 
 
@@ -35,23 +37,38 @@ def quarantine(datasets: Iterable[Dataset], output_dir: Path) -> None:
         OSError: a file cannot be moved; earlier files are recorded.
     """
     folder = output_dir / FOLDER_NAME
-    for dataset in datasets:
-        config, root = dataset.config, dataset.root.expanduser()
-        asked = {"damaged": config.delete_problematic_images, "outside the limits": config.delete_unwanted_images}
-        for file in dataset.rejected:
-            # A moved download would be downloaded again.
-            if config.type != "local" or not asked.get(file.reason) or not os.path.lexists(root / file.name):
-                continue
-            # Resolve the folder, not the file: a link to a file outside is moved as a link.
-            if not (root / file.name).parent.resolve().is_relative_to(root.resolve()):
-                logger.warning("%s is outside of %s and is not moved: it %s", root / file.name, root, file.detail)
-                continue
-            for name in [file.name, *_own_captions(root, file.name)]:
-                target, origin = free_path(folder / PurePosixPath(name), " ({})"), (root / name).absolute()
-                target.parent.mkdir(parents=True, exist_ok=True)
-                # Output and data may be on different file systems, between which a rename fails.
-                shutil.move(root / name, target)
-                _record(folder, file, origin, target)
+    moved: list[str] = []
+    try:
+        for dataset in datasets:
+            _quarantine(dataset, folder, moved)
+    finally:
+        if moved:
+            files = f"{counted(len(moved), 'file')} ({shorten(moved)})"
+            advice = f"{folder / REASONS_NAME} has the reasons. To use a file after all, move it back."
+            logger.warning("Moved %s to %s. %s", files, folder, advice)
+
+
+def _quarantine(dataset: Dataset, folder: Path, moved: list[str]) -> None:
+    """Move the files of one dataset; adds them to `moved`."""
+    config, root = dataset.config, dataset.root.expanduser()
+    if config.type != "local":  # a moved download would be downloaded again
+        return
+    asked = {"damaged": config.delete_problematic_images, "outside the limits": config.delete_unwanted_images}
+    for file in dataset.rejected:
+        if not asked.get(file.reason) or not os.path.lexists(root / file.name):
+            continue
+        # Resolve the folder, not the file: a link to a file outside is moved as a link.
+        if not (root / file.name).parent.resolve().is_relative_to(root.resolve()):
+            logger.warning("%s is outside of %s and is not moved: it %s", root / file.name, root, file.detail)
+            continue
+        for name in [file.name, *_own_captions(root, file.name)]:
+            target = free_path(folder / PurePosixPath(name), " ({})")
+            origin = (root / name).absolute()
+            target.parent.mkdir(parents=True, exist_ok=True)
+            # Output and data may be on different file systems, between which a rename fails.
+            shutil.move(root / name, target)
+            _record(folder, file, origin, target)
+        moved.append(file.name)
 
 
 def _own_captions(root: Path, name: str) -> list[str]:
@@ -76,5 +93,5 @@ def _record(folder: Path, file: Rejected, origin: Path, target: Path) -> None:
         "reason": file.reason,
         "detail": file.detail,
     }
-    with (folder / "reasons.jsonl").open("a", encoding="utf-8") as list_file:
+    with (folder / REASONS_NAME).open("a", encoding="utf-8") as list_file:
         list_file.write(json.dumps(line, ensure_ascii=False) + "\n")

@@ -147,7 +147,7 @@ def test_a_clip_that_cannot_be_decoded_is_named(catalogue: Catalogue, film: Samp
     entries = [catalogue.latent(each) for each in (broken_film, film, short)]
     failures = fill_latents(entries, SmallEncoder, config_of(), Silent())
     assert set(failures) == {("films", "broken.mp4"), ("films", "short.mp4")}
-    assert "ends after 1.00 seconds" in failures["films", "short.mp4"]
+    assert "ends after 1.00 seconds" in failures["films", "short.mp4"][1]
     assert len(missing(entries)) == 2
 
 

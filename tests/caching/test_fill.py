@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from PIL import Image
+from PIL import Image, ImageFile
 from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VLTextModel as Qwen
 
 from simpletuner.caching import catalogue, fill
@@ -144,6 +144,28 @@ def test_quarantine_moves_what_does_not_decode(workspace: Workspace, monkeypatch
     assert workspace.path("output/quarantine/p3.png").exists()
     reasons = workspace.path("output/quarantine/reasons.jsonl").read_text().splitlines()
     assert "its pixels are damaged" in json.loads(reasons[0]).values()
+
+
+def test_what_no_reader_is_known_to_raise_leaves_out_one_file_and_moves_none(
+    workspace: Workspace, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    load, size = ImageFile.ImageFile.load, (61, 53)
+    Image.new("RGB", size).save(workspace.path("datasets/pictures/p3.png"))
+
+    def fail(self: ImageFile.ImageFile) -> Any:
+        if self.size == size:
+            raise RuntimeError("nobody expects this")
+        return load(self)
+
+    monkeypatch.setattr(ImageFile.ImageFile, "load", fail)
+    workspace.write_config(delete_problematic_images="true")
+    assert workspace.run("cache", "fill") == 0
+    captured = capsys.readouterr()
+    assert "pictures/p3.png is left out: it cannot be decoded: nobody expects this" in captured.err + captured.out
+    assert workspace.path("datasets/pictures/p3.png").exists()
+    assert workspace.run("cache", "fill") == 0
+    captured = capsys.readouterr()
+    assert "1 unsuitable (p3.png)" in captured.err + captured.out, "the next start knows it, and names it"
 
 
 def test_full_disk_keeps_what_is_whole(

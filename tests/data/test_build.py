@@ -16,7 +16,7 @@ from PIL import Image, ImageFile
 from simpletuner.config.datasets import DatasetConfig
 from simpletuner.config.schema import DatasetDefaults
 from simpletuner.data.build import build_datasets
-from simpletuner.data.dataset import Dataset, ledger_rows, without_damaged
+from simpletuner.data.dataset import Dataset, ledger_rows, without_failures
 from simpletuner.data.discovery import INDEX_NAME
 from simpletuner.data.entries import DataContext
 from simpletuner.errors import Problem, Problems
@@ -470,7 +470,7 @@ def test_damage_found_later_is_remembered(context: DataContext, photos: Path) ->
 def test_a_held_out_file_that_turns_out_damaged_is_replaced(context: DataContext, photos: Path) -> None:
     datasets, _ = build(context, folder(photos, hold_out=2))
     damaged = datasets[1].samples[0].name
-    reduced = without_damaged(datasets, {(datasets[1].id, damaged): "is damaged: broken data"})
+    reduced = without_failures(datasets, {(datasets[1].id, damaged): ("damaged", "is damaged: broken data")})
     assert [(len(each.samples), each.counts()["damaged"]) for each in reduced] == [(4, 0), (1, 1)]
     for each in reduced:
         each.save_index()

@@ -10,7 +10,7 @@ import pillow_heif
 import pytest
 from PIL import Image, ImageFile
 
-from simpletuner.data import media
+from simpletuner.data import media, picture_formats
 from simpletuner.data.buckets import Geometry
 from simpletuner.data.files import UnreadableError, UnsuitableError
 from simpletuner.data.media import MediaError, decode, fit, probe
@@ -135,13 +135,13 @@ def test_a_missing_reader_is_no_fault_of_the_file(
     path = tmp_path / f"phone{suffix}"
     scene().save(path)
     monkeypatch.setitem(sys.modules, "pillow_heif", None)
-    monkeypatch.setattr(media.features, "check", lambda name: False)
-    media.reader_problem.cache_clear()
+    monkeypatch.setattr(picture_formats.features, "check", lambda name: False)
+    picture_formats.reader_problem.cache_clear()
     try:
         with pytest.raises(UnreadableError, match=f"pip install .*{remedy}"):
             probe(path)
     finally:
-        media.reader_problem.cache_clear()
+        picture_formats.reader_problem.cache_clear()
 
 
 def test_memory_is_never_blamed_on_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

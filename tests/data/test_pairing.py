@@ -9,7 +9,7 @@ import pytest
 from simpletuner.config.datasets import DatasetConfig
 from simpletuner.config.schema import DatasetDefaults
 from simpletuner.data.build import build_datasets
-from simpletuner.data.dataset import Dataset, without_damaged
+from simpletuner.data.dataset import Dataset, without_failures
 from simpletuner.data.entries import DataContext
 from simpletuner.errors import Problem, Problems
 from simpletuner.models.kandinsky5.spec import KANDINSKY5_IMAGE
@@ -197,7 +197,8 @@ def test_a_missing_partner_folder_is_said_once(roots: tuple[Path, Path]) -> None
 
 def test_damage_found_by_decoding_takes_the_pair_out(roots: tuple[Path, Path]) -> None:
     datasets, _ = build(roots)
-    after, before = without_damaged(datasets, {("before", "a.jpg"): "is damaged", ("after", "sub/b.png"): "is damaged"})
+    failure = ("damaged", "is damaged")
+    after, before = without_failures(datasets, {("before", "a.jpg"): failure, ("after", "sub/b.png"): failure})
     assert len(after.samples) == 2
     assert after.counts() == {"damaged": 1, "partner unusable": 1}
     assert before.counts() == {"damaged": 1}

@@ -3,6 +3,8 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
+
 from simpletuner.config.datasets import DatasetConfig
 from simpletuner.config.schema import CachingConfig, DatasetDefaults
 from simpletuner.data.build import build_datasets
@@ -62,6 +64,16 @@ def test_a_caption_of_one_file_alone_moves_with_it(tmp_path: Path) -> None:
     moved = ["both.png", "both.png.txt", "sub/bad.caption", "sub/bad.png", "sub/bad.txt"]
     assert files(tmp_path / "out" / "quarantine") == sorted([*moved, "reasons.jsonl"])
     assert "both.txt" in files(tmp_path / "set"), "it captions both.jpg, too"
+
+
+def test_a_quarantine_names_what_it_moved_and_where(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    quarantine([make_dataset(tmp_path / "set", delete_problematic_images=True)], tmp_path / "out")
+    (line,) = caplog.messages
+    assert "Moved 2 files (both.png, sub/bad.png) to" in line
+    assert str(tmp_path / "out" / "quarantine" / "reasons.jsonl") in line
+    caplog.clear()
+    quarantine([make_dataset(tmp_path / "other")], tmp_path / "out")
+    assert not caplog.messages
 
 
 def test_files_outside_the_limits_move_on_request(tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ from simpletuner.atomic import open_atomically, sweep_files, write_atomically
 from simpletuner.data.clips import clip_suffix
 from simpletuner.data.entries import ProgressBar
 from simpletuner.data.files import MediaError
-from simpletuner.data.media import sniff
+from simpletuner.data.picture_formats import sniff
 from simpletuner.errors import UserError
 
 WORKERS = 8

@@ -1,0 +1,145 @@
+"""Colours: what a file says about the meaning of its numbers, and their conversion to sRGB.
+
+Models are trained on sRGB, and a colour profile is how cameras and editors say that a file holds something else: phones
+write Display P3, print shops CMYK. Profiles are applied as viewers do: relative to white, with colours that sRGB lacks
+moved to its edge.
+"""
+
+from __future__ import annotations
+
+import io
+import re
+import struct
+from collections.abc import Iterable
+from functools import lru_cache
+
+import numpy as np
+from PIL import Image, ImageCms
+
+from simpletuner.data.files import UnsuitableError, describe
+
+# Transfer curves and primaries that 8-bit sRGB or BT.709 cannot represent (ITU-T H.273, tables 3 and 2).
+HDR_CURVES = {16: "PQ", 18: "HLG"}
+WIDE_COLOURS = {9: "BT.2020"}
+
+# How Pillow's modes count colours, and what a profile for them calls its colours.
+SPACES = {"RGB": "RGB ", "L": "GRAY", "CMYK": "CMYK", "LAB": "Lab "}
+DEEP_GREY = ("I", "F")  # first letters of modes with more than 8 bits
+# Levels of 255. A profile that changes no colour by more is sRGB: rounding alone changes some by one.
+SAME_COLOURS = 1
+LATTICE = 17  # colours along each side of the cube that a profile is tried on
+HDR_NAMES = re.compile(r"\b(PQ|HLG)\b|(2084)", re.IGNORECASE)
+
+
+def check_range(curves: Iterable[int], primaries: Iterable[int], shown: str, remedy: str) -> None:
+    """Refuse colours that players and viewers show correctly but that would be decoded wrongly.
+
+    Args:
+        curves, primaries: numbers of ITU-T H.273; those that are not known are harmless.
+        shown: what is decoded, such as "frames".
+        remedy: the standard to convert to.
+
+    Raises:
+        UnsuitableError: HDR or wide colours.
+    """
+    kinds = [f"HDR ({HDR_CURVES[curve]})" for curve in curves if curve in HDR_CURVES]
+    kinds += [f"in wide colours ({WIDE_COLOURS[number]})" for number in primaries if number in WIDE_COLOURS]
+    if kinds:
+        raise UnsuitableError(f"is {kinds[0]}, which 8-bit {shown} cannot represent; convert it to SDR ({remedy})")
+
+
+def check_profile_range(profile: bytes) -> None:
+    """Refuse a profile for HDR, by its colour codes or its name.
+
+    Raises:
+        UnsuitableError: the profile is for PQ or HLG, or it is broken.
+    """
+    codes = _tag(profile, b"cicp")
+    # A type and four zero bytes, then primaries and curve.
+    curves = {codes[9]} if len(codes) > 9 else set()
+    name = HDR_NAMES.search(profile_name(profile))
+    if name is not None:
+        curves.add(18 if name[0].upper() == "HLG" else 16)
+    check_range(curves, (), "pictures", "sRGB")
+
+
+def _tag(profile: bytes, wanted: bytes) -> bytes:
+    """The content of a tag of a profile; empty if there is none."""
+    try:
+        (count,) = struct.unpack_from(">I", profile, 128)
+        for number in range(min(count, 200)):
+            name, offset, size = struct.unpack_from(">4sII", profile, 132 + 12 * number)
+            if name == wanted:
+                return profile[offset : offset + size]
+    except struct.error:
+        pass
+    return b""
+
+
+@lru_cache(maxsize=64)
+def profile_name(profile: bytes) -> str:
+    """What a profile calls itself, such as "Display P3".
+
+    Raises:
+        UnsuitableError: the profile is broken.
+    """
+    try:
+        return (ImageCms.getProfileDescription(_opened(profile)) or "").strip()
+    except (ImageCms.PyCMSError, OSError, ValueError) as error:
+        raise _broken(error) from error
+
+
+def space_of(mode: str) -> str:
+    """Which of `SPACES` the colours of a picture are in, by its mode; empty for one without profiles."""
+    if mode.startswith(DEEP_GREY) or mode in ("L", "LA", "La"):
+        return "L"
+    if mode in ("CMYK", "LAB"):
+        return mode
+    return "" if mode == "1" else "RGB"
+
+
+# The profiles of a folder are few: one for each camera or editor.
+@lru_cache(maxsize=64)
+def to_srgb(profile: bytes, space: str) -> ImageCms.ImageCmsTransform | None:
+    """The conversion of colours to sRGB; None if a profile changes nothing, or is for other colours than these.
+
+    A profile for other colours, such as that of a photo in a picture that was made grey, is ignored by viewers too.
+
+    Args:
+        space: a key of `SPACES`.
+
+    Raises:
+        UnsuitableError: the profile is broken.
+    """
+    try:
+        source = _opened(profile)
+        if source.profile.xcolor_space != SPACES.get(space):
+            return None
+        transform = ImageCms.buildTransform(
+            source, ImageCms.createProfile("sRGB"), space, "RGB", ImageCms.Intent.RELATIVE_COLORIMETRIC
+        )
+        return transform if _changes_colours(transform, space) else None
+    except (ImageCms.PyCMSError, OSError, ValueError) as error:
+        raise _broken(error) from error
+
+
+def _opened(profile: bytes) -> ImageCms.ImageCmsProfile:
+    return ImageCms.ImageCmsProfile(io.BytesIO(profile))
+
+
+def _broken(error: Exception) -> UnsuitableError:
+    remedy = "convert the file to sRGB, or remove the profile"
+    return UnsuitableError(f"has a broken colour profile, so its colours are unknown; {remedy} ({describe(error)})")
+
+
+def _changes_colours(transform: ImageCms.ImageCmsTransform, space: str) -> bool:
+    if space not in ("RGB", "L"):
+        return True
+    levels = np.linspace(0, 255, LATTICE if space == "RGB" else 256).round().astype(np.uint8)
+    if space == "RGB":
+        cube = np.stack(np.meshgrid(levels, levels, levels), axis=-1)
+        colours = Image.fromarray(cube.reshape(LATTICE, -1, 3))
+    else:
+        colours = Image.fromarray(levels[None])
+    converted = np.asarray(transform.apply(colours), dtype=int)
+    return int(np.abs(converted - np.asarray(colours.convert("RGB"))).max()) > SAME_COLOURS

@@ -1,0 +1,112 @@
+"""Turns a decoded picture into 8-bit RGB on a background: depth, transparency and colour profile.
+
+Large pictures are converted strip by strip, so that a picture takes 8 bytes a pixel at most: its own, and those of the
+result.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+from numpy.typing import NDArray
+from PIL import Image, ImageCms, ImageColor
+
+from simpletuner.data.colour import DEEP_GREY, space_of
+from simpletuner.data.files import MediaError
+
+STRIP_PIXELS = 1 << 20
+BoxOfPixels = tuple[int, int, int, int]
+
+
+def flatten(picture: Image.Image, background: str, transform: ImageCms.ImageCmsTransform | None) -> Image.Image:
+    """The picture as 8-bit RGB; it may be converted in place.
+
+    Args:
+        background: colour of transparent areas.
+        transform: of its colours to sRGB; None leaves them as they are.
+
+    Raises:
+        MediaError: it holds values that are not numbers.
+    """
+    if picture.mode == "RGB" and transform is None and not picture.has_transparency_data:
+        return picture
+    is_deep = picture.mode.startswith(DEEP_GREY)
+    white = _white_level(picture) if is_deep else 0.0
+    rgb = picture if picture.mode == "RGB" else Image.new("RGB", picture.size)
+    for box in _strips(picture.size):
+        strip = picture.crop(box)
+        if is_deep:
+            rgb.paste(_deep_strip(strip, background, transform, white), box)
+        else:
+            rgb.paste(_strip(strip, background, transform), box)
+    return rgb
+
+
+def is_deep_and_transparent(picture: Image.Image) -> bool:
+    """Whether a picture declares a grey level of more than 8 bits transparent."""
+    return picture.mode.startswith(DEEP_GREY) and isinstance(picture.info.get("transparency"), int)
+
+
+def _strips(size: tuple[int, int]) -> Iterator[BoxOfPixels]:
+    width, height = size
+    rows = max(1, STRIP_PIXELS // width)
+    for top in range(0, height, rows):
+        yield 0, top, width, min(top + rows, height)
+
+
+def _strip(strip: Image.Image, background: str, transform: ImageCms.ImageCmsTransform | None) -> Image.Image:
+    shown = strip.convert("RGBA") if strip.has_transparency_data else None
+    if transform is None:
+        rgb = strip if shown is None else shown
+    else:
+        rgb = transform.apply(_as_counted(strip))
+    if shown is None:
+        return rgb.convert("RGB")
+    rgb.putalpha(shown.getchannel("A"))
+    return Image.alpha_composite(Image.new("RGBA", strip.size, background), rgb).convert("RGB")
+
+
+def _as_counted(strip: Image.Image) -> Image.Image:
+    """The colours without transparency, in the mode that a conversion takes."""
+    space = space_of(strip.mode)
+    if strip.mode == space:
+        return strip
+    if strip.mode in ("P", "PA"):
+        strip = strip.convert("RGBA")  # applies the palette
+    return strip.convert(space)
+
+
+def _white_level(picture: Image.Image) -> float:
+    """The value of white in a picture with more than 8 bits.
+
+    16-bit values span 0..65535. 32-bit integers and floats have no fixed white level, so the smallest common level that
+    covers all values is used: 1 or 255 (floats only), 65535, or the maximum of the picture.
+    """
+    if picture.mode.startswith("I;16"):
+        return 65535.0
+    top = 0.0
+    for box in _strips(picture.size):
+        values = np.asarray(picture.crop(box))
+        if not np.isfinite(values).all():
+            raise MediaError("is damaged: it holds values that are not numbers")
+        top = max(top, float(values.max()))
+    levels = (1.0, 255.0, 65535.0) if picture.mode == "F" else (65535.0,)
+    for white in levels:
+        if top <= white:
+            return white
+    return top
+
+
+def _deep_strip(
+    strip: Image.Image, background: str, transform: ImageCms.ImageCmsTransform | None, white: float
+) -> Image.Image:
+    """Scale grey values of more than 8 bits to 0..255; Pillow's conversion clips them."""
+    values = np.asarray(strip)
+    scaled = np.clip(values.astype(np.float64) / white, 0, 1) * 255
+    grey = Image.fromarray(np.rint(scaled).astype(np.uint8))
+    rgb = grey.convert("RGB") if transform is None else transform.apply(grey)
+    if is_deep_and_transparent(strip):
+        clear: NDArray[np.bool_] = values == strip.info["transparency"]
+        rgb.paste(ImageColor.getrgb(background), mask=Image.fromarray(clear))
+    return rgb

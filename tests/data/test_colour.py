@@ -1,0 +1,176 @@
+"""Colours: what a file says about its numbers is applied, or the file is refused."""
+
+from __future__ import annotations
+
+import io
+import struct
+import zlib
+from pathlib import Path
+
+import numpy as np
+import pillow_heif
+import pytest
+from numpy.typing import NDArray
+from PIL import Image, ImageCms
+
+from simpletuner.data.files import UnsuitableError
+from simpletuner.data.media import decode, inspect
+from tests import profiles
+from tests.pictures import photograph, scene
+
+pillow_heif.register_heif_opener()  # to write such files
+
+P3 = profiles.rgb_profile(profiles.DISPLAY_P3, 2.2)
+RGB_PROFILES = {
+    "Display P3": (profiles.DISPLAY_P3, 2.2),
+    "Adobe RGB": (profiles.ADOBE_RGB, profiles.ADOBE_GAMMA),
+    "sRGB primaries with gamma 1.8": (profiles.SRGB, 1.8),
+}
+SAVED = {
+    ".png": {},
+    ".webp": {"lossless": True},
+    ".tif": {},
+    ".jpg": {"quality": 100, "subsampling": 0},
+}
+
+
+def photo(tmp_path: Path) -> Image.Image:
+    photograph(tmp_path / "photo.png", (96, 64))
+    return Image.open(tmp_path / "photo.png").convert("RGB")
+
+
+def saved(picture: Image.Image, kind: str = "PNG", **settings: object) -> bytes:
+    memory = io.BytesIO()
+    picture.save(memory, kind, **settings)
+    return memory.getvalue()
+
+
+def differ(picture: Image.Image, expected: NDArray[np.uint8]) -> int:
+    return int(np.abs(np.asarray(picture).astype(int) - expected).max())
+
+
+@pytest.mark.parametrize("suffix", SAVED)
+@pytest.mark.parametrize("name", RGB_PROFILES)
+def test_a_profile_is_applied_within_a_level_of_the_arithmetic(name: str, suffix: str, tmp_path: Path) -> None:
+    primaries, gamma = RGB_PROFILES[name]
+    path = tmp_path / f"a{suffix}"
+    photo(tmp_path).save(path, icc_profile=profiles.rgb_profile(primaries, gamma), **SAVED[suffix])
+    stored = np.asarray(Image.open(path))
+    expected = profiles.rgb_in_srgb(stored, primaries, gamma)
+    assert differ(Image.fromarray(stored), expected) > 3, "without the profile it looks different"
+    assert differ(decode(path), expected) <= 1
+    assert inspect(path).conversions == ("converted to sRGB",)
+
+
+@pytest.mark.parametrize("mode", ["L", "I;16"])
+def test_a_grey_profile_is_applied(mode: str) -> None:
+    levels = np.tile(np.arange(256, dtype=np.uint8), (4, 1))
+    stored = levels if mode == "L" else levels.astype(np.uint16) * 257
+    data = saved(Image.fromarray(stored), icc_profile=profiles.grey_profile(1.8))
+    assert differ(decode(data), profiles.grey_in_srgb(levels, 1.8)) <= 1
+
+
+@pytest.mark.parametrize("kind", ["JPEG", "TIFF"])
+def test_the_inks_of_a_cmyk_profile_are_applied(kind: str) -> None:
+    # A cyan and a black that no formula guesses.
+    paper, cyan, black = (255, 128, 128), (140, 91, 78), (41, 128, 128)
+    corners = [paper] * 16
+    for combination in range(16):
+        if combination & 8:
+            corners[combination] = cyan
+        if combination & 1:
+            corners[combination] = black
+    inks = {(0, 0, 0, 0): paper, (255, 0, 0, 0): cyan, (0, 0, 0, 255): black}
+    for ink, (lightness, a, b) in inks.items():
+        picture = Image.new("CMYK", (16, 16), ink)
+        settings = {"quality": 100} if kind == "JPEG" else {}
+        shown = decode(saved(picture, kind, icc_profile=profiles.cmyk_profile(corners), **settings))
+        expected = profiles.lab_in_srgb(lightness / 2.55, a - 128, b - 128)
+        assert differ(shown, np.broadcast_to(expected, (16, 16, 3))) <= 1, ink
+
+
+def test_transparent_areas_are_white_whatever_the_profile() -> None:
+    picture = scene()
+    picture.putalpha(Image.new("L", picture.size, 0))
+    shown = decode(saved(picture, icc_profile=P3))
+    assert differ(shown, np.full((*picture.size[::-1], 3), 255, np.uint8)) == 0
+
+
+@pytest.mark.parametrize("mode", ["RGBA", "P", "LA"])
+def test_every_mode_of_a_picture_is_converted(mode: str) -> None:
+    profile = profiles.grey_profile(1.8) if mode == "LA" else P3
+    picture = scene().convert(mode)
+    plain = np.asarray(picture.convert("L" if mode == "LA" else "RGB"))
+    expected = profiles.grey_in_srgb(plain, 1.8)
+    if mode != "LA":
+        expected = profiles.rgb_in_srgb(plain, profiles.DISPLAY_P3, 2.2)
+    assert differ(decode(saved(picture, icc_profile=profile)), expected) <= 1
+
+
+def test_a_profile_that_is_srgb_changes_nothing(tmp_path: Path) -> None:
+    picture = photo(tmp_path)
+    srgb = ImageCms.ImageCmsProfile(ImageCms.createProfile("sRGB")).tobytes()
+    data = saved(picture, icc_profile=srgb)
+    assert differ(decode(data), np.asarray(picture)) == 0
+    assert inspect(data).conversions == ()
+
+
+@pytest.mark.parametrize(("mode", "profile"), [("L", P3), ("RGB", profiles.grey_profile(1.8))])
+def test_a_profile_for_other_colours_is_ignored(mode: str, profile: bytes) -> None:
+    picture = scene().convert(mode)
+    data = saved(picture, icc_profile=profile)
+    assert differ(decode(data), np.asarray(picture.convert("RGB"))) == 0
+    assert inspect(data).conversions == ()
+
+
+@pytest.mark.parametrize("profile", [b"no profile", P3[:200], P3.replace(b"acsp", b"xxxx")])
+def test_a_broken_profile_is_a_reason(profile: bytes) -> None:
+    data = saved(scene(), icc_profile=profile)
+    for read in (inspect, decode):
+        with pytest.raises(UnsuitableError, match=r"broken colour profile.*convert the file to sRGB"):
+            read(data)
+
+
+def nclx(data: bytes, primaries: int, curve: int) -> bytes:
+    """An AVIF or HEIC with other colour codes."""
+    place = data.index(b"colrnclx") + 8
+    return data[:place] + struct.pack(">HH", primaries, curve) + data[place + 4 :]
+
+
+def cicp(data: bytes, primaries: int, curve: int) -> bytes:
+    """A PNG with colour codes."""
+    content = b"cICP" + bytes([primaries, curve, 0, 1])
+    chunk = struct.pack(">I", 4) + content + zlib.crc32(content).to_bytes(4, "big")
+    return data[:33] + chunk + data[33:]
+
+
+CURVES = {"PQ": 16, "HLG": 18}
+
+
+@pytest.mark.parametrize("kind", ["AVIF", "HEIF", "PNG", "profile name", "profile codes"])
+@pytest.mark.parametrize("curve", CURVES)
+def test_hdr_pictures_are_refused_as_clips_are(curve: str, kind: str) -> None:
+    number = CURVES[curve]
+    if kind == "PNG":
+        data = cicp(saved(scene()), 9, number)
+    elif kind == "profile name":
+        name = f"Rec. ITU-R BT.2100 {curve}"
+        data = saved(scene(), icc_profile=profiles.rgb_profile(profiles.DISPLAY_P3, 2.2, name))
+    elif kind == "profile codes":
+        codes = bytes([9, number, 0, 1])
+        data = saved(scene(), icc_profile=profiles.rgb_profile(profiles.DISPLAY_P3, 2.2, cicp=codes))
+    else:
+        data = nclx(saved(scene(), kind), 9, number)
+    for read in (inspect, decode):
+        with pytest.raises(UnsuitableError, match=rf"^is HDR \({curve}\), which 8-bit pictures cannot represent"):
+            read(data)
+
+
+def test_wide_colours_without_a_profile_are_refused() -> None:
+    with pytest.raises(UnsuitableError, match=r"in wide colours \(BT.2020\)"):
+        inspect(cicp(saved(scene()), 9, 1))
+
+
+@pytest.mark.parametrize("kind", ["AVIF", "HEIF"])
+def test_codes_of_sdr_are_read(kind: str) -> None:
+    assert inspect(nclx(saved(scene(), kind), 1, 13)).conversions == ()

@@ -1,0 +1,270 @@
+"""No file ends a run for all others, and only what is proved damaged is called so."""
+
+from __future__ import annotations
+
+import errno
+import io
+import struct
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pillow_heif
+import pytest
+from PIL import Image, ImageFile, PngImagePlugin
+
+from simpletuner.data import clips, flatten, readers
+from simpletuner.data.boxes import shown_properties
+from simpletuner.data.files import DeviceError, MediaError, UnsuitableError
+from simpletuner.data.media import decode, inspect, probe
+from simpletuner.data.room import BYTES_PER_PIXEL, Room
+from tests.pictures import HEIGHT, RED, WIDTH, scene
+
+pillow_heif.register_heif_opener()  # to write such files
+
+
+def saved(picture: Image.Image, kind: str, **settings: object) -> bytes:
+    memory = io.BytesIO()
+    picture.save(memory, kind, **settings)
+    return memory.getvalue()
+
+
+def float_tiff() -> bytes:
+    """Three floats a pixel, as renderers write them."""
+    short, long = 3, 4
+    entries = [(256, short, 2), (257, short, 2), (258, short, 32), (259, short, 1), (262, short, 2)]
+    entries += [(273, long, 200), (277, short, 3), (278, short, 2), (279, long, 48), (339, short, 3)]
+    data = b"II*\0" + struct.pack("<IH", 8, len(entries))
+    for tag, kind, value in entries:
+        data += struct.pack("<HHII", tag, kind, 1, value)
+    return data + bytes(200 - len(data)) + np.full(12, 0.5, "<f4").tobytes()
+
+
+def fields_bmp() -> bytes:
+    """32 bits a pixel with five bits for each colour."""
+    size = struct.pack("<IiiHHIIiiII", 40, 2, 2, 1, 32, 3, 16, 0, 0, 0, 0)
+    masks = struct.pack("<III", 0x7C00, 0x3E0, 0x1F)
+    return b"BM" + struct.pack("<IHHI", 82, 0, 0, 66) + size + masks + bytes(16)
+
+
+def deep_jpeg() -> bytes:
+    """12 bits a colour, as medical scanners write them."""
+    data = bytearray(saved(scene(), "JPEG"))
+    data[data.index(b"\xff\xc0") + 4] = 12
+    return bytes(data)
+
+
+def uncommon_tiff() -> bytes:
+    """Compressed in a way that libtiff is rarely built with."""
+    data = bytearray(saved(scene(), "TIFF", compression="tiff_lzw"))
+    place = data.index(struct.pack("<HHI", 259, 3, 1))
+    data[place + 8 : place + 10] = struct.pack("<H", 50001)  # WebP
+    return bytes(data)
+
+
+INTACT: dict[str, Callable[[], bytes]] = {
+    "floats.tif": float_tiff,
+    "fields.bmp": fields_bmp,
+    "deep.jpg": deep_jpeg,
+    "webp.tif": uncommon_tiff,
+    "jpeg-xl.png": lambda: b"\xff\x0a" + bytes(99),
+    "jpeg-2000.jpg": lambda: b"\0\0\0\x0cjP  \r\n\x87\n" + bytes(99),
+    "photoshop.png": lambda: b"8BPS" + bytes(99),
+    "newer.avif": lambda: b"\0\0\0\x10ftypmif3avif" + bytes(99),
+    "coded.heif": lambda: b"\0\0\0\x10ftypjpeg" + bytes(99),
+}
+
+
+@pytest.mark.parametrize("name", INTACT)
+def test_an_intact_file_of_an_unsupported_kind_is_unsuitable(name: str) -> None:
+    data = INTACT[name]()
+    with pytest.raises(UnsuitableError):
+        decode(data)
+
+
+@pytest.mark.parametrize("kind", ["AVIF", "HEIF"])
+def test_a_cut_container_is_truncated(kind: str) -> None:
+    data = saved(scene(), kind)
+    with pytest.raises(MediaError, match="is truncated") as error:
+        probe(data[:-10])
+    assert error.value.reason == "damaged"
+
+
+# What a decoder may raise, although nothing says so.
+ODD = [RuntimeError("odd"), KeyError("odd"), AttributeError("odd"), AssertionError("odd"), RecursionError("odd")]
+# What is no fault of the file.
+OURS = [MemoryError(), OSError(errno.EMFILE, "odd"), RuntimeError("can't start new thread"), DeviceError("odd")]
+
+
+def raising(error: Exception) -> Callable[..., Any]:
+    def fail(*arguments: Any, **settings: Any) -> Any:
+        raise error
+
+    return fail
+
+
+@pytest.mark.parametrize("error", ODD, ids=lambda error: type(error).__name__)
+@pytest.mark.parametrize("method", ["open", "load"])
+def test_an_error_that_no_reader_is_known_to_raise_is_a_reason_beside_the_picture(
+    method: str, error: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data = saved(scene(), "PNG")
+    place = Image if method == "open" else ImageFile.ImageFile
+    monkeypatch.setattr(place, method, raising(error))
+    with pytest.raises(UnsuitableError, match=r"cannot be decoded: .*odd"):
+        decode(data)
+
+
+@pytest.mark.parametrize("error", ODD, ids=lambda error: type(error).__name__)
+def test_such_an_error_is_a_reason_beside_the_clip(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
+    def frames(*arguments: Any) -> Iterator[Any]:
+        yield np.zeros((4, 4, 3), np.uint8)
+        raise error
+
+    monkeypatch.setattr(readers, "read_facts", raising(error))
+    monkeypatch.setattr(readers, "READERS", (frames,))
+    with pytest.raises(UnsuitableError, match=r"cannot be decoded: .*odd"):
+        clips.probe_clip(Path("a.mp4"))
+    facts = clips.ClipFacts(4, 4, 1.0, 24.0)
+    with pytest.raises(UnsuitableError, match=r"cannot be decoded: .*odd"):
+        list(clips.frames_of(Path("a.mp4"), 5, 24, facts))
+
+
+@pytest.mark.parametrize("error", OURS, ids=lambda error: type(error).__name__)
+def test_an_error_of_the_machine_is_not_blamed_on_a_file(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ImageFile.ImageFile, "load", raising(error))
+    with pytest.raises(type(error)):
+        decode(saved(scene(), "PNG"))
+    monkeypatch.setattr(readers, "read_facts", raising(error))
+    with pytest.raises(type(error)):
+        clips.probe_clip(Path("a.mp4"))
+
+
+def with_aperture(data: bytes, width: int, height: int, right: int, down: int, parts: int = 1) -> bytes:
+    """An AVIF with a clean aperture, in whole pixels or in parts of pixels.
+
+    The description with the new property comes last, so that no offset in the file changes.
+    """
+    start = data.index(b"meta") - 4
+    (length,) = struct.unpack_from(">I", data, start)
+    meta = data[start : start + length]
+    numbers = (width, parts, height, parts, right, parts, down, parts)
+    aperture = struct.pack(">I4sIIIIiIiI", 40, b"clap", *numbers)
+    container = meta.index(b"ipco") - 4
+    (size,) = struct.unpack_from(">I", meta, container)
+    count = len(list(media_boxes(meta[container + 8 : container + size])))
+    association = meta.index(b"ipma") - 4
+    chosen = bytearray(meta[association:])
+    chosen[18] += 1  # after size, type, version, number of items and id
+    place = struct.unpack_from(">I", chosen)[0]
+    chosen[place:place] = bytes([0x80 | count + 1])
+    struct.pack_into(">I", chosen, 0, place + 1)
+    inner = bytearray(meta[:container] + meta[container : container + size] + aperture + chosen)
+    struct.pack_into(">I", inner, container, size + len(aperture))
+    properties = inner.index(b"iprp") - 4
+    for box in (0, properties):
+        struct.pack_into(">I", inner, box, struct.unpack_from(">I", inner, box)[0] + len(aperture) + 1)
+    return data[: start + 4] + b"free" + data[start + 8 :] + bytes(inner)
+
+
+def media_boxes(data: bytes) -> Iterator[bytes]:
+    position = 0
+    while position < len(data):
+        size, kind = struct.unpack_from(">I4s", data, position)
+        yield kind
+        position += size
+
+
+def test_the_clean_aperture_of_an_avif_is_obeyed() -> None:
+    data = with_aperture(saved(scene(), "AVIF", quality=95), 40, 20, -20, -16)
+    assert probe(data) == (40, 20)
+    shown = decode(data)
+    assert shown.size == (40, 20)
+    # The middle of the aperture is left and above of the picture's.
+    assert np.abs(np.asarray(shown)[:, :, :].mean(axis=(0, 1)) - RED).max() < 8
+    assert inspect(data).conversions == ("cropped to its clean aperture",)
+
+
+@pytest.mark.parametrize("aperture", [(40, 20, 60, 0, 1), (81, 40, 1, 0, 2), (0, 0, 0, 0, 1)])
+def test_an_aperture_that_cannot_be_applied_is_a_reason(aperture: tuple[int, int, int, int, int]) -> None:
+    data = with_aperture(saved(scene(), "AVIF"), *aperture)
+    with pytest.raises(UnsuitableError, match="clean aperture"):
+        inspect(data)
+
+
+def test_damaged_boxes_have_no_properties() -> None:
+    data = saved(scene(), "AVIF")
+    for length in range(0, len(data), 7):
+        assert shown_properties(data[:length]) is not None
+
+
+XMP = b'<x:xmpmeta xmlns:x="adobe:ns:meta/"><rdf:Description tiff:Orientation="6"/></x:xmpmeta>'
+
+
+@pytest.mark.parametrize("kind", ["JPEG", "WEBP", "TIFF", "PNG", "AVIF"])
+def test_an_orientation_in_xmp_turns_nothing(kind: str) -> None:
+    settings: dict[str, Any] = {"xmp": XMP}
+    if kind == "PNG":
+        texts = PngImagePlugin.PngInfo()
+        texts.add_itxt("XML:com.adobe.xmp", XMP.decode())
+        settings = {"pnginfo": texts}
+    if kind == "TIFF":
+        settings = {"tiffinfo": {700: XMP}}
+    data = saved(scene(), kind, **settings)
+    assert b"tiff:Orientation" in data
+    assert probe(data) == decode(data).size == (WIDTH, HEIGHT)
+
+
+@pytest.mark.parametrize(("background", "level"), [("white", 255), ("black", 0)])
+def test_a_transparent_level_of_deep_grey_shows_the_background(background: str, level: int) -> None:
+    values = np.array([[1000, 30000, 65535]], dtype=np.uint16)
+    data = saved(Image.fromarray(values), "PNG", transparency=1000)
+    assert np.asarray(decode(data, background))[0, :, 0].tolist() == [level, 117, 255]
+    assert inspect(data).conversions == ("shown on white",)
+
+
+@pytest.mark.parametrize("mode", ["RGBA", "LA", "P", "L", "I;16", "F", "CMYK", "1"])
+def test_a_picture_of_many_strips_is_that_of_one(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    picture = (
+        scene().convert(mode) if mode != "I;16" else Image.fromarray(np.arange(6144, dtype=np.uint16).reshape(64, 96))
+    )
+    if mode in ("RGBA", "LA"):
+        picture.putalpha(Image.linear_gradient("L").resize(picture.size))
+    whole = flatten.flatten(picture.copy(), "white", None)
+    monkeypatch.setattr(flatten, "STRIP_PIXELS", 7 * WIDTH)
+    assert np.array_equal(flatten.flatten(picture, "white", None), whole)
+
+
+def test_threads_share_the_room_for_pixels() -> None:
+    room = Room(100 * BYTES_PER_PIXEL)
+    pixels: list[int] = []
+    lock = threading.Lock()
+    taken = [0]
+
+    def work(number: int) -> None:
+        size = (number % 7 + 1, 10)
+        with room.for_picture(size), room.for_picture(size):  # the inner one is part of the outer one
+            with lock:
+                taken[0] += size[0] * size[1]
+                pixels.append(taken[0])
+            with lock:
+                taken[0] -= size[0] * size[1]
+
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(work, range(200)))
+    assert max(pixels) <= 100
+    with room.for_picture((1000, 1000)):  # larger than the room, and alone
+        pass
+
+
+def test_nothing_is_printed_about_a_damaged_tiff(capfd: pytest.CaptureFixture[str]) -> None:
+    data = bytearray(saved(scene(), "TIFF", compression="tiff_lzw"))
+    data[20:400] = bytes(380)
+    with pytest.raises(MediaError):
+        decode(bytes(data))
+    with pytest.raises(MediaError):
+        decode(uncommon_tiff())
+    assert capfd.readouterr().err == ""
