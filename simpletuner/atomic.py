@@ -19,11 +19,12 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from functools import cache
+from io import RawIOBase
 from itertools import chain, count
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from simpletuner.errors import DiskFullError, WriteError
+from simpletuner.errors import DiskFullError, WriteError, causes, reached_limit
 
 logger = logging.getLogger(__name__)
 
@@ -34,6 +35,7 @@ DISK_FULL_CODES = frozenset({errno.ENOSPC, errno.EDQUOT})
 NOT_PERMITTED = frozenset({errno.EACCES, errno.EPERM})
 # Not permitted, read-only, or a failing disk or network.
 UNWRITABLE_CODES = NOT_PERMITTED | {errno.EROFS, errno.EIO, errno.ENXIO, errno.ENODEV, errno.ESTALE, errno.ENOTCONN}
+OCCUPIED_CODES = frozenset({errno.EISDIR, errno.ENOTEMPTY, errno.EEXIST})
 # Of disks without locks, such as some network volumes of rented machines.
 NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS)
 # Names created by `open_atomically`; temporary files of other programs are kept.
@@ -85,6 +87,19 @@ def open_atomically(path: Path, *, durable: bool = True) -> Iterator[BinaryIO]:
             raise
     if durable:
         _flush(path.parent)  # makes the rename durable
+
+
+def write_whole(file: RawIOBase, content: bytes) -> None:
+    """Write everything to an unbuffered file.
+
+    At a limit, such as a full disk, one write may be short without an error; the next one fails with the reason.
+    """
+    rest = memoryview(content)
+    while rest:
+        written = file.write(rest)
+        if not written:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        rest = rest[written:]
 
 
 @contextmanager
@@ -185,25 +200,36 @@ def writing_to(path: Path) -> Iterator[None]:
         if is_disk_full(error):
             message = f"{path}: no space left on the disk. Complete files are kept; free some space and start again."
             raise DiskFullError(message) from error
-        if cause := why_unwritable(error, path.parent):
+        if limit := reached_limit(error):
+            raise WriteError(f"{path}: cannot be written: {limit} Complete files are kept.") from error
+        if cause := why_unwritable(error, path):
             raise WriteError(f"{path}: cannot be written ({cause}). Complete files are kept.") from error
         raise
 
 
-def why_unwritable(error: BaseException, folder: Path) -> str:
-    """Why a folder cannot be written to, according to an error or its causes; empty for unrelated errors.
+def why_unwritable(error: BaseException, path: Path) -> str:
+    """Why a path cannot be written, according to an error or its causes; empty for unrelated errors.
 
-    A source file that cannot be read does not count.
+    A source file that cannot be read does not count, even if it is in the same folder.
     """
-    for each in causes(error):
-        if isinstance(each, FileNotFoundError) and not folder.is_dir():
+    for cause in causes(error):
+        if isinstance(cause, FileNotFoundError) and not path.parent.is_dir():
             return "its folder was moved or deleted"
-        if isinstance(each, OSError) and each.errno in UNWRITABLE_CODES:
-            is_ours = each.errno not in NOT_PERMITTED  # other errors have no file name if the write itself fails
-            if each.filename is not None:
-                is_ours = Path(each.filename).is_relative_to(folder) or folder.is_relative_to(each.filename)
-            return os.strerror(each.errno or 0) if is_ours else ""
+        if isinstance(cause, OSError) and cause.errno in UNWRITABLE_CODES:
+            is_ours = cause.errno not in NOT_PERMITTED  # other errors have no file name if the write itself fails
+            if cause.filename is not None:
+                is_ours = _belongs_to(Path(cause.filename), path)
+            return os.strerror(cause.errno or 0) if is_ours else ""
+        if isinstance(cause, OSError) and cause.errno in OCCUPIED_CODES and path.is_dir():
+            return "a folder is in its place; move it away"
     return ""
+
+
+def _belongs_to(name: Path, path: Path) -> bool:
+    """Whether a file name is that of a path, of its temporary files, of a folder above it, or of a file below it."""
+    if name.is_relative_to(path) or path.is_relative_to(name):
+        return True
+    return name.parent == path.parent and name.name.startswith((".", path.name))
 
 
 def is_disk_full(error: BaseException) -> bool:
@@ -216,13 +242,6 @@ def is_disk_full(error: BaseException) -> bool:
         or any(words in str(each).lower() for words in DISK_FULL_WORDS)
         for each in causes(error)
     )
-
-
-def causes(error: BaseException | None) -> Iterator[BaseException]:
-    """An error and its causes, up to one suppressed by `from None`."""
-    while error is not None:
-        yield error
-        error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
 
 
 def sweep_files(folder: Path, *, deep: bool = False, older_than: float = 0.0) -> None:

@@ -11,10 +11,12 @@
 from __future__ import annotations
 
 import difflib
+import errno
 import re
 import unicodedata
-from collections.abc import Generator, Iterable, Mapping, Sequence
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import islice
 from typing import Any, Literal, TypeVar
 
 T = TypeVar("T")
@@ -187,18 +189,54 @@ def is_out_of_memory(error: BaseException) -> bool:
     return is_native and OUT_OF_MEMORY.search(str(error)) is not None
 
 
+def causes(error: BaseException | None) -> Iterator[BaseException]:
+    """An error and its causes, up to one suppressed by `from None`."""
+    while error is not None:
+        yield error
+        error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
+
+
+# Limits of a process, a machine or a disk: codes and words of an error, and what to do. Native code has only the words.
+NO_MORE_FILES = "this process may not open more files; raise the limit with `ulimit -n 4096`."
+TOO_LARGE = (
+    "a file would become larger than the disk (FAT: 4 GB) or this shell (`ulimit -f`) allows; use another disk, or "
+    "lift the limit."
+)
+NO_MORE_THREADS = "no more threads can be started; raise the limit (`ulimit -u`, or that of the container)."
+SYSTEM_LIMITS = (
+    ({errno.EMFILE, errno.ENFILE}, re.compile("too many open files", re.I), NO_MORE_FILES),
+    ({errno.EFBIG}, re.compile("file too large", re.I), TOO_LARGE),
+    (set[int](), re.compile("can't start new thread|thread creation failed", re.I), NO_MORE_THREADS),
+)
+
+
+def reached_limit(error: BaseException) -> str:
+    """The system's limit that an error, or one of its causes, is about, with the remedy; empty for other errors."""
+    for cause in causes(error):
+        if not isinstance(cause, OSError | RuntimeError):
+            continue
+        for codes, words, advice in SYSTEM_LIMITS:
+            if getattr(cause, "errno", None) in codes or words.search(str(cause)):
+                return advice
+    return ""
+
+
 def full_text(error: BaseException) -> str:
     """The message of an error with its notes."""
     text, notes = str(error) or type(error).__name__, vars(error).get("__notes__", ())
     return ". ".join([text.removesuffix("."), *notes]) if notes else text
 
 
+LONGEST_GUESSED = 100  # letters of a word, whose comparison takes time in proportion
+MOST_COMPARED = 2000  # known words, such as the names in a folder
 SHORTEST_ABBREVIATION = 3  # letters; one or two letters occur in nearly every word
 
 
 def nearest(word: str, known: Iterable[str], cutoff: float = 0.6) -> str | None:
     """The known word most similar to `word`, else the only word that it abbreviates (txt: textfile), else None."""
-    words = list(known)
+    if len(word) > LONGEST_GUESSED:
+        return None
+    words = list(islice(known, MOST_COMPARED))
     if matches := difflib.get_close_matches(word, words, n=1, cutoff=cutoff):
         return matches[0]
     in_order = re.compile(".*".join(map(re.escape, word)))

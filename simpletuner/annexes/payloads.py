@@ -6,7 +6,6 @@ paths relative to the output folder.
 
 from __future__ import annotations
 
-import errno
 import json
 import math
 import os
@@ -21,7 +20,7 @@ from typing import Any
 from weakref import finalize
 
 from simpletuner.annexes.figures import Pace, ending, line_of
-from simpletuner.atomic import writing_to
+from simpletuner.atomic import write_whole, writing_to
 from simpletuner.errors import WriteError
 from simpletuner.redaction import redact_texts
 from simpletuner.reporting import events, metrics
@@ -244,10 +243,11 @@ def append_whole(path: Path, content: bytes) -> None:
     """
     with path.open("ab", buffering=0) as file:
         size = file.tell()
-        # On a full disk, a raw write may be short without an error.
-        if file.write(content) < len(content):
+        try:
+            write_whole(file, content)
+        except OSError:
             file.truncate(size)
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            raise
 
 
 TAIL = 1 << 18  # bytes; maximum length of a line

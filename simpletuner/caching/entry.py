@@ -92,6 +92,8 @@ def read_entry(folder: Path, key: str) -> bytes:
         provenance = header[METADATA]
         checksum = provenance.pop(CHECKSUM)
         sound = checksum == _checksum(header, data) and provenance.pop(KEY) == key
+    except IsADirectoryError as error:
+        raise DamagedEntryError(f"{path}: is a folder where a cache entry belongs; move it away") from error
     except UNREADABLE as error:
         raise DamagedEntryError(f"{path}: damaged cache entry ({error})") from error
     if not sound:
@@ -110,6 +112,8 @@ def read_provenance(path: Path) -> dict[str, str]:
         with path.open("rb") as file:
             metadata = read_head(zstandard.ZstdDecompressor().stream_reader(file))[1][METADATA]
         return {name: text for name, text in metadata.items() if name not in (KEY, CHECKSUM)}
+    except IsADirectoryError as error:
+        raise DamagedEntryError(f"{path}: is a folder where a cache entry belongs; move it away") from error
     except UNREADABLE as error:
         raise DamagedEntryError(f"{path}: damaged cache entry ({error})") from error
 

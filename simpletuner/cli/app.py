@@ -17,16 +17,16 @@ import typer
 import typer.main
 from typer.exceptions import TyperException
 
-from simpletuner.atomic import DISK_FULL_CODES, UNWRITABLE_CODES
+from simpletuner.atomic import DISK_FULL_CODES, OCCUPIED_CODES, UNWRITABLE_CODES
 from simpletuner.cli import cache, caption, help, plan, sample, server, start, train
 from simpletuner.cli.settings import PASS_THROUGH, set_environment
-from simpletuner.errors import ConfigError, SimpleTunerError, counted, full_text, is_out_of_memory
+from simpletuner.errors import ConfigError, SimpleTunerError, counted, full_text, is_out_of_memory, reached_limit
 from simpletuner.redaction import redact
 
 USAGE = 2
 INTERRUPTED = 130
 # Errors of the operating system that need no traceback; the last two come from invalid file names.
-REPORTED = UNWRITABLE_CODES | DISK_FULL_CODES | {errno.ENAMETOOLONG, errno.ELOOP}
+REPORTED = UNWRITABLE_CODES | DISK_FULL_CODES | OCCUPIED_CODES | {errno.ENOTDIR, errno.ENAMETOOLONG, errno.ELOOP}
 
 app = typer.Typer(
     name="simpletuner",
@@ -113,6 +113,10 @@ def _report(error: SimpleTunerError) -> int:
 
 def _report_unforeseen(error: Exception) -> int:
     """Print an error of the operating system, or a bug with its traceback."""
+    if limit := reached_limit(error):
+        # The notes of a failed run follow: how to continue it.
+        notes = vars(error).get("__notes__", ())
+        return _complain(" ".join([f"error: {limit}", *notes]), USAGE)
     if isinstance(error, OSError) and error.errno in REPORTED:
         return _complain(f"error: {error.filename or 'the disk'}: {error.strerror}.", USAGE)
     if is_out_of_memory(error):

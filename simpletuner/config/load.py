@@ -24,6 +24,7 @@ from simpletuner.redaction import hide_secrets
 
 # Sections whose values are needed only when something is sent.
 SENDING = ("Publishing", "Webhooks")
+MOST_GUESSED = 50  # unknown keys that get a suggestion, each of which takes 3 ms
 LONGEST_SHOWN = 120  # characters of a wrong value, so that a pasted object does not bury the message
 NOTHING: Mapping[str, Any] = MappingProxyType({})
 # Expected types by pydantic error type, since pydantic's messages name Python types.
@@ -110,10 +111,13 @@ def canonical(
     source = f" ({layer.label})" if layer.label else ""
     # Before any message can quote a value, including that of an unknown key. Numbered, since keys may repeat.
     hide_secrets({f"{number}.{written}": raw for number, (written, raw) in enumerate(layer.values)})
+    unknown_keys = 0
     for written, raw in layer.values:
         key = plain_key(written)
         if key not in names:
-            unknown = Problem(written, f"{unknown_key(key, names)}{source}", remedy={written: None})
+            unknown_keys += 1
+            guesses = names if unknown_keys <= MOST_GUESSED else ()
+            unknown = Problem(written, f"{unknown_key(key, guesses)}{source}", remedy={written: None})
             yield foreign_key_problem(written, key, raw, source, file) or unknown
             continue
         name, option = names[key].name, names[key]

@@ -27,7 +27,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from simpletuner.config.schema import CachingConfig
-from simpletuner.errors import UserError, shorten
+from simpletuner.errors import UserError, reached_limit, shorten
 from simpletuner.models.part import Part
 from simpletuner.models.source import ModelSource
 from simpletuner.models.spec import FamilySpec
@@ -98,6 +98,8 @@ def user_errors(part: Part) -> Iterator[None]:
     try:
         yield
     except (OSError, RuntimeError, ValueError, KeyError, TypeError, AttributeError, SafetensorError) as error:
+        if reached_limit(error):  # not a fault of the files
+            raise
         reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
         raise UserError(f"{part.described} cannot be loaded: {reason}") from error
 

@@ -6,7 +6,6 @@ resumes at step S first drops the rows after S, because it will record those ste
 
 from __future__ import annotations
 
-import errno
 import json
 import math
 import time
@@ -18,7 +17,7 @@ from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
-from simpletuner.atomic import write_atomically, writing_to
+from simpletuner.atomic import write_atomically, write_whole, writing_to
 from simpletuner.errors import WriteError
 
 METRICS_FILE = "training_metrics.jsonl"
@@ -111,9 +110,7 @@ class StepLines:
         row = {"step": step, **{key: _finite(value) for key, value in values.items() if key != "step"}}
         line = json.dumps(row, ensure_ascii=False, allow_nan=False).encode() + b"\n"
         with writing_to(self.path):
-            # On a full disk, a raw write may be partial without an error.
-            if self._file.write(line) < len(line):
-                raise OSError(errno.ENOSPC, "short write")
+            write_whole(self._file, line)
 
     def close(self) -> None:
         self._file.close()

@@ -25,7 +25,7 @@ import psutil
 from pydantic import Field, TypeAdapter, ValidationError
 
 from simpletuner.atomic import hold
-from simpletuner.errors import UserError
+from simpletuner.errors import UserError, reached_limit
 from simpletuner.reporting.pace import clock
 
 logger = logging.getLogger(__name__)
@@ -98,9 +98,10 @@ def lock_output(folder: Path, after: Callable[[], int] = lambda: 0) -> Iterator[
             owner = replace(this_process(), after=after())
             owner.write(file)
         except OSError as error:
-            raise UserError(f"output_dir: {str(path)!r} cannot be written: {error.strerror}.") from None
-        threading.Thread(target=refresh, args=(path, owner, over), name="lock", daemon=True).start()
+            reason = reached_limit(error) or f"{error.strerror}."
+            raise UserError(f"output_dir: {str(path)!r} cannot be written: {reason}") from None
         try:
+            threading.Thread(target=refresh, args=(path, owner, over), name="lock", daemon=True).start()
             yield
         finally:
             over.set()

@@ -10,7 +10,7 @@ import pytest
 from simpletuner.config.load import Layer, resolve
 from simpletuner.config.schema import FAMILY_DEFAULT, RunConfig, all_options, render_config
 from simpletuner.config.sources import read_json_layer
-from simpletuner.errors import Problems, result_of
+from simpletuner.errors import Problems, nearest, result_of
 
 BASE = [("model_type", "lora"), ("model_family", "kandinsky5-image")]
 
@@ -151,3 +151,18 @@ def test_a_written_config_has_every_key() -> None:
     written = render_config(values)
     assert json.loads(written) == values
     assert list(json.loads(written))[-2:] == ["mine", "lora_initialisation_style"]
+
+
+def test_of_thousands_of_unknown_keys_the_first_get_a_suggestion() -> None:
+    """Each suggestion takes milliseconds, and thousands of unknown keys are another kind of file."""
+    _, problems = load(*((f"learning_rte_{number}", 1) for number in range(200)))
+
+    suggested = [problem for problem in problems if "Did you mean" in problem]
+
+    assert len(problems) == 200
+    assert suggested == problems[:50]
+
+
+def test_a_word_of_thousands_of_letters_is_not_compared() -> None:
+    assert nearest("learning_rte", ["learning_rate"]) == "learning_rate"
+    assert nearest("learning_rte" * 1000, ["learning_rate" * 1000]) is None

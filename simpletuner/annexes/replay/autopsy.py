@@ -33,7 +33,15 @@ from simpletuner.budget.budget import Budget
 from simpletuner.caching.read import BatchReader
 from simpletuner.data.sampler import PlannedBatch
 from simpletuner.distributed.world import World
-from simpletuner.errors import Interrupted, NonFiniteError, UserError, WriteError, is_out_of_memory, shorten
+from simpletuner.errors import (
+    Interrupted,
+    NonFiniteError,
+    UserError,
+    WriteError,
+    is_out_of_memory,
+    reached_limit,
+    shorten,
+)
 from simpletuner.models.blocks import KERNELS
 from simpletuner.plan.build import Plan
 from simpletuner.plan.entries import list_entries
@@ -139,6 +147,8 @@ def cause_of(
     """
     if is_out_of_memory(error):
         return f"Out of memory in {during}.", "Lower resolution, frames or train_batch_size, or set offload auto."
+    if limit := reached_limit(error):
+        return f"A limit of this machine: {limit}", "Start again to continue from the last checkpoint."
     if not isinstance(error, UserError | NonFiniteError):
         return f"{type(error).__name__}: {error}".splitlines()[0], "Start again to continue from the last checkpoint."
     if isinstance(error, UserError) or not batches:  # their messages include advice
