@@ -268,7 +268,7 @@ def planned_step(size: str, device: str, settings: Settings, latents: tuple[int,
     spec = FAMILIES[shape.family]
     precision = "no" if device == "cpu" else "bf16"
     config = make_config(size, **{"mixed_precision": precision, **COMMON, **settings})
-    kernels = kernels_on(config, spec, is_gpu=device == "cuda")
+    kernels = kernels_on(config, spec, device)
     cost = cost_of(spec.cost, hollow_transformer(size), kernels)
     parts = Parts(spec, cost, lora_targets(size), spec.cost.vae, 0, ())
     frames, height, width = latents or shape.latents

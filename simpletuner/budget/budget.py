@@ -80,12 +80,12 @@ class PhasePeak:
 
     def on_host(self, device: Device) -> float:
         """Bytes of host memory, including weights on their way to a GPU."""
-        return self.host + (self.passing if device.is_gpu else 0.0)
+        return self.host + (self.passing if device.has_own_memory else 0.0)
 
     def needed(self, device: Device) -> float:
         """Bytes of the device's memory, which without a GPU is the machine's."""
-        # On a CPU, the device memory of every process is in the same RAM.
-        return self.device if device.is_gpu else self.device * self.processes + self.host
+        # On a CPU or an Apple chip, the device memory of every process is in the same RAM.
+        return self.device if device.has_own_memory else self.device * self.processes + self.host
 
     def shortage(self, device: Device, *, headroom: float = 0.0) -> str | None:
         """Describe the missing memory; None if the phase fits.
@@ -98,11 +98,13 @@ class PhasePeak:
             wants, has = compared(needed, room)
             if not device.is_gpu:
                 return f"{self.name} needs {wants}, this machine has {has} and no GPU"
+            if not device.has_own_memory:
+                return f"{self.name} needs {wants} of the machine's memory, of which a process can use {has}"
             taken = f" ({device.taken_by_others}; plan_device_memory_gb plans without it)" if device.taken else ""
             return f"{self.name} needs {wants} on the device, where {has} can be used{taken}"
-        # On a CPU, `needed` includes the host's part.
+        # In shared memory, `needed` includes the host's part.
         host, wanted = device.host_memory, self.on_host(device)
-        if device.is_gpu and host is not None and wanted > host:
+        if device.has_own_memory and host is not None and wanted > host:
             wants, has = compared(wanted, host)
             return f"{self.name} needs {wants} of host memory, this machine has {has}"
         return None
@@ -367,7 +369,7 @@ def _faster_previews(budget: Budget) -> Iterator[str]:
     config = budget.config
     if not budget.parts.cost.guided_together and config.speed.speed == "auto":
         yield BATCHED
-    if not budget.device.is_gpu or not budget.parts.trains:
+    if budget.device.torch_type != "cuda" or not budget.parts.trains:
         return
     moves = config.offload.enable_model_cpu_offload or config.offload.group_offload_vae
     if not moves:
@@ -388,12 +390,12 @@ def decoding_seconds(budget: Budget) -> float:
 def saves_in_background(budget: Budget) -> bool:
     """Whether the host has room for a copy of the checkpoint in every phase."""
     device, model = budget.device, budget.model
-    room = device.host_memory if device.is_gpu else device.memory
+    room = device.host_memory if device.has_own_memory else device.memory
     # Weights as trained and as published, optimizer state, and the moving average in both forms.
     copied = 2 * model.number_bytes + model.state_bytes + model.average_bytes
     # torch rounds pinned memory up to powers of two.
-    copies = model.trained_numbers * copied * (2 if device.is_gpu else 1)
-    taken = max(each.on_host(device) if device.is_gpu else each.needed(device) for each in budget.phases)
+    copies = model.trained_numbers * copied * (2 if device.has_own_memory else 1)
+    taken = max(each.on_host(device) if device.has_own_memory else each.needed(device) for each in budget.phases)
     return room is not None and taken + copies <= room * (1 - SPARE)
 
 
@@ -403,7 +405,7 @@ def make_budget(plan: Plan, device: Device) -> Budget:
     listing = list_entries(plan, catalogue) if catalogue else None
     workload = workload_of(plan, listing)
     outcome = find_outcome(plan, workload, device)
-    budget = Budget(plan, parts_of(plan, is_gpu=device.is_gpu), workload, device, listing, outcome=outcome)
+    budget = Budget(plan, parts_of(plan, device.torch_type), workload, device, listing, outcome=outcome)
     # With assumed densities, since measured ones are specific to this machine.
     budget = with_milestones(budget)
     return replace(budget, parts=budget.parts.with_densities(outcome.densities))

@@ -1,13 +1,9 @@
-"""Finds the device without torch, and its speed, as measured by an earlier run or assumed."""
+"""The device that trains, and its speed, as measured by an earlier run or assumed. Imports no torch."""
 
 from __future__ import annotations
 
-import importlib.util
 import os
-import re
-import shutil
-import subprocess
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple, cast
@@ -16,10 +12,20 @@ import psutil
 from pydantic import PositiveFloat
 
 from simpletuner.atomic import write_json
+from simpletuner.budget.drivers import (
+    SLICE,
+    TITLES,
+    Backend,
+    Gpu,
+    is_for_torch,
+    linked,
+    query_gpu,
+    query_users,
+    torch_uses_gpus,
+)
 from simpletuner.config.schema import Card
 from simpletuner.config.values import read_stored, read_toml
 from simpletuner.distributed.world import compute_threads, launched
-from simpletuner.plan.environment import driver
 from simpletuner.reporting.pace import size_text
 
 RATES_FILE = "device_rates.json"
@@ -56,18 +62,11 @@ def write_rates(folder: Path, rates: DeviceRates) -> None:
     write_json(folder / RATES_FILE, asdict(rates), durable=False)
 
 
-QUERY_SECONDS = 5  # a hung driver must not block the plan
-# Lines of `nvidia-smi -L`: "GPU 0: NVIDIA H100 80GB HBM3 (UUID: GPU-...)" followed by "MIG 3g.40gb  Device 0: (...)".
-WHOLE = re.compile(r"GPU (?P<index>\d+): (?P<name>.+?) \(UUID")
-SLICE = re.compile(r"MIG (?P<sevenths>\d)g\.(?P<gigabytes>\d+)gb")
-SLICE_SHARE = 0.97  # usable share of the memory in the name of a MIG slice
 # Device memory lost to the driver and libraries (bytes), and to fragmentation (share).
 DEVICE_OVERHEAD, FRAGMENTS = 0.6e9, 0.03
 # Host memory of the process before any weight is loaded: the interpreter, torch, diffusers and transformers; less
 # without CUDA's libraries (measured: 0.5 GB, and 0.1 in the first step).
 HOST_BASE, CPU_BASE = 1.2e9, 0.7e9
-# Bytes that the driver uses on an idle device, part of DEVICE_OVERHEAD; they differ slightly between machines.
-IDLE = 0.5e9
 # NCCL's buffers per device (bytes), not measured: 16 channels with four connections (ring and tree), with 4, 4.7 and
 # 0.5 MiB for its protocols. Sizes are the defaults in NCCL's source; the number of channels depends on the links.
 NCCL_BUFFERS = 16 * 4 * 9.2 * 2**20
@@ -96,7 +95,8 @@ class Device:
         name: as reported by the driver.
         memory: bytes of device memory; None if unknown.
         host_memory: bytes of host memory; None if unknown.
-        is_gpu: has separate memory; otherwise it uses the host's.
+        is_gpu: whether it is not the CPU.
+        backend: what torch needs to use a GPU; of no meaning for a CPU.
         rates: assumed or measured rates.
         note: which rates are assumed or measured, for the plan.
         taken: bytes of device memory that other programs use now.
@@ -117,16 +117,29 @@ class Device:
     hint: str = ""
     idle: str = ""
     buffers: float = 0.0
+    backend: Backend = "cuda"
+
+    @property
+    def torch_type(self) -> str:
+        """The type of the device in torch."""
+        if not self.is_gpu:
+            return "cpu"
+        return "cuda" if self.backend == "rocm" else self.backend
+
+    @property
+    def has_own_memory(self) -> bool:
+        """Whether its memory is not the host's: Apple's GPUs and CPUs have none of their own."""
+        return self.is_gpu and self.backend != "mps"
 
     @property
     def process_memory(self) -> float:
         """Bytes of host memory of a process before it loads a weight."""
-        return HOST_BASE if self.is_gpu else CPU_BASE
+        return HOST_BASE if self.has_own_memory else CPU_BASE
 
     @property
     def usable(self) -> float | None:
         """Bytes that a run can use; None if unknown."""
-        if self.memory is None or not self.is_gpu:
+        if self.memory is None or not self.has_own_memory:
             return self.memory
         return self.memory * (1 - FRAGMENTS) - DEVICE_OVERHEAD - self.taken - self.buffers
 
@@ -171,13 +184,14 @@ def _card(name: str, gibibytes: float, **rates: float) -> KnownCard:
 TABLE = cast("dict[Card, Any]", read_toml("simpletuner.budget", "cards.toml"))
 CARDS: Mapping[Card, KnownCard] = {card: _card(**row) for card, row in TABLE.items()}
 UNKNOWN_GPU = _rates(50, 0.5, 11)
+# Of a middling Apple chip, until a run has measured its own.
+APPLE_GPU = _rates(10, 0.2, 50)
 # The typical card by minimum GiB, whose rates `--device-memory` assumes without `--device`.
 USUAL: Mapping[float, Card] = {0: "3060", 15: "4080", 20: "4090", 30: "5090", 40: "a100", 120: "h200"}
 # float32 FLOP/s of a core, by the widest vector instructions that /proc/cpuinfo lists: 60 to 90 % of two fused
 # multiply-adds of a vector a cycle at 2.6 GHz; and bytes/s of the memory that small tensors are in.
 CORE_FLOPS: Mapping[str, float] = {"avx512f": 150e9, "avx2": 60e9, "": 20e9}
 CPU_BYTES = 20e9
-NVLINK_BYTES = 18e9  # bytes/s of one NVLink that exchanges reach, of 25 (second to fourth generation)
 
 
 def find_device(gibibytes: float | None = None, output_dir: Path | None = None, card: Card | None = None) -> Device:
@@ -191,14 +205,25 @@ def find_device(gibibytes: float | None = None, output_dir: Path | None = None, 
     gpu = query_gpu()
     if card is not None or gibibytes is not None:
         return planned_device(gibibytes, card, gpu)
-    if gpu and torch_uses_gpus():
-        # Launched processes must decide alike, and already hold device memory themselves.
-        taken = gpu.taken if launched(os.environ) is None else 0.0
-        users = query_users() if taken else ""
-        device = Device(gpu.name, gpu.memory, host_memory(), True, rates_of(gpu.name), "rates assumed", taken, users)
-    else:
-        device = this_cpu(idle=gpu.name if gpu else "")
+    device = this_gpu(gpu) if gpu and torch_uses_gpus() and is_for_torch(gpu) else this_cpu(gpu)
     return with_measured(device, output_dir) if output_dir else device
+
+
+def this_gpu(gpu: Gpu) -> Device:
+    """The first GPU of this machine."""
+    # Launched processes must decide alike, and already hold device memory themselves.
+    taken = gpu.taken if launched(os.environ) is None else 0.0
+    return Device(
+        name=gpu.name,
+        memory=gpu.memory,
+        host_memory=host_memory(),
+        is_gpu=True,
+        rates=APPLE_GPU if gpu.backend == "mps" else rates_of(gpu.name),
+        note="rates assumed",
+        taken=taken,
+        users=query_users() if taken else "",
+        backend=gpu.backend,
+    )
 
 
 def planned_device(gibibytes: float | None, card: Card | None, gpu: Gpu | None) -> Device:
@@ -216,11 +241,13 @@ def planned_device(gibibytes: float | None, card: Card | None, gpu: Gpu | None) 
     return Device(f"a GPU with {gibibytes:g} GiB", gibibytes * 2**30, host, True, rates, note, hint=hint)
 
 
-def this_cpu(idle: str = "") -> Device:
-    """The CPU of this machine, with the name of a GPU that torch cannot use, if any."""
+def this_cpu(gpu: Gpu | None = None) -> Device:
+    """The CPU of this machine, with a GPU that torch cannot use, if any."""
     host, flops = host_memory(), compute_threads() * core_flops()
     rates = Rates(flops, flops, flops, CPU_BYTES, CPU_BYTES, CPU_BYTES)
-    return Device("CPU", host, host, False, rates, "rates assumed", idle=idle)
+    if gpu is None:
+        return Device("CPU", host, host, False, rates, "rates assumed")
+    return Device("CPU", host, host, False, rates, "rates assumed", idle=gpu.name, backend=gpu.backend)
 
 
 def core_flops() -> float:
@@ -242,27 +269,6 @@ def one_of_several(device: Device, *, is_planned: bool) -> Device:
     return replace(device, buffers=NCCL_BUFFERS, rates=replace(device.rates, **links))
 
 
-def linked() -> dict[str, float]:
-    """The rate of the NVLinks between this machine's GPUs, as `link` of `Rates`; empty if unknown.
-
-    In the matrix of `nvidia-smi topo -m`, NV18 in the row of GPU0 means 18 links to another GPU; PIX, PHB, NODE and SYS
-    are paths through the host.
-    """
-    row = next((line.split() for line in ask_driver("topo", "-m") if line.split()[:2] == ["GPU0", "X"]), [])
-    links = [int(cell[2:]) for cell in row if re.fullmatch(r"NV\d+", cell)]
-    return {"link": max(links) * NVLINK_BYTES} if links else {}
-
-
-def torch_uses_gpus() -> bool:
-    """Whether the installed torch is built for GPUs, read from its version.py without an import; True if unknown."""
-    torch = importlib.util.find_spec("torch")
-    file = Path(torch.origin).with_name("version.py") if torch and torch.origin else Path()
-    text = file.read_text(encoding="utf-8") if file.is_file() else ""
-    values = re.findall(r"^(?:cuda|hip|xpu)\b.*= (.+)", text, re.MULTILINE)
-    # Lines such as `cuda: Optional[str] = '12.8'`; a CPU build has None in all of them.
-    return not values or set(values) != {"None"}
-
-
 def rates_of(name: str) -> Rates:
     """Assumed rates of a GPU by name; a MIG slice gets its share in sevenths."""
     whole = next((card.rates for card in CARDS.values() if card.name in name), UNKNOWN_GPU)
@@ -282,7 +288,7 @@ def with_measured(device: Device, folder: Path) -> Device:
     """
     rates = read_rates(folder)
     measured: dict[str, float] = {}
-    if rates is not None and rates.device == (device.name if device.is_gpu else "cpu"):
+    if rates is not None and rates.device == measured_name(device):
         if rates.dtype in ("bfloat16", "float16", "") or not device.is_gpu:
             faster = rates.matmul_flops / device.rates.matmul
             measured |= {key: faster * asdict(device.rates)[key] for key in ("matmul", "attention", "sparse")}
@@ -292,91 +298,11 @@ def with_measured(device: Device, folder: Path) -> Device:
     return replace(device, rates=replace(device.rates, **measured), note=note)
 
 
-class Gpu(NamedTuple):
-    """A GPU or a MIG slice: name, bytes of memory, and bytes in use, which are unknown for a slice."""
-
-    name: str
-    memory: float
-    taken: float = 0.0
-
-
-def query_gpu() -> Gpu | None:
-    """The first NVIDIA GPU visible to this process, from nvidia-smi; None if there is none, or the driver is broken,
-    which torch reports later."""
-    if part := _slice(ask_driver("-L") if driver() else [], _first_visible()):
-        return part
-    try:
-        # Split from the right, since the name may contain commas.
-        name, total, used = _ask_about("gpu=name,memory.total,memory.used", _first_visible())[0].rsplit(",", 2)
-        taken = float(used) * 2**20
-        return Gpu(name.strip(), float(total) * 2**20, taken if taken > IDLE else 0.0)
-    except (ValueError, IndexError):
-        return None
-
-
-def query_users() -> str:
-    """The programs that compute on that GPU, such as "python (process 4711)"; excludes desktops."""
-    rows = (line.partition(",") for line in _ask_about("compute-apps=pid,process_name", _first_visible()))
-    return ", ".join(f"{Path(name.strip()).name} (process {pid})" for pid, _, name in rows)
-
-
-def compute_capability() -> tuple[int, int] | None:
-    """CUDA compute capability of that GPU; None if unknown."""
-    first = _first_visible()
-    # Queries answer for whole GPUs only, see `_slice`; assumes that a machine's GPUs are alike.
-    answer = "".join(_ask_about("gpu=compute_cap", "" if first.startswith("MIG-") else first)[:1])
-    numbers = re.fullmatch(r"(\d+)\.(\d+)", answer)
-    return (int(numbers[1]), int(numbers[2])) if numbers else None
-
-
-def count_gpus() -> int:
-    """Number of NVIDIA GPUs visible to this process; 0 if the driver does not answer."""
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if visible is not None and shutil.which("nvidia-smi"):
-        return len([each for each in visible.split(",") if each.strip() not in ("", "-1")])
-    return sum(WHOLE.match(line) is not None for line in ask_driver("-L"))
-
-
-def _first_visible() -> str:
-    """The index or UUID of the first visible GPU; empty if all are visible."""
-    return os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")[0].strip()
-
-
-def _ask_about(what: str, gpu: str) -> list[str]:
-    """The answer of nvidia-smi about a GPU or the programs on it; empty if no GPU is visible."""
-    words = ["-i", gpu] if gpu else []
-    return ask_driver(*words, f"--query-{what}", "--format=csv,noheader,nounits") if driver() else []
-
-
-def ask_driver(*words: str) -> list[str]:
-    """The output lines of nvidia-smi; empty if it is missing, fails or hangs."""
-    try:
-        done = subprocess.run(["nvidia-smi", *words], capture_output=True, text=True, timeout=QUERY_SECONDS, check=True)
-    except (OSError, subprocess.SubprocessError):
-        return []
-    return done.stdout.strip().splitlines()
-
-
-def _slice(listed: Sequence[str], chosen: str) -> Gpu | None:
-    """The MIG slice that CUDA would use; None if it uses a whole GPU.
-
-    nvidia-smi lists slices below their GPU, but its queries answer for whole GPUs only. CUDA uses one slice: the slice
-    whose UUID is in CUDA_VISIBLE_DEVICES, else the first slice of the chosen GPU.
-
-    Args:
-        listed: output of `nvidia-smi -L`.
-        chosen: an index or a UUID; empty for the first GPU.
-    """
-    gpu, is_meant = "", False
-    for line in listed:
-        whole, part = WHOLE.match(line), SLICE.search(line)
-        if whole is not None:
-            gpu = whole["name"]
-            # CUDA also accepts the beginning of a UUID.
-            is_meant = (chosen or "0") == whole["index"] or (chosen.startswith("GPU-") and chosen in line)
-        elif part is not None and (chosen in line if chosen.startswith("MIG-") else is_meant):
-            return Gpu(f"{gpu} {part[0]}", float(part["gigabytes"]) * SLICE_SHARE * 2**30)
-    return None
+def measured_name(device: Device) -> str:
+    """The device's name in a file of measured rates. AMD's and Intel's programs use other names than torch."""
+    if not device.is_gpu:
+        return "cpu"
+    return device.name if device.backend == "cuda" else TITLES[device.backend]
 
 
 def host_memory() -> float:

@@ -12,9 +12,11 @@ from pathlib import Path
 import torch
 
 from simpletuner.budget.device import DeviceRates, read_rates, write_rates
+from simpletuner.budget.drivers import TITLES, Backend
 
 # Large enough to saturate any GPU; the three matrices take 0.4 GB in bfloat16.
 SIDE = 8192
+APPLE_SIDE = 4096  # a tenth of a GB: the memory is the machine's
 COPIED_BYTES = 1 << 28
 # On a CPU, the larger matmul is measured only if the smaller one takes less than this.
 SMALL_SIDE, MEDIUM_SIDE = 256, 512
@@ -23,24 +25,32 @@ SMALL_TRIES = 3  # another program may interrupt one of them
 ROUNDS = 5
 
 
-def device_rates(folder: Path, device: torch.device, dtype: torch.dtype) -> DeviceRates | None:
+def device_rates(folder: Path, device: torch.device, dtype: torch.dtype) -> DeviceRates:
     """The rates of the device at the precision of training, measured once per output folder and device.
 
-    None for devices other than CUDA and CPU.
+    Without a GPU's own memory (Apple), there are no copies from the host to measure.
     """
     known = read_rates(folder)
     if known is not None and (known.device, known.dtype) == (device_name(device), _name(dtype)):
         return known
-    if device.type not in ("cuda", "cpu"):
-        return None
-    rates = _measure_cuda(device, dtype) if device.type == "cuda" else _measure_cpu(dtype)
+    rates = _measure_cpu(dtype) if device.type == "cpu" else _measure_gpu(device, dtype)
     write_rates(folder, rates)
     return rates
 
 
 def device_name(device: torch.device) -> str:
-    """User-facing name of the device."""
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+    """The name under which rates are stored, see `device.measured_name`."""
+    if device.type == "cpu":
+        return "cpu"
+    backend = backend_of(device)
+    return torch.cuda.get_device_name(device) if backend == "cuda" else TITLES[backend]
+
+
+def backend_of(device: torch.device) -> Backend:
+    """What torch needs to use a GPU."""
+    if device.type == "cuda":
+        return "rocm" if torch.version.hip else "cuda"
+    return "mps" if device.type == "mps" else "xpu"
 
 
 def matmul_flops(device: torch.device, dtype: torch.dtype, side: int, rounds: int = ROUNDS) -> float:
@@ -69,12 +79,15 @@ def fastest(work: Callable[[], object], device: torch.device, rounds: int) -> fl
     return min(seconds[1:])
 
 
-def _measure_cuda(device: torch.device, dtype: torch.dtype) -> DeviceRates:
-    rate = matmul_flops(device, dtype, SIDE)
-    rates = DeviceRates(device_name(device), rate, host_to_device_bytes(device), _name(dtype))
+def _measure_gpu(device: torch.device, dtype: torch.dtype) -> DeviceRates:
+    side = APPLE_SIDE if device.type == "mps" else SIDE
+    rate = matmul_flops(device, dtype, side)
+    copies = None if device.type == "mps" else host_to_device_bytes(device)
+    rates = DeviceRates(device_name(device), rate, copies, _name(dtype))
     # The peak memory that a run reports must not include the benchmark.
-    torch.cuda.empty_cache()
-    torch.cuda.reset_peak_memory_stats(device)
+    torch.get_device_module(device).empty_cache()
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
     return rates
 
 
@@ -91,8 +104,8 @@ def _measure_cpu(dtype: torch.dtype) -> DeviceRates:
 
 
 def _now(device: torch.device) -> float:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+    if device.type != "cpu":
+        torch.get_device_module(device).synchronize()
     return time.perf_counter()
 
 

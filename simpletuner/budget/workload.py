@@ -280,19 +280,20 @@ class Parts:
         return StepModel(self.transformer, config, adapters, self.trains, self.techniques)
 
 
-def kernels_on(config: RunConfig, spec: FamilySpec, *, is_gpu: bool) -> Kernels:
+def kernels_on(config: RunConfig, spec: FamilySpec, torch_type: str) -> Kernels:
     """The kernels of the blocks. Compilation counts only where measured: for fast blocks, and on a GPU for Sana Video,
     whose gradients fail their check on a CPU."""
     # A GPU that this machine's torch cannot use is in another machine.
-    elsewhere = is_gpu and not device.torch_uses_gpus()
-    backend = compile_backend(config.speed, config.launch, "cuda" if is_gpu else "cpu", elsewhere=elsewhere)
-    measured = plain_math(config.speed) if spec.fast_blocks else is_gpu and config.speed.speed == "auto"
-    return Kernels(backend == "inductor" and measured, is_gpu)
+    is_cuda = torch_type == "cuda"
+    elsewhere = is_cuda and not device.torch_uses_gpus()
+    backend = compile_backend(config.speed, config.launch, torch_type, elsewhere=elsewhere)
+    measured = plain_math(config.speed) if spec.fast_blocks else is_cuda and config.speed.speed == "auto"
+    return Kernels(backend == "inductor" and measured, tile_lists=is_cuda)
 
 
-def parts_of(plan: Plan, *, is_gpu: bool) -> Parts:
-    """The parts of a plan on a GPU or a CPU: from local files, else as published."""
-    cost, source, kernels = plan.spec.cost, plan.source, kernels_on(plan.config, plan.spec, is_gpu=is_gpu)
+def parts_of(plan: Plan, torch_type: str) -> Parts:
+    """The parts of a plan on a type of device: from local files, else as published."""
+    cost, source, kernels = plan.spec.cost, plan.source, kernels_on(plan.config, plan.spec, torch_type)
     settings, shapes = source["transformer"].read_config(), source["transformer"].weight_shapes()
     if settings is None or not shapes:
         transformer = cost.of_flavour(plan.flavour.name, kernels)
@@ -314,7 +315,7 @@ def parts_of(plan: Plan, *, is_gpu: bool) -> Parts:
         trains=bool(plan.trained),
         lora_bytes=plan.lora_bytes,
         text_dropped=_dropped_parameters(plan, encoders if all(counts) else ()),
-        on_gpu=is_gpu,
+        on_gpu=torch_type == "cuda",
     )
 
 

@@ -117,7 +117,7 @@ def agreed(budget: Budget, *, yes: bool) -> Budget:
         with uncollected():
             import torch
 
-        # An Apple or AMD GPU, which nvidia-smi does not list.
+        # A GPU whose driver told the plan nothing, as in some containers.
         if torch.accelerator.is_available():
             return with_warnings(budget, others)
         if needs_consent(budget) and not yes:

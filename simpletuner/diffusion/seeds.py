@@ -88,6 +88,15 @@ def seeded(seed: int, devices: Iterable[torch.device]) -> Iterator[None]:
 
     By default, torch would save the state of every visible GPU, which takes memory on each.
     """
-    with torch.random.fork_rng({each for each in devices if each.type == "cuda"}):
-        torch.manual_seed(seed)
-        yield
+    used = set(devices)
+    numbered = {device for device in used if device.type not in ("cpu", "mps")}
+    kind = next((device.type for device in numbered), "cuda")
+    # There is one Apple GPU at most, and it has no number.
+    apple = torch.mps.get_rng_state() if any(device.type == "mps" for device in used) else None
+    try:
+        with torch.random.fork_rng(numbered, device_type=kind):
+            torch.manual_seed(seed)
+            yield
+    finally:
+        if apple is not None:
+            torch.mps.set_rng_state(apple)

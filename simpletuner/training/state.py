@@ -217,7 +217,17 @@ def random_states() -> dict[str, Any]:
         "numpy": [numpy_state[0], torch.from_numpy(numpy_state[1].astype(np.int64)), *numpy_state[2:]],
         "torch": torch.get_rng_state(),
         "cuda": torch.cuda.get_rng_state_all(),  # empty without a GPU
+        "accelerator": accelerator_state(),
     }
+
+
+def accelerator_state() -> torch.Tensor | None:
+    """The state of the generator of an Apple or Intel GPU; None elsewhere."""
+    device = torch.accelerator.current_accelerator(check_available=True)
+    if device is None or device.type == "cuda":
+        return None
+    state: torch.Tensor = torch.get_device_module(device).get_rng_state()
+    return state
 
 
 def restore_random_states(states: dict[str, Any]) -> None:
@@ -229,3 +239,6 @@ def restore_random_states(states: dict[str, Any]) -> None:
     torch.set_rng_state(states["torch"])
     # The checkpoint may come from a machine with more devices.
     torch.cuda.set_rng_state_all(states["cuda"][: torch.cuda.device_count()])
+    state = states.get("accelerator")  # absent in checkpoints of version 0.1
+    if state is not None and accelerator_state() is not None:
+        torch.get_device_module().set_rng_state(state)

@@ -227,7 +227,7 @@ def test_compiled_blocks_count_where_they_were_measured(
     family: str, is_gpu: bool, settings: dict[str, Any], compiled: bool
 ) -> None:
     chosen = config(family, **{"speed": "auto", **settings})
-    assert kernels_on(chosen, FAMILIES[family], is_gpu=is_gpu) == Kernels(compiled, is_gpu)
+    assert kernels_on(chosen, FAMILIES[family], "cuda" if is_gpu else "cpu") == Kernels(compiled, is_gpu)
 
 
 @pytest.mark.parametrize("elsewhere", [True, False])
@@ -237,8 +237,8 @@ def test_a_card_that_this_torch_cannot_use_is_taken_to_compile(
     monkeypatch.setattr("simpletuner.budget.device.torch_uses_gpus", lambda: not elsewhere)
     monkeypatch.setattr("simpletuner.config.speed.has_compiler", lambda: False)
     lite = config("kandinsky5-video", speed="auto"), FAMILIES["kandinsky5-video"]
-    assert kernels_on(*lite, is_gpu=True).compiled is elsewhere
-    assert not kernels_on(*lite, is_gpu=False).compiled
+    assert kernels_on(*lite, "cuda").compiled is elsewhere
+    assert not kernels_on(*lite, "cpu").compiled
 
 
 def test_all_compiled_blocks_of_sana_are_kept_on_80_gb() -> None:

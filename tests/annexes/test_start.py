@@ -20,7 +20,7 @@ from simpletuner.annexes.page.project import CONFIG_NAME
 from simpletuner.annexes.start.receive import receive
 from simpletuner.annexes.start.recipe import Material, Recipe, Start, checkpoint_interval
 from simpletuner.budget import device
-from simpletuner.budget.device import Gpu
+from simpletuner.budget.drivers import Gpu
 from simpletuner.cli.app import main
 from simpletuner.cli.start import _check_training
 from simpletuner.data.clips import ClipFacts

@@ -10,18 +10,14 @@ from simpletuner.budget import device as module
 from simpletuner.budget.budget import PhasePeak
 from simpletuner.budget.device import (
     CARDS,
-    NVLINK_BYTES,
     DeviceRates,
-    Gpu,
     compared,
-    compute_capability,
     find_device,
     host_memory,
-    linked,
-    query_gpu,
     rates_of,
     write_rates,
 )
+from simpletuner.budget.drivers import NVLINK_BYTES, Gpu, compute_capability, linked, query_gpu
 from simpletuner.config.schema import all_options, parse_card
 
 
@@ -36,7 +32,7 @@ def fake_smi(folder: Path, monkeypatch: pytest.MonkeyPatch, script: str) -> None
 
 def test_a_gpu_by_its_own_words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fake_smi(tmp_path, monkeypatch, "echo 'NVIDIA GeForce RTX 4090, 24564, 2'")
-    assert query_gpu() == ("NVIDIA GeForce RTX 4090", 24564 * 2**20, 0)
+    assert query_gpu() == Gpu("NVIDIA GeForce RTX 4090", 24564 * 2**20)
 
 
 def test_memory_that_others_use_cannot_be_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -59,7 +55,7 @@ def test_memory_that_others_use_cannot_be_used(tmp_path: Path, monkeypatch: pyte
 def test_the_gpu_that_is_visible(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fake_smi(tmp_path, monkeypatch, 'echo "asked for $2, 1, 0"')
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,5")
-    assert query_gpu() == ("asked for 3", 2**20, 0)
+    assert query_gpu() == Gpu("asked for 3", 2**20)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     assert query_gpu() is None
 

@@ -140,7 +140,7 @@ def test_products_at_plan_time(
 ) -> None:
     workspace.write_config(quantized_matmul=True, model_type="full")
     assert complaint(workspace, capsys).startswith("quantized_matmul: cannot be combined with model_type full: ")
-    monkeypatch.setattr("simpletuner.budget.device.compute_capability", lambda: (8, 6))
+    monkeypatch.setattr("simpletuner.budget.drivers.compute_capability", lambda: (8, 6))
     workspace.write_config(quantized_matmul=True, base_model_precision="fp8", model_type="lora")
     assert complaint(workspace, capsys) == (
         "quantized_matmul: fp8-quanto needs a GPU of compute capability 8.9; this one has 8.6. Set "

@@ -149,7 +149,7 @@ def _step_changes(budget: Budget) -> Iterator[Change]:
         yield Change({**whole, **({KEPT: 0} if kept else {})})
     if config.caching.vae_batch_size > 1:
         yield Change({"vae_batch_size": 1})
-    yield from _offload_changes(budget) if budget.device.is_gpu else ()
+    yield from _offload_changes(budget) if budget.device.has_own_memory else ()
 
 
 def _offload_changes(budget: Budget) -> Iterator[Change]:
@@ -172,9 +172,9 @@ def _offload_changes(budget: Budget) -> Iterator[Change]:
 def _phase_changes(budget: Budget) -> Iterator[Change]:
     """Changes to loading and to the phases before and after training."""
     offload, caching = budget.config.offload, budget.config.caching
-    if budget.device.is_gpu and not offload.group_offload_text_encoder:
+    if budget.device.has_own_memory and not offload.group_offload_text_encoder:
         yield Change({"group_offload_text_encoder": True}, "encoding")
-    streams = budget.device.is_gpu and offload.enable_group_offload
+    streams = budget.device.has_own_memory and offload.enable_group_offload
     if offload.group_offload_to_disk_path is None and (streams or _may_stream(budget)):
         # The estimate is the same for every folder; the message leaves the choice to the user.
         yield Change({DISK: "offloaded"}, words=f"{DISK} with a folder on a fast disk")
@@ -195,8 +195,8 @@ def _decodings(budget: Budget) -> Iterator[Change]:
 
 
 def _may_move(budget: Budget) -> bool:
-    """Whether tensors can leave the device during a step: it is a GPU, and no CUDA graph needs fixed addresses."""
-    return budget.device.is_gpu and graph_key(budget.config.launch) is None
+    """Whether tensors can leave the device during a step: to other memory, and no CUDA graph needs fixed addresses."""
+    return budget.device.has_own_memory and graph_key(budget.config.launch) is None
 
 
 def _may_stream(budget: Budget) -> bool:
@@ -401,7 +401,7 @@ def find_ways(budget: Budget) -> dict[str, Budget | str]:
     if budget.config.launch.num_processes == 1 or not budget.steps:
         return {}
     # Streaming needs a GPU.
-    names = [name for name in WAYS if budget.device.is_gpu or not WAYS[name]["enable_group_offload"]]
+    names = [name for name in WAYS if budget.device.has_own_memory or not WAYS[name]["enable_group_offload"]]
     if budget.config.launch.num_machines == 1:
         names.remove("FSDP2, hybrid")
     return {name: _other_way(budget, name) for name in names}

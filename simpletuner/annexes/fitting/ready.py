@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import replace
 
@@ -12,6 +12,7 @@ from simpletuner.annexes.figures import duration
 from simpletuner.annexes.fitting.fit import STATE_ON_HOST, Change, check_fit, check_ways, choose
 from simpletuner.annexes.fitting.show import MISSING_GPU
 from simpletuner.budget import device as devices
+from simpletuner.budget import drivers
 from simpletuner.budget.budget import (
     Budget,
     check_decoding,
@@ -22,8 +23,9 @@ from simpletuner.budget.budget import (
     with_faster_previews,
     with_strips,
 )
-from simpletuner.budget.device import gigabytes
+from simpletuner.budget.device import Device, gigabytes
 from simpletuner.budget.disk import check_disk, feature_costs, find_writings
+from simpletuner.budget.drivers import TITLES, Backend, Gpu
 from simpletuner.budget.outcomes import find_outcome
 from simpletuner.config.precision import check_capability, multiplied
 from simpletuner.config.sources import Arguments
@@ -40,6 +42,13 @@ DAY = 86400.0
 # Settings that need frozen weights, with their values in full fine-tunes.
 FOR_LORA = {"enable_group_offload": False, "base_model_precision": "no_change"}
 AUTO = {"offload": "auto"}
+# How the build of torch for a GPU is installed.
+REINSTALL: Mapping[Backend, str] = {
+    "cuda": " Run pip uninstall torch, then pip install torch.",
+    "rocm": " Install torch's build for ROCm, see docs/INSTALL.md.",
+    "xpu": " Install torch's build for XPU, see docs/INSTALL.md.",
+    "mps": " Run pip uninstall torch, then pip install torch.",
+}
 CONSENT = "To train on the CPU, run train --yes or set i_know_what_i_am_doing."
 
 
@@ -67,7 +76,7 @@ def _check_downloads(source: ModelSource) -> Iterator[Problem]:
 
 def check_devices(processes: int) -> Iterator[Problem]:
     """Check that there is a device for every process. Skipped under a launcher, which may expose only one."""
-    count = devices.count_gpus()
+    count = drivers.count_gpus()
     # 0 may mean that the driver does not respond, which torch reports.
     if 0 < count < processes and launched(os.environ) is None:
         gpus = counted(count, "GPU")
@@ -127,13 +136,13 @@ def weigh(plan: Plan) -> Reading[Budget]:
     if offload.offload == "auto":
         budget = _chosen(budget)
     budget = with_faster_previews(budget)
-    judged = [*check_decoding(budget), *check_fit(budget), *check_ways(budget)]
+    judged = [*check_vendor(device), *check_decoding(budget), *check_fit(budget), *check_ways(budget)]
     writings = [*find_writings(budget)]
     judged += filter(None, (why_not_writable(each.what, each.folder) for each in writings))
     judged += check_disk(budget.plan, writings)
     # Of another machine's GPU it is unknown which products it has.
     if multiplied(budget.config.precision) and not offload.plans_elsewhere:
-        judged += check_capability(budget.config.precision, devices.compute_capability())
+        judged += check_capability(budget.config.precision, drivers.compute_capability())
     yield from judged
     return with_warnings(budget, [*budget.plan.warnings, *(problem for problem in judged if not problem.fatal)])
 
@@ -177,11 +186,30 @@ def check_gpu(budget: Budget, *, yes: bool = False) -> Iterator[Problem]:
         why, advice = f"torch cannot use the {device.idle} of this machine", " See docs/INSTALL.md."
         if not devices.torch_uses_gpus():
             why += ", since its CPU build is installed"
-            advice = " Run pip uninstall torch, then pip install torch."
+            advice = REINSTALL[device.backend]
+        elif device.backend != (built_for := drivers.torch_backend()) and built_for:
+            why += f", since its {TITLES[built_for]} build is installed"
+            advice = REINSTALL[device.backend]
     if needs_consent(budget) and not yes:
         advice += f" {CONSENT}"
     time = f"about {duration(seconds)} on the CPU, {duration(budget.step_seconds)} a step"
     yield warning(MISSING_GPU, f"{why}: {time}.{advice}")
+
+
+# What is known of training on GPUs that are not NVIDIA's; docs/INSTALL.md has a table.
+LITTLE_TRIED: Mapping[Backend, str] = {
+    "rocm": "AMD's GPUs are expected to work, but nobody has tried; int8 and fp8 products are refused",
+    "xpu": "Intel's GPUs are expected to work, but nobody has tried; blocks are neither compiled nor streamed",
+    "mps": "Apple's GPUs are expected to work, but nobody has tried; blocks are neither compiled nor streamed, and "
+    "previews in bf16 may differ from those of other machines",
+}
+
+
+def check_vendor(device: Device) -> Iterator[Problem]:
+    """One sentence about a GPU on which the program was not tried."""
+    if device.is_gpu and device.backend in LITTLE_TRIED:
+        known = LITTLE_TRIED[device.backend]
+        yield warning("device", f"{device.name} ({TITLES[device.backend]}): {known}. See docs/INSTALL.md.")
 
 
 def needs_consent(budget: Budget) -> bool:
@@ -194,5 +222,7 @@ def on_cpu(budget: Budget) -> Budget:
     plan = budget.plan
     device = devices.find_device(output_dir=plan.output_dir)
     if device.is_gpu:
-        device = devices.with_measured(devices.this_cpu(idle=device.name), plan.output_dir)
+        device = devices.with_measured(
+            devices.this_cpu(Gpu(device.name, device.memory or 0.0, backend=device.backend)), plan.output_dir
+        )
     return replace(budget, device=device, outcome=find_outcome(plan, budget.workload, device))

@@ -199,7 +199,7 @@ def budget_lines(budget: Budget) -> Iterator[str]:
     device, launch = budget.device, budget.config.launch
     room = "unknown memory" if device.memory is None else gigabytes(device.memory)
     room = ", ".join(filter(None, [room, device.taken_by_others]))
-    host = f", host memory {gigabytes(device.host_memory)}" if device.is_gpu and device.host_memory else ""
+    host = f", host memory {gigabytes(device.host_memory)}" if device.has_own_memory and device.host_memory else ""
     yield f"Estimate for {device.name}, {room}{host} ({'; '.join(filter(None, (device.note, device.hint)))})"
     if launch.num_processes > 1:
         where = counted(launch.num_machines, "machine")

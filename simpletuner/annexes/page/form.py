@@ -16,7 +16,8 @@ from starlette.responses import HTMLResponse, JSONResponse, Response
 from simpletuner.annexes.page import start_card
 from simpletuner.annexes.page.project import Refusal, project_of
 from simpletuner.annexes.report.html import render
-from simpletuner.budget.device import ask_driver, host_memory
+from simpletuner.budget.device import host_memory
+from simpletuner.budget.drivers import ask_driver
 from simpletuner.config.datasets import DatasetConfig, VideoConfig
 from simpletuner.config.option import Group, Option, describe
 from simpletuner.config.schema import all_options

@@ -33,4 +33,7 @@ def describe_device() -> str:
     if torch.cuda.is_available():
         properties = torch.cuda.get_device_properties(torch.cuda.current_device())
         return f"{properties.name}, {properties.total_memory / 2**30:.0f} GiB, CUDA {torch.version.cuda}"
-    return "Apple GPU" if torch.backends.mps.is_available() else "cpu"
+    device = torch.accelerator.current_accelerator(check_available=True)
+    if device is None:
+        return "cpu"
+    return "Apple GPU" if device.type == "mps" else f"{device.type.upper()} GPU"

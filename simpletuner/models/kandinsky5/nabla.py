@@ -179,6 +179,8 @@ def compiled(blocks: Callable[[Tensor], BlockMask], kernel: dict[str, Any] | Non
 
 
 SMALL_BLOCKS = {"fwd_BLOCK_M": TILE, "fwd_BLOCK_N": TILE}
+# Flex attention has no backward pass on a CPU; on the others it is not compiled, and would ignore the mask.
+WITHOUT_FLEX = ("cpu", "mps", "xpu")
 # In order of preference.
 IMPLEMENTATIONS: dict[str, Callable[[], Attend]] = {
     "blocks of 64": functools.cache(partial(compiled, tile_blocks, SMALL_BLOCKS)),
@@ -194,8 +196,8 @@ def choose_attend(device: torch.device, dtype: torch.dtype, head_dim: int, heads
     """The implementation stored for this device; else the first with correct results and gradients, or an installed
     FlashAttention 4 if it is correct and faster; else dense, with a warning.
     """
-    if device.type == "cpu":
-        return attend_masked  # flex attention has no backward pass there
+    if device.type in WITHOUT_FLEX:
+        return attend_masked
     mode = ", deterministic" if torch.are_deterministic_algorithms_enabled() else ""
     call = f"block-sparse attention (NABLA), {heads} heads of {head_dim}, {str(dtype)[6:]}{mode}"
     ways = IMPLEMENTATIONS | ALTERNATIVES

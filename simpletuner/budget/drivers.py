@@ -1,0 +1,271 @@
+"""Asks the drivers of this machine about its GPUs. Imports no torch.
+
+NVIDIA's and AMD's drivers come with a program, Apple's chips are known to the system. Where no program answers but the
+driver's device files are there (containers, Intel), torch is asked in a process of its own.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import json
+import os
+import platform
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+import psutil
+
+from simpletuner.plan.environment import driver
+
+# What a build of torch can use; ROCm's devices are called `cuda` there.
+Backend = Literal["cuda", "rocm", "xpu", "mps"]
+BACKENDS: dict[str, Backend] = {"cuda": "cuda", "hip": "rocm", "xpu": "xpu"}
+# Names of the backends for messages.
+TITLES: dict[Backend, str] = {"cuda": "CUDA", "rocm": "ROCm", "xpu": "XPU", "mps": "Apple"}
+# Variables that choose GPUs, in the order in which ROCm applies them.
+VISIBLE = ("HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES")
+
+QUERY_SECONDS = 5  # a hung driver must not block the plan
+TORCH_SECONDS = 60  # importing torch from a slow disk
+# Files by which the drivers of NVIDIA, AMD, Intel and of Windows' Linux are known.
+DEVICE_FILES = ("/dev/nvidiactl", "/dev/kfd", "/dev/dri/renderD128", "/dev/dxg")
+ASK_TORCH = """
+import json, torch
+device = torch.accelerator.current_accelerator(check_available=True)
+if device is not None:
+    found = torch.get_device_module(device).get_device_properties(0)
+    print(json.dumps([found.name, found.total_memory]))
+"""
+# Share of an Apple machine's memory that Metal lets one process use, on most machines.
+METAL_SHARE = 0.75
+# Bytes that the driver uses on an idle device, part of DEVICE_OVERHEAD; they differ slightly between machines.
+IDLE = 0.5e9
+# Lines of `nvidia-smi -L`: "GPU 0: NVIDIA H100 80GB HBM3 (UUID: GPU-...)" followed by "MIG 3g.40gb  Device 0: (...)".
+WHOLE = re.compile(r"GPU (?P<index>\d+): (?P<name>.+?) \(UUID")
+SLICE = re.compile(r"MIG (?P<sevenths>\d)g\.(?P<gigabytes>\d+)gb")
+SLICE_SHARE = 0.97  # usable share of the memory in the name of a MIG slice
+NVLINK_BYTES = 18e9  # bytes/s of one NVLink that exchanges reach, of 25 (second to fourth generation)
+
+
+class Gpu(NamedTuple):
+    """A GPU or a MIG slice.
+
+    Attributes:
+        memory: bytes; for Apple's chips, those of the machine that a process can use.
+        taken: bytes in use, which are unknown for a slice.
+    """
+
+    name: str
+    memory: float
+    taken: float = 0.0
+    backend: Backend = "cuda"
+
+
+def query_gpu() -> Gpu | None:
+    """The first GPU visible to this process; None if there is none, or the driver is broken, which torch reports."""
+    return query_nvidia() or query_amd() or query_apple() or ask_torch()
+
+
+def query_nvidia() -> Gpu | None:
+    """The first visible NVIDIA GPU, from nvidia-smi."""
+    if part := _slice(ask_driver("-L") if driver() else [], _first_visible()):
+        return part
+    try:
+        # Split from the right, since the name may contain commas.
+        name, total, used = _ask_about("gpu=name,memory.total,memory.used", _first_visible())[0].rsplit(",", 2)
+        return Gpu(name.strip(), float(total) * 2**20, _taken(float(used) * 2**20))
+    except (ValueError, IndexError):
+        return None
+
+
+def _taken(used: float) -> float:
+    """Bytes that other programs use, of the bytes in use."""
+    return used if used > IDLE else 0.0
+
+
+def query_amd() -> Gpu | None:
+    """The first visible AMD GPU, from rocm-smi."""
+    cards = _amd_cards()
+    chosen = _chosen_amd(len(cards))
+    if not chosen:
+        return None
+    card = cards[chosen[0]]
+    try:
+        memory = float(card["VRAM Total Memory (B)"])
+        used = float(card["VRAM Total Used Memory (B)"])
+    except (KeyError, ValueError):
+        return None
+    name = card.get("Card Series") or card.get("Card series") or card.get("Card Model") or "AMD GPU"
+    return Gpu(name.strip(), memory, _taken(used), "rocm")
+
+
+def _amd_cards() -> list[dict[str, str]]:
+    """What rocm-smi says of each card, in the order of their numbers."""
+    lines = _run("rocm-smi", "--showproductname", "--showmeminfo", "vram", "--json")
+    try:
+        answer = json.loads("\n".join(lines))
+    except ValueError:
+        return []
+    if not isinstance(answer, dict):
+        return []
+    cards = {}
+    for key, values in answer.items():
+        number = key.removeprefix("card")
+        if number.isdecimal() and isinstance(values, dict):
+            cards[int(number)] = values
+    return [cards[number] for number in sorted(cards)]
+
+
+def _chosen_amd(count: int) -> list[int]:
+    """Numbers of the visible cards, of `count`."""
+    for variable in VISIBLE:
+        listed = os.environ.get(variable)
+        if listed is not None:
+            numbers = [int(word) for word in listed.split(",") if word.strip().isdecimal()]
+            return [number for number in numbers if number < count]
+    return list(range(count))
+
+
+def query_apple() -> Gpu | None:
+    """The chip of an Apple machine, whose GPU uses the machine's memory."""
+    if (platform.system(), platform.machine()) != ("Darwin", "arm64"):
+        return None
+    name = "".join(_run("sysctl", "-n", "machdep.cpu.brand_string")[:1])
+    total = "".join(_run("sysctl", "-n", "hw.memsize")[:1])
+    memory = float(total) if total.isdecimal() else float(psutil.virtual_memory().total)
+    return Gpu(name or "Apple chip", METAL_SHARE * memory, backend="mps")
+
+
+@functools.cache
+def ask_torch() -> Gpu | None:
+    """The GPU that torch finds, in a process of its own; None without a driver or a build of torch that could use one.
+
+    The import takes seconds, so torch is asked only where a driver's files show that there may be a GPU.
+    """
+    backend = torch_backend()
+    hidden = os.environ.get("CUDA_VISIBLE_DEVICES", "0").strip() in ("", "-1")
+    if not backend or hidden or not any(Path(file).exists() for file in DEVICE_FILES):
+        return None
+    lines = _run(sys.executable, "-c", ASK_TORCH, seconds=TORCH_SECONDS)
+    try:
+        name, memory = json.loads(lines[-1])
+        return Gpu(str(name), float(memory), backend=backend)
+    except (IndexError, ValueError, TypeError):
+        return None
+
+
+def torch_backend() -> Backend | Literal[""] | None:
+    """What the installed torch is built for, read from its version.py without an import.
+
+    Returns:
+        an empty text for a build for CPUs; None if unknown.
+    """
+    if platform.system() == "Darwin":
+        return "mps" if platform.machine() == "arm64" else ""
+    torch = importlib.util.find_spec("torch")
+    file = Path(torch.origin).with_name("version.py") if torch and torch.origin else Path()
+    text = file.read_text(encoding="utf-8") if file.is_file() else ""
+    # Lines such as `cuda: Optional[str] = '12.8'`; a CPU build has None in all of them.
+    values = re.findall(r"^(cuda|hip|xpu)\b.*= (.+)", text, re.MULTILINE)
+    for word, version in values:
+        if version != "None":
+            return BACKENDS[word]
+    return "" if values else None
+
+
+def torch_uses_gpus() -> bool:
+    """Whether the installed torch is built for GPUs; True if unknown."""
+    return torch_backend() != ""
+
+
+def is_for_torch(gpu: Gpu) -> bool:
+    """Whether the installed torch is built for the GPUs of this vendor, if it is for GPUs; True if unknown."""
+    return torch_backend() in (None, "", gpu.backend)
+
+
+def query_users() -> str:
+    """The programs that compute on the NVIDIA GPU, such as "python (process 4711)"; excludes desktops."""
+    rows = (line.partition(",") for line in _ask_about("compute-apps=pid,process_name", _first_visible()))
+    return ", ".join(f"{Path(name.strip()).name} (process {pid})" for pid, _, name in rows)
+
+
+def compute_capability() -> tuple[int, int] | None:
+    """CUDA compute capability of the NVIDIA GPU; None if unknown."""
+    first = _first_visible()
+    # Queries answer for whole GPUs only, see `_slice`; assumes that a machine's GPUs are alike.
+    answer = "".join(_ask_about("gpu=compute_cap", "" if first.startswith("MIG-") else first)[:1])
+    numbers = re.fullmatch(r"(\d+)\.(\d+)", answer)
+    return (int(numbers[1]), int(numbers[2])) if numbers else None
+
+
+def count_gpus() -> int:
+    """Number of GPUs visible to this process; 0 if no driver answers."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None and shutil.which("nvidia-smi"):
+        return len([number for number in visible.split(",") if number.strip() not in ("", "-1")])
+    nvidia = sum(WHOLE.match(line) is not None for line in ask_driver("-L"))
+    return nvidia or len(_chosen_amd(len(_amd_cards())))
+
+
+def linked() -> dict[str, float]:
+    """The rate of the NVLinks between this machine's GPUs, as `link` of `Rates`; empty if unknown.
+
+    In the matrix of `nvidia-smi topo -m`, NV18 in the row of GPU0 means 18 links to another GPU; PIX, PHB, NODE and SYS
+    are paths through the host.
+    """
+    row = next((line.split() for line in ask_driver("topo", "-m") if line.split()[:2] == ["GPU0", "X"]), [])
+    links = [int(cell[2:]) for cell in row if re.fullmatch(r"NV\d+", cell)]
+    return {"link": max(links) * NVLINK_BYTES} if links else {}
+
+
+def _first_visible() -> str:
+    """The index or UUID of the first visible GPU; empty if all are visible."""
+    return os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")[0].strip()
+
+
+def _ask_about(what: str, gpu: str) -> list[str]:
+    """The answer of nvidia-smi about a GPU or the programs on it; empty if no GPU is visible."""
+    words = ["-i", gpu] if gpu else []
+    return ask_driver(*words, f"--query-{what}", "--format=csv,noheader,nounits") if driver() else []
+
+
+def ask_driver(*words: str) -> list[str]:
+    """The output lines of nvidia-smi; empty if it is missing, fails or hangs."""
+    return _run("nvidia-smi", *words)
+
+
+def _run(*command: str, seconds: float = QUERY_SECONDS) -> list[str]:
+    """The output lines of a program; empty if it is missing, fails or hangs."""
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=seconds, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return []
+    return done.stdout.strip().splitlines()
+
+
+def _slice(listed: Sequence[str], chosen: str) -> Gpu | None:
+    """The MIG slice that CUDA would use; None if it uses a whole GPU.
+
+    nvidia-smi lists slices below their GPU, but its queries answer for whole GPUs only. CUDA uses one slice: the slice
+    whose UUID is in CUDA_VISIBLE_DEVICES, else the first slice of the chosen GPU.
+
+    Args:
+        listed: output of `nvidia-smi -L`.
+        chosen: an index or a UUID; empty for the first GPU.
+    """
+    gpu, is_meant = "", False
+    for line in listed:
+        whole, part = WHOLE.match(line), SLICE.search(line)
+        if whole is not None:
+            gpu = whole["name"]
+            # CUDA also accepts the beginning of a UUID.
+            is_meant = (chosen or "0") == whole["index"] or (chosen.startswith("GPU-") and chosen in line)
+        elif part is not None and (chosen in line if chosen.startswith("MIG-") else is_meant):
+            return Gpu(f"{gpu} {part[0]}", float(part["gigabytes"]) * SLICE_SHARE * 2**30)
+    return None
