@@ -25,7 +25,6 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import DistributedDataParallelKwargs
 from torch import distributed, nn
-from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from simpletuner.config.optimizers import trained_precision
@@ -56,6 +55,7 @@ from simpletuner.training.lora import BASE_CHANGING_INITS, add_lora, start_from
 from simpletuner.training.meter import count_flops
 from simpletuner.training.optimizers import build_optimizer
 from simpletuner.training.release import GradientRelease, HostState
+from simpletuner.training.replicas import replicate, replicate_whole
 from simpletuner.training.state import Assembly, StepSettings, TrainingSpec
 from simpletuner.training.trained import FullModel, Trained
 
@@ -111,7 +111,7 @@ def assemble(
         parameters.values(), config.optimizer, precision.mixed_precision, spec.learning_rate, modules, faster, ratio
     )
     # FSDP2 reduces the gradients of sharded weights. A LoRA is whole in every process and needs DDP.
-    prepared = transformer if sharded and not is_lora else _replicate(transformer, accelerator, sharded=sharded)
+    prepared = transformer if sharded and not is_lora else replicate(transformer, accelerator, sharded=sharded)
     streamer = None if sharded else _stream(transformer, layout, config, device, world, packed)
     if streamer is not None and fast is not None:
         fast.outside_checkpoint = RememberedPlaces(streamer)
@@ -249,22 +249,9 @@ def _attach(
             technique.attach(site)
         if (module := technique.module()) is not None:
             modules[technique.name] = module.to(site.device)
-            wrapped.append(accelerator.prepare(module, device_placement=[False]))
+            wrapped.append(replicate_whole(module, accelerator))
             technique.adopt(wrapped[-1])
     return modules, wrapped
-
-
-def _replicate(transformer: nn.Module, accelerator: Accelerator, *, sharded: bool) -> nn.Module:
-    """Wrap the transformer for gradient synchronisation; frozen weights are excluded."""
-    frozen = [name for name, each in transformer.named_parameters() if not each.requires_grad]
-    frozen += [name for name, _ in transformer.named_buffers()]
-    # Otherwise DDP would broadcast the whole frozen model at the start.
-    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(transformer, frozen)
-    if sharded:  # accelerate assumes that DDP would synchronise sharded weights
-        assert accelerator.ddp_handler is not None
-        return DistributedDataParallel(transformer, **accelerator.ddp_handler.to_kwargs())
-    # Already placed, with streamed blocks on the CPU.
-    return accelerator.prepare(transformer, device_placement=[False])
 
 
 def _add_adapter(

@@ -151,6 +151,23 @@ def test_a_run_continues_on_another_number_of_processes(
     assert distance(load_file(moved.path(RESULT)), load_file(straight.path(RESULT))) < LOSS
 
 
+@pytest.mark.parametrize(
+    ("size", "technique"), [(3, {}), pytest.param(4, KANDINSKY["projector"], marks=pytest.mark.thorough)]
+)
+def test_more_than_two_processes_continue_bit_for_bit(
+    tmp_path: Path, t2i: Filled, size: int, technique: dict[str, Any]
+) -> None:
+    """Sums of more than two numbers round by their order, and that follows the places in the buckets of DDP."""
+    settings = {"max_train_steps": 4, "checkpoint_step_interval": 2, "train_batch_size": 1}
+    straight = t2i[2].copy(tmp_path / "straight", **settings, **technique)
+    assert train(straight, size) == [0] * size, printed(straight)
+    stopped = straight.stopped(tmp_path / "stopped", 2)
+    assert train(stopped, size) == [0] * size, printed(stopped)
+    assert stopped.metrics() == straight.metrics()
+    state, expected = (training_state(each.folder, 4) for each in (stopped, straight))
+    assert_equal(state | {"random": None}, expected | {"random": None})
+
+
 @pytest.fixture
 def workspace(filled: Workspace) -> Workspace:
     filled.write_config(**{**PLAIN, "train_batch_size": 1})
