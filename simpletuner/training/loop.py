@@ -96,6 +96,8 @@ def _save_before_failure(
     assembly: Assembly, loader: BatchLoader, state: TrainState, callbacks: Sequence[Callback], error: Exception
 ) -> None:
     """Let the callbacks save the last complete step, unless weights are between two steps or cannot be written."""
+    # From now on, this process ends itself, and is not ended by its watch while it saves.
+    assembly.world.first_failure(error)
     # Sharded weights could only be saved by all processes together.
     is_sharded = assembly.trained.sharers.size > 1
     if assembly.is_between_steps or is_sharded or isinstance(error, WriteError):
