@@ -158,7 +158,8 @@ class Queue:
             jobs = self.read()
             for job in jobs:
                 if job.id == name and job.state not in (WAITING, RUNNING):
-                    fresh = Job(job.id, job.command, job.folder, job.config, job.settings, job.options)
+                    settings = {key: value for key, value in job.settings.items() if key != "resume_from_checkpoint"}
+                    fresh = Job(job.id, job.command, job.folder, job.config, settings, job.options)
                     begun = [other for other in jobs if other.state != WAITING and other is not job]
                     write([*begun, fresh, *in_state(jobs, WAITING)])
 

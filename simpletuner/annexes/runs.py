@@ -31,7 +31,8 @@ from simpletuner.redaction import redact
 from simpletuner.reporting.metrics import METRICS_FILE, parse_row
 from simpletuner.reporting.pace import clock
 from simpletuner.run.lock import LOCK_FILE, Owner, read_owner
-from simpletuner.training.manifest import result_step
+from simpletuner.training.lineage import continuation
+from simpletuner.training.manifest import find_checkpoints, result_step
 
 Status = Literal["idle", "starting", "running", "completed", "error", "cancelled", "interrupted", "broken"]
 CONSOLE_FILE = "console.log"
@@ -376,12 +377,19 @@ class Run:
             return ("cancelled", INTERRUPTED[0]) if last in INTERRUPTED else ("error", last)
         step = last_step(self.folder / METRICS_FILE)[0].get("step", 0)
         if was_at_work:
-            return "interrupted", f"Ended unexpectedly {f'at step {step:,}' if step else 'before the first step'}."
+            return "interrupted", self._describe_interruption(step)
         if not step:
             return "idle", ""
         if step == (result_step(self.folder, "lora") or result_step(self.folder, "full")):
             return "completed", f"{step:,} steps are done."
         return "cancelled", f"Stopped at step {step:,}."
+
+    def _describe_interruption(self, step: int) -> str:
+        if not step:
+            return "Ended unexpectedly before the first step."
+        newest = find_checkpoints(self.folder)[0][-1:]
+        then = f"It {continuation(self.folder, newest[0])}" if newest else "Without a checkpoint, it starts over"
+        return f"Ended unexpectedly at step {step:,}. {then}."
 
     def status(self) -> dict[str, Any]:
         """The response of `GET /api/training/status`. Never raises: a broken run must not hide the others."""

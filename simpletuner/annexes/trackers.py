@@ -25,11 +25,11 @@ from simpletuner.reporting import events as happened
 from simpletuner.reporting.events import ENDED, Event, EventStream
 from simpletuner.reporting.metrics import TIMESTEPS, MediaRecord
 from simpletuner.run.companions import Companion
+from simpletuner.training.lineage import WANDB_FILE
 
 logger = logging.getLogger(__name__)
 Value = TypeVar("Value")
 
-RUN_FILE = "wandb_run.json"
 # Every update of the scatter plot sends all points again, so updates are rare and the number of points is limited.
 TIMESTEPS_EVERY = 100
 TIMESTEPS_KEPT = 5000
@@ -143,7 +143,7 @@ class GuardedTracker:
 
 
 class WandbTracker:
-    """Logs to a wandb run, which is continued when training resumes. Step 0 begins a new run."""
+    """Logs to a wandb run, which is continued when training resumes. Step 0 and a branch begin a new run."""
 
     def __init__(self, run: TrackedRun) -> None:
         import wandb  # imported here because it takes a second
@@ -152,7 +152,7 @@ class WandbTracker:
         self._timesteps: list[tuple[int, float]] = []
         self._sent_timesteps_at = run.start_step
         run.logging_dir.mkdir(parents=True, exist_ok=True)
-        known = result_of(read_json(run.output_dir / RUN_FILE, dict)) or {}  # empty if missing or damaged
+        known = result_of(read_json(run.output_dir / WANDB_FILE, dict)) or {}  # empty if missing or damaged
         run_id = known.get("id") if run.start_step else None
         self._run: Any = wandb.init(
             project=run.project,
@@ -177,7 +177,7 @@ class WandbTracker:
         # Steps after the checkpoint were sent before the interruption; repeated steps have equal values.
         self._first_step = self._run.starting_step
         run.output_dir.mkdir(parents=True, exist_ok=True)
-        (run.output_dir / RUN_FILE).write_text(json.dumps({"id": self._run.id}), encoding="utf-8")
+        (run.output_dir / WANDB_FILE).write_text(json.dumps({"id": self._run.id}), encoding="utf-8")
         logger.info("wandb: %s", self._run.url if wandb_mode() == "online" else f"{wandb_mode()}, {self._run.dir}")
 
     def log(self, metrics: Mapping[str, Any], step: int) -> None:

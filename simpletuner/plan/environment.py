@@ -13,7 +13,7 @@ from simpletuner.config.optimizers import OPTIMIZERS, optimizer_name, trained_pr
 from simpletuner.config.schema import PLAIN_PRECISIONS, RunConfig, all_options
 from simpletuner.config.speed import graph_key
 from simpletuner.config.values import TRUE_WORDS, parse_flag
-from simpletuner.distributed.world import launched
+from simpletuner.distributed.world import launched, number_in
 from simpletuner.errors import Problem, Reading, UserError, did_you_mean, warning
 
 LEVELS = {logging.getLevelName(level): level for level in range(logging.DEBUG, logging.CRITICAL + 1, 10)}
@@ -65,8 +65,11 @@ def as_launched(config: RunConfig) -> Reading[RunConfig]:
         message = f"{config.launch.num_processes}, but the launcher started {place.size} processes; leave it out."
         yield Problem("num_processes", message)
     # Rounded up: the last machine may have fewer processes.
-    counts = {"num_processes": place.size, "num_machines": -(-place.size // place.local_size)}
-    return config.with_values(counts, "the launcher")
+    values: dict[str, Any] = {"num_processes": place.size, "num_machines": -(-place.size // place.local_size)}
+    if number_in(os.environ, "TORCHELASTIC_RESTART_COUNT"):
+        # A restart after a failure goes on, instead of starting the branch of its command again.
+        values["resume_from_checkpoint"] = "latest"
+    return config.with_values(values, "the launcher")
 
 
 def as_rendered(config: RunConfig, folder: str) -> RunConfig:

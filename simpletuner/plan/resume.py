@@ -26,6 +26,7 @@ from simpletuner.errors import Problem, Reading, counted, result_of, shorten, wa
 from simpletuner.models.adapter_kinds import adapter_kind
 from simpletuner.models.source import ModelSource
 from simpletuner.plan.environment import allows_other_batch_size
+from simpletuner.training.lineage import find_branch
 from simpletuner.training.manifest import Checkpoint, Identity, select_checkpoint
 
 if TYPE_CHECKING:  # it resumes by this module
@@ -72,6 +73,8 @@ def check_resume(plan: Plan) -> Reading[Checkpoint | None]:
             yield Problem("resume_from_checkpoint", message)
     # The batch, the base and its files; then the settings that the mathematics depends on.
     yield from _check_batch(plan.config, checkpoint)
+    if branch := find_branch(plan.output_dir, checkpoint):
+        yield warning("resume_from_checkpoint", branch.announcement)
     recorded = result_of(read_json(checkpoint.path / "config.json", dict)) or {}
     yield from _check_base(plan.config, checkpoint, recorded)
     yield from _check_start(plan.config.lora, checkpoint, recorded)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
@@ -28,6 +29,7 @@ VIDEO_MIME = {".mp4": "video/mp4", ".webm": "video/webm"}
 
 EVALUATED = "loss/val/"  # name prefix of evaluation losses
 TIMESTEPS = "timesteps"  # the only list in a row
+TAIL = 1 << 16  # bytes at the end of a file, more than a row has
 COMPUTE, WEIGHTS, DATA = "compute", "weights", "data"
 
 Value = float | int | bool | str | list[float] | None
@@ -163,6 +165,19 @@ def read_rows(path: Path) -> Iterator[dict[str, Any]]:
     if Path(path).is_file():
         with Path(path).open("rb") as file:
             yield from filter(None, map(parse_row, file))
+
+
+def last_recorded_step(path: Path) -> int:
+    """The step of the last row in a metrics file; 0 without one. Reads the end of the file only."""
+    if not path.is_file():
+        return 0
+    with path.open("rb") as file:
+        file.seek(max(0, file.seek(0, os.SEEK_END) - TAIL))
+        lines = file.read().splitlines(keepends=True)
+    for line in reversed(lines):
+        if row := parse_row(line):
+            return int(row["step"])
+    return 0
 
 
 def read_media(path: Path) -> list[MediaRecord]:

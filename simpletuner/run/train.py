@@ -15,7 +15,7 @@ from dataclasses import replace
 
 import torch
 
-from simpletuner.atomic import sweep_files, sweep_folders
+from simpletuner.atomic import sweep_files, sweep_folders, writing_to
 from simpletuner.budget.budget import Budget
 from simpletuner.budget.measure import device_rates
 from simpletuner.config.precision import transformer_dtype, vae_dtype
@@ -34,6 +34,7 @@ from simpletuner.run.companions import Companion, Ledger, strike
 from simpletuner.run.rehearsal import rehearse
 from simpletuner.run.session import Session, build_callbacks, build_validation, publish_result
 from simpletuner.training.assemble import make_accelerator
+from simpletuner.training.lineage import branch_folder, start_line
 from simpletuner.training.loop import train
 from simpletuner.training.manifest import FOLDER_NAME, PIPELINE_FOLDER
 from simpletuner.validation.runner import PREVIEW_FOLDERS
@@ -120,9 +121,15 @@ def finish_run(plan: Plan, ledger: Ledger, events: EventStream, companions: Sequ
 def begin_records(plan: Plan, events: EventStream, companions: Sequence[Companion], step: int) -> Recorded:
     """Start recording events after a step; the record comes first, since companions read it.
 
+    The record, the checkpoints and the result of a line that the run leaves are set aside before.
+
     Raises:
         UserError: the record cannot be written.
     """
+    with writing_to(plan.output_dir):
+        branch = start_line(plan.output_dir, plan.resume)
+    if branch is not None:
+        events.say(f"Moved to {plan.output_dir / branch_folder(branch.line)}: {branch.rest}.")
     record = RunRecord(plan.output_dir, step)
     events.subscribe(record)
     for companion in companions:

@@ -40,7 +40,7 @@ from simpletuner.reporting.events import CheckpointSaved, EventStream, StepRepor
 from simpletuner.training import manifest
 from simpletuner.training.guard import refuse_not_finite, stop_if_result_not_finite
 from simpletuner.training.loop import Callback
-from simpletuner.training.manifest import ROLLING, STATE_FOLDER, Checkpoint, Identity, Manifest, Progress
+from simpletuner.training.manifest import ROLLING, STATE_FOLDER, Checkpoint, Identity, Line, Manifest, Progress
 from simpletuner.training.optimizers import load_state
 from simpletuner.training.state import Assembly, TrainState, random_states, restore_random_states
 from simpletuner.training.trained import Draft, copy_drafts
@@ -249,7 +249,8 @@ class CheckpointWriter(Callback):
                         sharers.on_main(partial(draft.write_into, folder))
             written = building.pop_all()
         progress = Progress(self.loader.index, self.loader.epochs_done, assembly.settings.total_steps)
-        describe = partial(Manifest, state.global_step, state.epoch, self.identity, progress=progress)
+        line = manifest.read_line(self.output_dir) or Line()
+        describe = partial(Manifest, state.global_step, state.epoch, self.identity, progress=progress, forks=line.forks)
 
         def complete() -> None:
             with written:  # renames the folder on exit

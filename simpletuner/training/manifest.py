@@ -30,6 +30,7 @@ ERRORS = {
 }
 
 FILE_NAME = "manifest.json"
+LINE_FILE = "lineage.json"  # in the output folder, see `Line`
 ROLLING = "-rolling"
 FOLDER_NAME = re.compile(rf"checkpoint-(\d+)({ROLLING})?")
 
@@ -80,12 +81,27 @@ class Progress:
 
 
 @dataclass(frozen=True)
+class Fork:
+    """Where a run continued from a checkpoint that was not its last.
+
+    Attributes:
+        step: step of that checkpoint.
+        number: number of the branch; the folder `branches/<number>` has what it left behind.
+    """
+
+    step: int
+    number: int
+
+
+@dataclass(frozen=True)
 class Manifest:
     """The contents of a checkpoint and the run it belongs to.
 
     Attributes:
         files: size in bytes and SHA-256 of every file, by relative path.
         progress: None in older checkpoints.
+        forks: the branches on the way from the start of the run, in the order of their steps. They name the ancestors
+            of the checkpoint; without any, these are all checkpoints with lower steps.
     """
 
     step: int
@@ -93,6 +109,7 @@ class Manifest:
     identity: Identity
     files: dict[str, tuple[int, str]]
     progress: Progress | None = None
+    forks: tuple[Fork, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -103,6 +120,52 @@ class Checkpoint:
     step: int
     rolling: bool
     manifest: Manifest
+
+
+@dataclass(frozen=True)
+class Move:
+    """The start of a branch, while files are being moved.
+
+    Attributes:
+        shared: the last step that the old and the new line have in common.
+        home: folder of the checkpoint that the branch continues: relative to the output folder, or of another run.
+        is_aside: the old line has been moved; the new one may still have to come back from `home`.
+    """
+
+    shared: int
+    home: str
+    is_aside: bool = False
+
+
+@dataclass(frozen=True)
+class Line:
+    """The checkpoints that led to what an output folder has last trained.
+
+    Attributes:
+        forks: as in `Manifest`.
+        move: None once the last branch has started.
+    """
+
+    forks: tuple[Fork, ...] = ()
+    move: Move | None = None
+
+    def holds(self, checkpoint: Checkpoint) -> bool:
+        """Whether a checkpoint is on the line."""
+        earlier = tuple(fork for fork in self.forks if fork.step < checkpoint.step)
+        return checkpoint.manifest.forks == earlier
+
+
+def read_line(output_dir: Path) -> Line | None:
+    """The line of an output folder; None if all its checkpoints are one line by their steps."""
+    return read_stored(output_dir / LINE_FILE, Line)
+
+
+def write_line(output_dir: Path, line: Line) -> None:
+    """Replace the file, or delete it if the line has no forks."""
+    if line == Line():
+        (output_dir / LINE_FILE).unlink(missing_ok=True)
+    else:
+        write_json(output_dir / LINE_FILE, asdict(line))
 
 
 def describe_files(folder: Path) -> dict[str, tuple[int, str]]:
@@ -141,14 +204,26 @@ def open_checkpoint(path: Path) -> Checkpoint | None:
     return Checkpoint(path, manifest.step, match.group(2) is not None, manifest)
 
 
-def find_checkpoints(output_dir: Path) -> tuple[list[Checkpoint], list[Path]]:
-    """Complete checkpoints, sorted by step, and incomplete folders with the name of a checkpoint."""
-    named = sorted(path for path in output_dir.glob("*") if path.is_dir() and FOLDER_NAME.fullmatch(path.name))
+def list_checkpoints(folder: Path) -> tuple[list[Checkpoint], list[Path]]:
+    """All complete checkpoints in a folder, and incomplete folders with the name of a checkpoint."""
+    named = sorted(path for path in folder.glob("*") if path.is_dir() and FOLDER_NAME.fullmatch(path.name))
     opened = {path: open_checkpoint(path) for path in named}
     whole = [checkpoint for checkpoint in opened.values() if checkpoint is not None]
+    return whole, [path for path, checkpoint in opened.items() if checkpoint is None]
+
+
+def find_checkpoints(output_dir: Path) -> tuple[list[Checkpoint], list[Path]]:
+    """Complete checkpoints on the folder's line, sorted by step, and incomplete folders with the name of one."""
+    line = read_line(output_dir)
+    whole, broken = list_checkpoints(output_dir)
+    if line is not None:
+        if line.move is not None and line.move.home != ".":  # the checkpoint that the branch continues is there
+            whole += list_checkpoints(output_dir / line.move.home)[0]
+        # A file that holds none of them is of another folder, or all that it holds have been deleted.
+        whole = [checkpoint for checkpoint in whole if line.holds(checkpoint)] or whole
     # At the same step, the regular checkpoint comes last, so that `latest` selects it.
     whole.sort(key=lambda each: (each.step, not each.rolling))
-    return whole, [path for path, checkpoint in opened.items() if checkpoint is None]
+    return whole, broken
 
 
 def select_checkpoint(wanted: str, output_dir: Path) -> Reading[Checkpoint | None]:

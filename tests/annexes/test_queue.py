@@ -132,6 +132,15 @@ def test_what_was_cut_off_goes_on_before_those_that_wait(queue: Queue, worker: P
     queue.again("absent")
 
 
+def test_a_branch_that_was_cut_off_goes_on_instead_of_starting_again(queue: Queue, worker: Pretender) -> None:
+    branch = queue.add("train", "a", settings={"seed": 1, "resume_from_checkpoint": "checkpoint-8"})
+    queue.step()
+    worker.ended["a"] = "interrupted"
+    queue.step()
+    queue.again(branch.id)
+    assert queue.find(branch.id).settings == {"seed": 1}
+
+
 def test_a_server_that_is_killed_while_it_starts_a_job_leaves_none_that_starts_twice(
     queue: Queue, worker: Pretender, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -13,7 +13,7 @@ from simpletuner.models.registry import FAMILIES
 from simpletuner.models.source import ModelSource
 from simpletuner.plan.build import Plan
 from simpletuner.plan.checks import check_config, check_sequence
-from simpletuner.plan.environment import may_shard
+from simpletuner.plan.environment import as_launched, may_shard
 
 SHARDED = {"num_processes": 4, "fsdp_enable": True}
 EXCLUDED: list[tuple[dict[str, Any], str]] = [
@@ -56,6 +56,17 @@ def told(**settings: Any) -> tuple[list[str], list[str]]:
 )
 def test_what_is_fine(settings: dict[str, Any]) -> None:
     assert told(**settings) == ([], [])
+
+
+@pytest.mark.parametrize(("restarts", "checkpoint"), [("0", "checkpoint-8"), ("1", "latest")])
+def test_processes_that_torchrun_restarts_go_on_instead_of_starting_their_branch_again(
+    monkeypatch: pytest.MonkeyPatch, restarts: str, checkpoint: str
+) -> None:
+    place = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}
+    for name, value in {**place, "TORCHELASTIC_RESTART_COUNT": restarts}.items():
+        monkeypatch.setenv(name, value)
+    launched = result_of(as_launched(config(resume_from_checkpoint="checkpoint-8")))
+    assert launched.run.resume_from_checkpoint == checkpoint
 
 
 @pytest.mark.parametrize(("processes", "allowed"), [(1, "2"), (5, "4 or 6")])

@@ -33,6 +33,7 @@ from simpletuner.errors import Problem, counted, visible
 from simpletuner.plan.build import Plan
 from simpletuner.plan.entries import evaluated, previews_of_a_round
 from simpletuner.redaction import redact_settings
+from simpletuner.training.lineage import continuation
 
 logger = logging.getLogger(__name__)
 # Longer ledgers are reduced to counts and rejected files.
@@ -100,7 +101,7 @@ def _length_lines(plan: Plan) -> Iterator[str]:
         yield f"learning rate {peak:.3g}, which is {rate:.3g} scaled to the samples of a step"
     yield f"{counted(length.batches_per_epoch, 'batch', 'batches')} an epoch, {counted(length.epochs, 'epoch')}"
     if plan.resume is not None:
-        yield f"continues from {plan.resume.path.name} (step {plan.resume.step}){_left(plan)}"
+        yield f"{continuation(plan.output_dir, plan.resume)} ({plan.resume.path.name}){_left(plan)}"
 
 
 def _left(plan: Plan) -> str:

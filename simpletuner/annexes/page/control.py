@@ -43,7 +43,8 @@ from simpletuner.run.lock import LOCK_FILE, refuse_if_alive
 
 # Limits of the search for runs below a folder; a --root may be a whole disk.
 DEPTH, FOLDERS = 4, 2000
-BULKY = frozenset({"cache", "checkpoint", "datasets", "node_modules", "site-packages", "validation_images"})
+BULKY = frozenset({"branches", "cache", "checkpoint", "datasets", "node_modules", "site-packages", "validation_images"})
+RESUME = "resume_from_checkpoint"
 NOTHING_RUNS = "No active training job."
 NOT_IN_LOOP = "The run is starting or stopping. It can do this only between two steps."
 PROGRAM = (sys.executable, "-m", "simpletuner")
@@ -152,7 +153,13 @@ class Runs:
         if not run.config:
             raise Refusal(400, f"No config of this project writes to {run.folder}.")
         written = self.project.inside(output_dir_of(self._existing(run.config)))
-        here = {"output_dir": str(run.folder)} if run.status()["can"]["continue"] and written != run.folder else {}
+        here: dict[str, str] = {}
+        if run.status()["can"]["continue"]:
+            if written != run.folder:
+                here["output_dir"] = str(run.folder)
+            saved = Configuration.saved(self.project, run.config, run.settings).values
+            if saved.get(RESUME, "latest") != "latest":  # otherwise it would start the same branch again
+                here[RESUME] = "latest"
         return {**run.settings, **here, **more}
 
     def spawn(self, console: Path, arguments: list[str]) -> subprocess.Popen[bytes]:

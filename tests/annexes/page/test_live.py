@@ -19,6 +19,7 @@ from typing import Any
 import pytest
 from starlette.testclient import TestClient
 
+from simpletuner.annexes.page.control import Runs
 from simpletuner.annexes.page.live import event_stream
 from simpletuner.annexes.page.project import Project
 from simpletuner.annexes.page.serve import create_app
@@ -149,6 +150,17 @@ def test_a_new_run_starts_from_the_lora_of_another(page: TestClient, project: Wo
         "config",
         "second",
     }
+
+
+def test_a_run_continues_its_branch_instead_of_starting_it_again(project: Workspace) -> None:
+    project.write_config(resume_from_checkpoint="checkpoint-2")
+    project.path("output").mkdir()
+    tell(project.path("output"), *STEPS, StateChanged("finished", 3, 3))
+    runs = Runs(Project(project.folder))
+    (run,) = runs.all()
+    assert runs.settings_of(run, {})["resume_from_checkpoint"] == "latest"
+    chosen = {"resume_from_checkpoint": "checkpoint-1"}
+    assert runs.settings_of(run, chosen) == chosen, "what is asked for now counts"
 
 
 def test_the_page_of_a_run_shows_it_and_starts_nothing(project: Workspace) -> None:

@@ -48,6 +48,7 @@ with lock_output(Path(sys.argv[1])):
     print("ready", flush=True)
     sys.stdin.readline()
 """
+STARTS_OVER = "Without a checkpoint, it starts over."
 STEPS: tuple[Event, ...] = (
     StateChanged("starting", 0, 9),
     StateChanged("running", 0, 9),
@@ -237,7 +238,7 @@ def test_a_killed_process_leaves_no_state_behind(tmp_path: Path) -> None:
     process.send_signal(signal.SIGKILL)
     os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)  # nobody has collected it
     status = run.status()
-    assert (status["status"], status["message"]) == ("interrupted", "Ended unexpectedly at step 3.")
+    assert (status["status"], status["message"]) == ("interrupted", f"Ended unexpectedly at step 3. {STARTS_OVER}")
     assert status["progress"]["eta_seconds"] is None
     assert status["can"]["continue"]
     assert not status["can"]["cancel"]
@@ -262,7 +263,7 @@ def test_all_numbers_of_a_killed_run_are_those_of_its_last_step(tmp_path: Path) 
     with (tmp_path / METRICS_FILE).open("a") as record:
         record.write('{"step": 4, "train_loss": 0.25}\n')  # a second had not passed since the last event about steps
     status = Run("run", tmp_path).status()
-    assert status["message"] == "Ended unexpectedly at step 4."
+    assert status["message"] == f"Ended unexpectedly at step 4. {STARTS_OVER}"
     assert (status["progress"]["current"], status["progress"]["percent"]) == (4, 44.4)
     assert status["progress"]["metrics"]["train_loss"] == 0.25
 
@@ -312,7 +313,8 @@ def test_long_runs_are_read_a_part_at_a_time(tmp_path: Path) -> None:
     columns = run.metrics
     columns_held = tracemalloc.get_traced_memory()[0] - held
     tracemalloc.stop()
-    assert (status["message"], run.read().status) == ("Ended unexpectedly at step 9,999.", "stopping")
+    assert status["message"] == f"Ended unexpectedly at step 9,999. {STARTS_OVER}"
+    assert run.read().status == "stopping"
     assert [event["id"] for event in run.recent[-2:]] == [count - 1, count]
     assert most < (tmp_path / EVENTS_FILE).stat().st_size / 4
     assert held < 200_000
