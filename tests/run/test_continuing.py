@@ -108,7 +108,7 @@ def test_another_base_is_refused(trained: Workspace, tmp_path: Path, capsys: pyt
 
 
 def test_what_may_be_meant_is_said(trained: Workspace, capsys: pytest.CaptureFixture[str]) -> None:
-    changed = {"resolution": 80, "is_regularisation_data": True, "timestep_sampling_offset": 0.25}
+    changed = {"resolution": 80, "timestep_sampling_offset": 0.25}
     trained.write_datasets([{**DATASETS[0], **changed}, DATASETS[1]])
     trained.path("datasets/pictures/p0.txt").write_text("another text")
     sampled = {"scheduled_sampling_max_step_offset": 1, "scheduled_sampling_probability": 0.5}
@@ -126,7 +126,6 @@ def test_what_may_be_meant_is_said(trained: Workspace, capsys: pytest.CaptureFix
     assert "with null, not 0.1" in said
     for key in ("mixed_precision.compute", "text_encoder_1_precision", "vae_dtype"):
         assert f"{key}: output/checkpoint-4 was trained with fp32, not bf16; the new value applies from here on" in said
-    assert "pictures.is_regularisation_data" in said
     assert "with 0.0, not 0.25" in said
     assert "pictures.captions" in said
     assert "pictures.resolution" in said

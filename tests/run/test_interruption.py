@@ -240,12 +240,12 @@ def test_a_file_asks_for_a_checkpoint_for_previews_and_for_the_end(workspace: Wo
 
 
 def test_a_disk_that_is_nearly_full_stops_the_run_at_a_checkpoint(workspace: Workspace) -> None:
-    workspace.write_config(disk_low_threshold="1000000T")
+    workspace.write_config(disk_low_threshold="1000T")
     trigger = Trigger(lambda event: False, interrupt)
     with pytest.raises(Interrupted, match="Stopped at step 1"):
         train(workspace, trigger)
     (stopping,) = (event for event in trigger.events if isinstance(event, StateChanged) and event.state == "stopping")
-    assert "disk_low_threshold is 1e+09 GB" in stopping.message
+    assert "disk_low_threshold is 1e+06 GB" in stopping.message
     assert workspace.path("output/checkpoint-1-rolling").is_dir()
 
 
