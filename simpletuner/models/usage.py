@@ -12,7 +12,7 @@ from typing import Any
 
 from simpletuner.config.schema import FamilyOptions
 from simpletuner.config.values import Size
-from simpletuner.models.spec import Task
+from simpletuner.models.spec import OriginalWeights, Task
 
 
 @dataclass(frozen=True)
@@ -27,6 +27,7 @@ class Usage:
         shift: shift of the scheduler; None keeps the checkpoint's.
         solver: value of `validation_noise_scheduler`.
         alone: for readers of a model card, who have diffusers but not this program.
+        original: the transformer, if it is not in the pipeline's repository.
     """
 
     model: str
@@ -45,6 +46,7 @@ class Usage:
     shift: float | None = None
     solver: str | None = None
     alone: bool = False
+    original: OriginalWeights | None = None
 
     @property
     def packages(self) -> list[str]:

@@ -17,7 +17,7 @@ from PIL import Image
 from simpletuner.config.schema import FamilyOptions, family_groups
 from simpletuner.models.kandinsky5.loading import load_processor
 from simpletuner.models.registry import FAMILIES, load_adapter
-from simpletuner.models.spec import Task
+from simpletuner.models.spec import OriginalWeights, Task
 from simpletuner.models.usage import Usage
 from tests.tiny import make_checkpoint
 from tests.workspace import Workspace
@@ -56,6 +56,24 @@ def test_the_snippet_runs(
     with contextlib.chdir(tmp_path):
         exec(load_adapter(FAMILIES[family]).usage_snippet(usage), {})
     assert (tmp_path / ("picture.png" if task in ("t2i", "i2i") else "clip.mp4")).stat().st_size > 0
+
+
+def test_a_program_loads_a_transformer_from_its_original_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    checkpoint = make_checkpoint(tmp_path / "model", "t2v")
+    (weights,) = (checkpoint / "transformer").glob("*.safetensors")
+    file = weights.rename(tmp_path / "original.safetensors")
+    original = OriginalWeights("someone/original", "model/original.safetensors", "", {"attention_P": 0.7})
+    monkeypatch.setattr("huggingface_hub.hf_hub_download", lambda repository, path: str(file))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    written = load_adapter(FAMILIES["kandinsky5-video"]).usage_snippet(usage_of(checkpoint, "t2v", original=original))
+    assert 'hf_hub_download("someone/original", "model/original.safetensors")' in written
+
+    values: dict[str, Any] = {}
+    with contextlib.chdir(tmp_path):
+        exec(written, values)
+
+    assert values["pipe"].transformer.config.attention_P == 0.7
+    assert (tmp_path / "clip.mp4").stat().st_size > 0
 
 
 @pytest.mark.parametrize(("family", "task"), CASES)

@@ -30,6 +30,7 @@ from simpletuner.config.values import home_path, read_json
 from simpletuner.errors import result_of
 from simpletuner.headers import METADATA, read_header
 from simpletuner.models.lora_keys import LORA_FILE
+from simpletuner.models.original import OriginalTransformer
 from simpletuner.models.registry import load_adapter
 from simpletuner.models.usage import Usage
 from simpletuner.plan.build import Plan
@@ -186,7 +187,7 @@ def card_facts(plan: Plan, repository: str, step: int, epoch: int) -> dict[str, 
         "precision": transformer_dtype(config.precision),
         "options": public_settings(config.family.of(plan.spec.options).model_dump()),
         "result": published_result(plan, step),
-        "snippet": example_program(plan, base_name, repository, alone=True),
+        "snippet": example_program(plan, pipeline_location(plan, base_name), repository, alone=True),
         "quanto": QUANTO_TYPES.get(config.precision.base_model_precision.removesuffix("-quanto")),
         "evaluation": evaluation_points(Columns.of(rows)),
     }
@@ -227,9 +228,19 @@ def published_result(plan: Plan, step: int) -> dict[str, str] | None:
     files = [path] if path.is_file() else [file for file in path.rglob("*") if file.is_file()]
     notes = read_header(path)[METADATA] if path.is_file() else {}
     result = str(plan.output_dir if path.is_file() else path)
-    snippet = example_program(plan, plan.source["transformer"].location, result)
+    snippet = example_program(plan, pipeline_location(plan, plan.source["transformer"].location), result)
     size = size_text(sum(file.stat().st_size for file in files))
     return {"path": path.name, "size": size, "snippet": snippet, "errors": describe_errors(notes)}
+
+
+def takes_original(plan: Plan) -> bool:
+    """Whether the transformer is not in its pipeline's repository but in one of its own, in the original form."""
+    return isinstance(plan.source["transformer"], OriginalTransformer)
+
+
+def pipeline_location(plan: Plan, base: str) -> str:
+    """Where the pipeline of the base model is loaded from."""
+    return plan.flavour.repository if takes_original(plan) else base
 
 
 def example_program(plan: Plan, base: str, result: str, *, alone: bool = False) -> str:
@@ -261,5 +272,6 @@ def example_program(plan: Plan, base: str, result: str, *, alone: bool = False) 
         shift=config.sampling_shift,
         solver=validation.validation_noise_scheduler,
         alone=alone,
+        original=plan.flavour.original if takes_original(plan) else None,
     )
     return load_adapter(plan.spec).usage_snippet(usage)

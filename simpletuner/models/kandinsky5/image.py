@@ -31,11 +31,12 @@ from simpletuner.models.adapter import (
 )
 from simpletuner.models.blocks import FastBlocks
 from simpletuner.models.kandinsky5 import blocks
+from simpletuner.models.kandinsky5.cost import TRANSFORMER_CLASS
 from simpletuner.models.kandinsky5.options import TILE, TILE_SIDE, KandinskyOptions, RopeScale, is_sparse
 from simpletuner.models.kandinsky5.spec import IMAGE_SIZES, KANDINSKY5_IMAGE, TEMPLATES
 from simpletuner.models.kandinsky5.templates import OFFICIAL
 from simpletuner.models.loading import stock_pipeline
-from simpletuner.models.spec import Task
+from simpletuner.models.spec import OriginalWeights, Task
 from simpletuner.models.usage import EULER, Usage, snippet, solver_code, text
 
 VIDEO_TASKS = ("t2v", "i2v")
@@ -329,15 +330,38 @@ class Kandinsky5ImageAdapter(Kandinsky5Adapter):
         return source, torch.ones_like(source[..., :1])
 
 
+def _original_code(original: OriginalWeights, dtype: str) -> list[str]:
+    """Lines of Python that create `transformer` from its original file and the config.json of `model`."""
+    return [
+        f"weights = hf_hub_download({text(original.repository)}, {text(original.file)})",
+        f'config = {TRANSFORMER_CLASS}.load_config(model, subfolder="transformer") | {dict(original.config)}',
+        'folder = Path("transformer-in-diffusers-form")',
+        "folder.mkdir(exist_ok=True)",
+        '(folder / "config.json").write_text(json.dumps(config))',
+        'link = folder / "diffusion_pytorch_model.safetensors"',
+        "if not link.exists():",
+        "    link.symlink_to(Path(weights).resolve())",
+        f"transformer = {TRANSFORMER_CLASS}.from_pretrained(folder, dtype=torch.{dtype})",
+    ]
+
+
 def _loading_code(usage: Usage, pipeline: str) -> tuple[list[str], list[str]]:
     """Lines of Python that import what this program has, and lines that create `pipe` with the template."""
     own = "simpletuner.models.kandinsky5"
     imports = [] if usage.alone else [f"from {own}.loading import load_processor"]
     processor = "" if usage.alone else "tokenizer=load_processor(model), "
-    load = [
-        f"model = {text(usage.model)}",
-        f"pipe = {pipeline}.from_pretrained(model, {processor}dtype=torch.{usage.dtype})",
-    ]
+    load = [f"model = {text(usage.model)}"]
+    transformer = ""
+    if usage.original is not None:
+        imports += [
+            "import json",
+            "from pathlib import Path",
+            f"from diffusers import {TRANSFORMER_CLASS}",
+            "from huggingface_hub import hf_hub_download",
+        ]
+        load += _original_code(usage.original, usage.dtype)
+        transformer = "transformer=transformer, "
+    load.append(f"pipe = {pipeline}.from_pretrained(model, {transformer}{processor}dtype=torch.{usage.dtype})")
     if usage.options.of(KandinskyOptions).text_template != "official":
         return imports, load
     name = TEMPLATES[usage.task]
