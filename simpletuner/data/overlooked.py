@@ -53,20 +53,20 @@ def unused_captions(entry: DatasetConfig, dataset: Dataset) -> Iterator[Problem]
 
 def foreign_captions(root: Path, listing: Scan) -> list[str]:
     """Sentences about files that other programs write captions into, each with what to do."""
-    candidates = [name for name, (reason, _) in listing.ignored.items() if reason.startswith("not a ")]
     kinds: dict[str, list[str]] = {}
-    for name in candidates:
-        kinds.setdefault(suffix_of(name), []).append(name)
-    kinds = {suffix: names for suffix, names in kinds.items() if suffix in (*OTHER_TEXTS, *TABLES, ".json")}
+    for name, (reason, _) in listing.ignored.items():
+        suffix = suffix_of(name)
+        if reason.startswith("not a ") and suffix in (*OTHER_TEXTS, *TABLES):
+            kinds.setdefault(suffix, []).append(name)
     if not kinds:
         return []
     own = {composed(name) for name in listing.files} | {pair_key(name) for name in listing.files}
     sentences: list[str] = []
     for suffix, names in kinds.items():
-        beside = [name for name in names if pair_key(name) in own]
-        apart = [name for name in names if pair_key(name) not in own]
-        sentences += _about_texts(root, suffix, beside)
-        sentences += [TABLES[suffix].format(name) for name in apart if suffix in TABLES and _lists(root / name)]
+        sentences += _about_texts(root, suffix, [name for name in names if pair_key(name) in own])
+        for name in names:
+            if suffix in TABLES and pair_key(name) not in own and _lists(root / name):
+                sentences.append(TABLES[suffix].format(name))
     return sentences
 
 

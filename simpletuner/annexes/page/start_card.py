@@ -70,6 +70,7 @@ def look(request: Request, body: dict[str, Any]) -> Response:
         "folder": files.shown(project, material.folder),
         "name": start.name,
         "described": material.describe(),
+        "notes": material.notes(),
         "files": len(material.captioned) + len(material.uncaptioned),
         "uncaptioned": len(material.uncaptioned),
         "held_out": start.held_out,

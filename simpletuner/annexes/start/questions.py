@@ -13,7 +13,7 @@ from typing import Any
 from simpletuner.annexes.draft import Draft
 from simpletuner.annexes.start.recipe import FILES, TRIGGER, Material, Recipe, Start, run_name, writes_captions
 from simpletuner.annexes.wizard.talk import HELP, Talk
-from simpletuner.errors import Problem, Problems, not_one_of
+from simpletuner.errors import Problem, Problems, counted, not_one_of
 
 
 def ask(
@@ -31,8 +31,8 @@ def ask(
     """
     material, name = Material.of(folder), given["name"] or run_name(folder)
     talk.tell(f"{folder}: {material.describe()}")
-    if others := material.describe_others():
-        talk.refuse(others)
+    for note in material.notes():
+        talk.refuse(note)
     problems = Problems(_check_output(folder, name, settings))
     problems.extend(_check(material, name, given, captions=captions))
     problems.raise_if_fatal()
@@ -47,7 +47,18 @@ def ask(
     }
     made = starts[_choose_model(talk, starts, given["model"])]
     _check_settings(made)
+    if made.captioned_as:
+        _name_exceptions(talk, material, made.captioned_as)
     return made
+
+
+def _name_exceptions(talk: Talk, material: Material, words: str) -> None:
+    """Name the captions without the words that most captions contain."""
+    captions = material.captions
+    unnamed = captions.without(words)
+    if unnamed:
+        count = f"{len(unnamed)} of {counted(len(captions.texts), 'caption')}"
+        talk.refuse(f"Without {words!r}, which most captions contain: {count}, such as {unnamed[0]!r}.")
 
 
 def _check_settings(made: Start) -> None:
@@ -91,9 +102,15 @@ def _check(material: Material, name: str, given: Mapping[str, str | None], *, ca
 def _check_captions(material: Material, model: str | None, *, captions: bool) -> Iterator[Problem]:
     """Problems of missing captions, or of a model that cannot write them."""
     missing, captioned = len(material.uncaptioned), len(material.captioned)
-    if captions and missing and model in material.models and not writes_captions(material.models[model]):
-        yield Problem("", f"--caption: the text encoder of {model} cannot write captions; choose another model.")
-    if not captions and missing and (captioned or material.sources):
+    if not missing:
+        return
+    if captions:
+        if model in material.models and not writes_captions(material.models[model]):
+            yield Problem("", f"--caption: the text encoder of {model} cannot write captions; choose another model.")
+        if material.captions.is_table:
+            advice = "add the missing ones to the table, or write all captions into .txt files."
+            yield Problem("", f"--caption writes .txt files, and captions are read from a metadata table: {advice}")
+    elif captioned or material.sources:
         first = material.uncaptioned[0]
         advice = "writes them with the model's own Qwen2.5-VL, or put a .txt file of the same name beside each."
         message = f"no caption for {missing} of {missing + captioned} files ({first} is the first). --caption {advice}"

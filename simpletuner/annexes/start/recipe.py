@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import json
 import math
-import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -20,6 +19,7 @@ from unicodedata import category
 
 from simpletuner.annexes.figures import duration
 from simpletuner.annexes.fitting.ready import needs_consent, ready_plan
+from simpletuner.annexes.start.captions import LOOKED_AT, MOST_NAMED, FolderCaptions
 from simpletuner.atomic import write_json
 from simpletuner.budget.budget import Budget
 from simpletuner.budget.device import find_device
@@ -27,12 +27,13 @@ from simpletuner.config.schema import render_config
 from simpletuner.config.sources import EXAMPLES, Arguments, configured
 from simpletuner.config.values import similar_path
 from simpletuner.data.buckets import PixelGrid
-from simpletuner.data.captions import read_caption_file
 from simpletuner.data.clips import CLIP_SUFFIXES, ClipFacts, fitting_frames, probe_clip
 from simpletuner.data.discovery import Scan, is_readable, scan
-from simpletuner.data.files import LeftOutError, MediaError
+from simpletuner.data.files import MediaError
 from simpletuner.data.media import PICTURE_SUFFIXES, probe
-from simpletuner.errors import ConfigError, UserError, shorten
+from simpletuner.data.names import UNREAD
+from simpletuner.data.sample import ADVICE
+from simpletuner.errors import ConfigError, UserError, counted, shorten
 from simpletuner.models.registry import FAMILIES
 from simpletuner.models.spec import FamilySpec
 from simpletuner.validation.prompts import SMALLEST_SIDE
@@ -48,8 +49,6 @@ CLIPS = ("kandinsky5-video-lite-lora", "sanavideo-lora", "kandinsky5-video-pro-l
 PURPOSES = {"subject": PICTURES[0], "style": PICTURES[0], "motion": CLIPS[0], "edit": EDITS[0]}
 # Names of the folders with pictures before and after an edit.
 PAIRS = (("before", "after"), ("source", "target"), ("input", "output"))
-LOOKED_AT = 200  # files that are opened; a folder may contain thousands
-MOST_NAMED = 3  # untrained files that are listed by name
 SMALL_ONES = 10  # percent of files that may be smaller or shorter than the trained size
 UNSEEN_ENLARGEMENT = 1.1
 SIZE_STEP, SMALLEST_SIZE = 64, 256  # of the resolution; below it, models render little
@@ -91,7 +90,7 @@ class Material:
         if not pictures.files and not clips.files:
             config = folder / "config.json"
             hint = f" It has a config: simpletuner train --config {config}." if config.is_file() else ""
-            raise UserError(f"{folder} contains no pictures and no clips.{hint}")
+            raise UserError(" ".join([f"{folder} contains no pictures and no clips.{hint}", *_unread(pictures)]))
         if len(clips.files) > len(pictures.files):
             return cls(folder, clips, holds_clips=True, others=pictures.files)
         return cls(folder, pictures, others=clips.files)
@@ -126,12 +125,17 @@ class Material:
         return ("motion", "subject", "style") if self.holds_clips else ("subject", "style")
 
     @cached_property
+    def captions(self) -> FolderCaptions:
+        """The captions in the folder."""
+        return FolderCaptions(self.folder, self.files)
+
+    @cached_property
     def captioned(self) -> list[str]:
-        return [name for name in self.files.files if name in self.files.captions]
+        return [name for name in self.files.files if self.captions.has(name)]
 
     @cached_property
     def uncaptioned(self) -> list[str]:
-        names = (name for name in self.files.files if name not in self.files.captions)
+        names = (name for name in self.files.files if not self.captions.has(name))
         # Unusable files need none; of those that were not opened, broken links.
         return [name for name in names if name not in self.unusable and (self.folder / name).is_file()]
 
@@ -139,28 +143,16 @@ class Material:
     def unusable(self) -> set[str]:
         """Those of the first `LOOKED_AT` files that cannot be read, or whose caption file cannot."""
         names = {*self.files.files[:LOOKED_AT]}
-        captions = {name: caption for name in names if (caption := self.files.captions.get(name))}
-        unread = {name for name, caption in captions.items() if caption not in self._captions}
+        unread = {name for name in names if self.captions.has(name) and not self.captions.is_readable(name)}
         return names - (self._clips if self.holds_clips else self._pictures).keys() | unread
-
-    @cached_property
-    def _captions(self) -> dict[str, tuple[str, ...]]:
-        texts = (self.files.captions.get(name) for name in self.files.files)
-        return self._read(filter(None, texts), lambda path: read_caption_file(path).captions)
 
     def _read(self, names: Iterable[str], read: Callable[[Path], T]) -> dict[str, T]:
         """Read the first `LOOKED_AT` files, by name; unreadable files are skipped, since the plan reports them."""
         contents = {}
         for name in islice(dict.fromkeys(names), LOOKED_AT):
-            with suppress(LeftOutError, MediaError):
+            with suppress(MediaError):
                 contents[name] = read(self.folder / name)
         return contents
-
-    def mentions(self, words: str) -> bool:
-        """Whether most captions contain these words."""
-        whole = re.compile(rf"(?<!\w){re.escape(words)}(?!\w)", re.IGNORECASE)
-        named = [texts for texts in self._captions.values() if whole.search(" ".join(texts))]
-        return len(named) * 2 > len(self._captions)
 
     @cached_property
     def _clips(self) -> dict[str, ClipFacts]:
@@ -226,11 +218,22 @@ class Material:
         unusable = f"; not usable: {shorten(sorted(self.unusable), MOST_NAMED)}" if self.unusable else ""
         return f"{self.noun}: {', '.join(filter(None, facts))}; with a caption: {len(self.captioned)}{unusable}"
 
-    def describe_others(self) -> str:
-        """A line about files that are not trained; empty if there are none."""
-        others = "pictures" if self.holds_clips else "clips"
-        advice = f"A run learns from pictures or from clips: to train {others}, put them into a separate folder."
-        return f"Not trained, {others}: {shorten(self.others, MOST_NAMED)}. {advice}" if self.others else ""
+    def notes(self) -> list[str]:
+        """Sentences about files that are not trained, and about captions."""
+        notes = []
+        if self.others:
+            others = "pictures" if self.holds_clips else "clips"
+            advice = f"A run learns from pictures or from clips: to train {others}, put them into a separate folder."
+            notes.append(f"Not trained, {others}: {shorten(self.others, MOST_NAMED)}. {advice}")
+        return [*notes, *_unread(self.files), *self.captions.notes()]
+
+
+def _unread(files: Scan) -> Iterator[str]:
+    """A sentence about pictures and clips in formats that are not read."""
+    names = [name for name, (reason, _) in files.ignored.items() if reason == UNREAD]
+    if names:
+        count = counted(len(names), "file")
+        yield f"Not read: {count} in other formats ({shorten(names, MOST_NAMED)}). {ADVICE[UNREAD]}"
 
 
 def _pair(folder: Path) -> tuple[Path, Path] | None:
@@ -342,7 +345,7 @@ class Start:
     def captioned_as(self) -> str:
         """The words for the learned concept that most captions already contain; empty if they contain none."""
         words = dict.fromkeys([self.phrase, self.trigger, self.trigger.partition(",")[0]])
-        return next((text for text in words if text and self.material.mentions(text)), "")
+        return next((text for text in words if text and self.material.captions.mention(text)), "")
 
     @property
     def held_out(self) -> int:
@@ -425,8 +428,9 @@ class Start:
         """Dataset keys that put the words for the learned concept into captions."""
         if self.phrase and not self.captions:
             return {"caption_strategy": "instanceprompt", "instance_prompt": self.phrase}
+        keys = self.material.captions.keys
         is_named = not self.phrase or self.captioned_as
-        return {} if is_named else {"instance_prompt": f"{self.phrase},", "prepend_instance_prompt": True}
+        return keys if is_named else {**keys, "instance_prompt": f"{self.phrase},", "prepend_instance_prompt": True}
 
     def _written(self, folder: Path) -> str:
         return (folder.relative_to(self.root) if folder.is_relative_to(self.root) else folder).as_posix()

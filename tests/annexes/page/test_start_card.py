@@ -332,6 +332,7 @@ def test_what_was_dropped_is_described_with_a_draft_for_each_model(page: TestCli
     seen = look(page, folder="datasets/my-cats").json()
     assert (seen["name"], seen["files"], seen["uncaptioned"]) == ("my-cats", 3, 2)
     assert seen["described"] == "pictures: 3, 80x64; with a caption: 1"
+    assert seen["notes"][0].startswith("Not trained, clips: a.mp4.")
     assert {each["file"] for each in seen["skipped"]} == {"notes.pdf", "a.mp4"}
     assert list(seen["purposes"]) == ["subject", "style"]
     draft = seen["drafts"]["kandinsky5-image"]

@@ -146,7 +146,8 @@ async function look(path, answers = {}) {
   if (!answer.ok) return tell(sentences(answer).join(" "));
   const isNew = path !== folder;
   [folder, seen] = [path, answer.data];
-  tell(`${seen.folder}: ${seen.described}${seen.held_out ? say("; held out of training, to compare checkpoints on them: {count}", { count: seen.held_out }) : ""}`);
+  const heldOut = seen.held_out ? say("; held out of training, to compare checkpoints on them: {count}", { count: seen.held_out }) : "";
+  tell([`${seen.folder}: ${seen.described}${heldOut}${seen.notes.length ? "." : ""}`, ...seen.notes].join(" "));
   showSkipped([...lost, ...seen.skipped], seen.more_skipped);
   choices(page("#start-purposes"), "purpose", seen.purposes, seen.purpose);
   const models = Object.keys(seen.drafts), model = models.includes(chosen("model")) ? chosen("model") : models[0];

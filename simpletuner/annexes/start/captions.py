@@ -1,0 +1,135 @@
+"""The captions in a folder: which are used, how a dataset reads them, and what is said about the others."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from simpletuner.data.captions import CaptionFile, read_caption_file
+from simpletuner.data.discovery import Folder, Scan
+from simpletuner.data.files import LeftOutError
+from simpletuner.data.overlooked import foreign_captions
+from simpletuner.data.tables import CaptionTable, match_rows, read_metadata
+from simpletuner.errors import Problems, counted, shorten
+
+LOOKED_AT = 200  # files that are opened; a folder may contain thousands
+MOST_NAMED = 3  # files that are listed by name
+
+
+@dataclass(frozen=True)
+class FolderCaptions:
+    """The captions of the pictures or clips in a folder.
+
+    Attributes:
+        folder: the dataset's folder.
+        files: what it contains.
+    """
+
+    folder: Path
+    files: Scan
+
+    @cached_property
+    def _problems(self) -> Problems:
+        """Why the tables in the folder cannot be used."""
+        return Problems()
+
+    @cached_property
+    def _table(self) -> CaptionTable:
+        """Captions from metadata.jsonl and metadata.csv; empty if they cannot be used."""
+        if not self.files.metadata:
+            return {}
+        rows = self._problems.take(read_metadata(Folder(self.folder, {}, self.files)))
+        table = self._problems.take(match_rows(rows, self.files.files, ", ".join(self.files.metadata)))
+        if self._problems.are_fatal:
+            return {}
+        return {name: captions for name, captions in table.items() if captions}
+
+    @cached_property
+    def is_table(self) -> bool:
+        """Whether metadata.jsonl or metadata.csv captions more files than caption files do."""
+        return len(self._table) > len(self.files.captions)
+
+    @cached_property
+    def _contents(self) -> Mapping[str, CaptionFile]:
+        """The first caption files by name; unreadable ones are missing, since the plan reports them."""
+        contents = {}
+        for name in islice(dict.fromkeys(self.files.captions.values()), LOOKED_AT):
+            with suppress(LeftOutError):
+                contents[name] = read_caption_file(self.folder / name)
+        return contents
+
+    @cached_property
+    def is_whole(self) -> bool:
+        """Whether most caption files of several lines hold one text each."""
+        several = [content for content in self._contents.values() if len(content.captions) > 1]
+        texts = [content for content in several if content.is_one_text]
+        return not self.is_table and len(texts) * 2 > len(several)
+
+    @property
+    def keys(self) -> dict[str, Any]:
+        """The keys of a dataset that read these captions, besides `caption_strategy` `textfile`."""
+        if self.is_table:
+            return {"caption_strategy": "metadata"}
+        return {"disable_multiline_split": True} if self.is_whole else {}
+
+    def has(self, name: str) -> bool:
+        """Whether a picture or clip has a caption."""
+        return name in (self._table if self.is_table else self.files.captions)
+
+    def is_readable(self, name: str) -> bool:
+        """Whether the caption of one of the first files can be read."""
+        return self.is_table or self.files.captions[name] in self._contents
+
+    def without(self, words: str) -> list[str]:
+        """Those of the first captions that do not contain these words."""
+        named = re.compile(rf"(?<!\w){re.escape(words)}(?!\w)", re.IGNORECASE)
+        return [caption for caption in self.texts if not named.search(caption)]
+
+    def mention(self, words: str) -> bool:
+        """Whether most captions contain these words."""
+        return len(self.without(words)) * 2 < len(self.texts)
+
+    @cached_property
+    def texts(self) -> list[str]:
+        """The captions of the first files, as they are trained."""
+        if self.is_table:
+            tables = islice(self._table.values(), LOOKED_AT)
+            return [caption for captions in tables for caption in captions]
+        contents = self._contents.values()
+        if self.is_whole:
+            return ["\n".join(content.captions) for content in contents]
+        return [caption for content in contents for caption in content.captions]
+
+    def notes(self) -> list[str]:
+        """Sentences about how captions are read, and about those that are not used."""
+        notes = []
+        if self.is_table:
+            notes.append(f"Captions are read from {shorten(self.files.metadata)} (caption_strategy metadata).")
+        if self.is_whole:
+            text = "The caption files hold one text each and are not split into lines (disable_multiline_split)."
+            notes.append(text)
+        unused = {name: why for name, (reason, why) in self.files.ignored.items() if reason == "unused caption"}
+        if self.is_table and self.files.captions:
+            count = counted(len({*self.files.captions.values()}), "caption file")
+            notes.append(f"Not used: {count}, since the table captions more files.")
+        elif unused:
+            name, why = next(iter(unused.items()))
+            notes.append(f"Not used: {counted(len(unused), 'caption file')}; {name} {why}.")
+        notes += self._about_tables()
+        if not all(self.has(name) for name in self.files.files):
+            notes += [f"Not used: {sentence}" for sentence in foreign_captions(self.folder, self.files)]
+        return notes
+
+    def _about_tables(self) -> Iterator[str]:
+        """Sentences about metadata.jsonl and metadata.csv that are not used, or name files that are not there."""
+        unused = shorten(self.files.metadata, MOST_NAMED)
+        if self._table and not self.is_table:
+            yield f"Not used: the captions in {unused}, since caption files caption as many files or more."
+        for problem in self._problems:
+            yield f"Not used: {problem.message}" if problem.fatal else problem.message

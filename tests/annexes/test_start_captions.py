@@ -1,0 +1,165 @@
+"""`start` uses the captions that it finds, however other programs have written them, or says what to do."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from PIL import Image
+
+from simpletuner.annexes.start.recipe import Material
+from simpletuner.budget import device
+from simpletuner.budget.device import Gpu
+from simpletuner.cli.app import main
+from simpletuner.errors import UserError
+
+Capture = pytest.CaptureFixture[str]
+NAMES = ("a.jpg", "b.jpg")
+
+
+def rows(*names: str, column: str = "file_name", text: str = "text", folder: str = "") -> str:
+    return "".join(json.dumps({column: f"{folder}{name}", text: f"a photo of {name[0]}"}) + "\n" for name in names)
+
+
+PARAGRAPHS = f"{'A grey cat sleeps on a wooden chair. ' * 3}\n\n{'The light is soft and warm. ' * 4}"
+TEXTFILE: dict[str, Any] = {"caption_strategy": "textfile"}
+METADATA = {"caption_strategy": "metadata"}
+TRIGGER_ALONE = {"caption_strategy": "instanceprompt", "instance_prompt": "zkt woman"}
+# Files beside the pictures; the keys that read them; and what is said.
+LAYOUTS: dict[str, tuple[dict[str, str], dict[str, Any], str]] = {
+    "text files": ({"a.txt": "a cat", "b.txt": "a dog"}, TEXTFILE, "with a caption: 2"),
+    "kohya": ({"a.caption": "a cat", "b.caption": "a dog"}, TEXTFILE, "with a caption: 2"),
+    "whole names": ({"a.jpg.txt": "a cat", "b.jpg.txt": "a dog"}, TEXTFILE, "with a caption: 2"),
+    "tags and captions": (
+        {"a.txt": "cat", "a.caption": "a cat", "b.txt": "dog", "b.caption": "a dog"},
+        TEXTFILE,
+        "Not used: 2 caption files; a.caption is not read: a.txt has precedence.",
+    ),
+    "imagefolder": ({"metadata.jsonl": rows(*NAMES)}, METADATA, "Captions are read from metadata.jsonl"),
+    "imagefolder csv": ({"metadata.csv": "file_name,prompt\na.jpg,a\nb.jpg,b\n"}, METADATA, "read from metadata.csv"),
+    "musubi": (
+        {"metadata.jsonl": rows(*NAMES, column="image_path", text="caption", folder="/data/set/")},
+        METADATA,
+        "with a caption: 2",
+    ),
+    "musubi unnamed": (
+        {"set.jsonl": rows(*NAMES, column="image_path", text="caption", folder="/data/set/")},
+        TRIGGER_ALONE,
+        "Not used: set.jsonl lists captions: rename it to metadata.jsonl",
+    ),
+    "json files": (
+        {"a.json": '{"caption": "a cat"}', "b.json": '{"caption": "a dog"}'},
+        TRIGGER_ALONE,
+        "Not used: 2 .json files beside pictures or clips (a.json) hold captions",
+    ),
+    "labels": (
+        {"metadata.jsonl": '{"file_name": "a.jpg", "label": 1}'},
+        TRIGGER_ALONE,
+        "needs one of the columns text, caption, prompt; it has: file_name, label.",
+    ),
+    "table and texts": (
+        {"metadata.jsonl": rows("a.jpg"), "a.txt": "a cat", "b.txt": "a dog"},
+        TEXTFILE,
+        "Not used: the captions in metadata.jsonl",
+    ),
+    "texts and table": (
+        {"metadata.jsonl": rows(*NAMES), "a.txt": "a cat"},
+        METADATA,
+        "Not used: 1 caption file, since the table captions more files.",
+    ),
+    "paragraphs": (
+        {"a.txt": PARAGRAPHS, "b.txt": "a dog"},
+        TEXTFILE | {"disable_multiline_split": True},
+        "hold one text each and are not split into lines",
+    ),
+    "json in text files": (
+        {"a.txt": json.dumps({"subject": "a cat"}, indent=1), "b.txt": json.dumps({"subject": "a dog"}, indent=1)},
+        TEXTFILE | {"disable_multiline_split": True},
+        "hold one text each and are not split into lines",
+    ),
+    "alternatives": ({"a.txt": "a cat\nan animal", "b.txt": "a dog\na pet"}, TEXTFILE, "with a caption: 2"),
+    "none": ({}, TRIGGER_ALONE, "with a caption: 0"),
+}
+
+
+@pytest.fixture(autouse=True)
+def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(device, "query_gpu", lambda: Gpu("NVIDIA H100 PCIe", 80e9))
+    monkeypatch.setattr("simpletuner.cli.start._run", lambda commands: None)
+
+
+def put(folder: str, files: dict[str, str], names: tuple[str, ...] = NAMES) -> None:
+    for name in names:
+        path = Path(folder, name)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        Image.new("RGB", (1024, 1024), "grey").save(path)
+    for name, content in files.items():
+        Path(folder, name).write_text(content)
+
+
+def start(folder: str, *arguments: str) -> dict[str, Any]:
+    """The entry that a dry run writes for a folder."""
+    assert main(["start", folder, "--yes", "--dry-run", "--trigger", "zkt woman", *arguments]) == 0
+    entries: list[dict[str, Any]] = json.loads(Path("config", folder, "multidatabackend.json").read_text())
+    return entries[0]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_captions_are_used_or_it_is_said_how(layout: str, capsys: Capture) -> None:
+    files, keys, said = LAYOUTS[layout]
+    put("cat", files)
+
+    entry = start("cat")
+
+    assert said in capsys.readouterr().out
+    read = ("caption_strategy", "disable_multiline_split")
+    assert {key: entry[key] for key in read if key in entry} == {key: keys[key] for key in read if key in keys}
+    prompt = "zkt woman" if keys is TRIGGER_ALONE else "zkt woman,"
+    assert entry["instance_prompt"] == prompt
+    assert main(["plan", "env=cat", "plan_device_memory_gb=80"]) == 0
+    assert "(1.0): 2\n" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("caption", "is_prepended"),
+    [
+        ("zkt woman on a chair\na woman\nsomeone\na person", True),  # one line of four
+        ("zkt woman on a chair\na zkt woman\nsomeone", False),
+        ("zkt womanly\nzkt women", True),
+    ],
+)
+def test_every_line_is_judged_for_the_trigger(caption: str, is_prepended: bool, capsys: Capture) -> None:
+    put("cat", {"a.txt": caption, "b.txt": caption})
+
+    entry = start("cat")
+
+    assert entry.get("prepend_instance_prompt", False) == is_prepended
+    unnamed = "Without 'zkt woman', which most captions contain: 2 of 6 captions, such as 'someone'."
+    assert (unnamed in capsys.readouterr().out) != is_prepended
+
+
+def test_formats_that_are_not_read_are_said(capsys: Capture) -> None:
+    put("cat", {"c.jxl": "", "d.CR3": "", "e.mxf": ""})
+
+    start("cat")
+
+    told = capsys.readouterr().out
+    assert "Not read: 3 files in other formats (c.jxl, d.CR3, e.mxf). Save such pictures as .png or .jpg" in told
+
+
+def test_a_folder_of_other_formats_says_what_to_do() -> None:
+    put("cat", {"c.jxl": ""}, ("x/y.jpg",))
+    Path("cat/x/y.jpg").unlink()
+    with pytest.raises(
+        UserError, match=r"contains no pictures and no clips. Not read: 1 file in other formats \(c.jxl\)"
+    ):
+        Material.of(Path("cat"))
+
+
+def test_captions_for_the_rest_of_a_table_are_not_written_where_nobody_reads_them(capsys: Capture) -> None:
+    put("cat", {"metadata.jsonl": rows("a.jpg")})
+    assert main(["start", "cat", "--yes", "--dry-run", "--caption"]) == 2
+    assert "--caption writes .txt files, and captions are read from a metadata table" in capsys.readouterr().err
