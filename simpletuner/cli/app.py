@@ -18,7 +18,7 @@ import typer.main
 from typer.exceptions import TyperException
 
 from simpletuner.atomic import DISK_FULL_CODES, OCCUPIED_CODES, UNWRITABLE_CODES
-from simpletuner.cli import cache, caption, help, plan, sample, server, start, train
+from simpletuner.cli import cache, caption, convert, help, plan, sample, server, start, train
 from simpletuner.cli.settings import PASS_THROUGH, set_environment
 from simpletuner.errors import ConfigError, SimpleTunerError, counted, full_text, is_out_of_memory, reached_limit
 from simpletuner.redaction import redact
@@ -41,6 +41,7 @@ WITH_SETTINGS = (
 for command in WITH_SETTINGS:
     app.command(cls=help.SettingsCommand, context_settings=PASS_THROUGH)(command)
 app.command()(plan.configure)
+app.command()(convert.convert)
 app.command()(server.server)
 app.command("help", context_settings={"ignore_unknown_options": True})(help.show_help)  # help --lora_rank
 app.add_typer(cache.app, name="cache")

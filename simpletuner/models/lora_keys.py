@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -113,6 +114,17 @@ def file_settings(settings: Mapping[str, Any], form: LoraForm) -> dict[str, str]
     """The header entry with the adapter's settings."""
     prefixed = {PREFIXES[form] + key: value for key, value in settings.items()}
     return {METADATA_KEY: json.dumps(prefixed, indent=2, sort_keys=True)}
+
+
+def plain_settings(ranks: Mapping[str, int]) -> dict[str, Any]:
+    """peft's settings of a LoRA with these ranks by layer, whose scale is multiplied into its matrices."""
+    usual = Counter(ranks.values()).most_common(1)[0][0]
+    # Anchored: peft would also match the end of a longer path.
+    exceptions = {f"^{name}": rank for name, rank in ranks.items() if rank != usual}
+    return {
+        "r": usual, "lora_alpha": usual, "rank_pattern": exceptions, "alpha_pattern": exceptions,
+        "target_modules": sorted(ranks), "lora_dropout": 0.0, "bias": "none",
+    }  # fmt: skip
 
 
 def rename(header: Mapping[str, Any], form: LoraForm) -> dict[str, Any]:

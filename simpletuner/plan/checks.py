@@ -201,7 +201,8 @@ def family_problems(config: RunConfig, spec: FamilySpec) -> Iterator[Problem]:
         yield warning("tokenizer_max_length", f"{length} is too long for {spec.title}; {spec.words.longest} is used.")
     yield from _check_vae(config, spec)
     if config.lora.lora_format == "comfyui" and not spec.in_comfyui:
-        yield Problem("lora_format", f"'comfyui': ComfyUI has no built-in {spec.title} to load it; use diffusers.")
+        model = " ".join(filter(None, [spec.title, config.model.model_flavour]))
+        yield Problem("lora_format", f"'comfyui': ComfyUI cannot run {model}; use diffusers.")
     yield from _unused_keys(spec)
     second = config.precision.text_encoder_2_precision
     if spec.text_encoders > 1 and second in ("bf16", "fp32") and second != text_encoder_dtype(config.precision):

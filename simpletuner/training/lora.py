@@ -37,6 +37,7 @@ from simpletuner.models.lora_keys import (
 from simpletuner.reporting.pace import size_text
 from simpletuner.training import lora_files
 from simpletuner.training.ema import AnyTensor
+from simpletuner.training.lora_writing import fold_scale
 from simpletuner.training.trained import AdapterWeights, Draft, Publication
 
 ADAPTER = "default"
@@ -135,7 +136,7 @@ class LoraAdapter(AdapterWeights):
         """
         source, result = dict(weights or self.state_dict()), {}
         for name, tensor in source.items():
-            folded = lora_files.fold_scale(tensor, self.scale) if ".lora_B." in name else tensor
+            folded = fold_scale(tensor, self.scale) if ".lora_B." in name else tensor
             if self.initial and (".lora_A." in name or ".lora_B." in name):
                 folded = self._with_initial(name, folded)
             elif self.form == "comfyui" and name.endswith(MAGNITUDE):

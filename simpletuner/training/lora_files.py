@@ -12,7 +12,6 @@ training.
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -23,33 +22,19 @@ import torch
 from peft import get_peft_model_state_dict
 from peft.utils.integrations import dequantize_module_weight
 from safetensors.torch import load_file
-from safetensors.torch import save as to_safetensors
 from torch import Tensor, nn
 from torch.nn.functional import conv2d, linear
 
-from simpletuner.atomic import UNFINISHED_FOLDER_SUFFIX, write_atomically, write_json
+from simpletuner.atomic import UNFINISHED_FOLDER_SUFFIX, write_json
 from simpletuner.errors import UserError, shorten
-from simpletuner.headers import with_metadata
 from simpletuner.models import lora_keys
 from simpletuner.models.adapter import FamilyAdapter
 from simpletuner.models.lora_keys import LORA_FILE, PREFIXES, LoraForm
 from simpletuner.models.lora_source import lora_file, lora_settings
+from simpletuner.training.lora_writing import write_weights
 
 MAGNITUDES = {"magnitude": lora_keys.MAGNITUDE, "comfyui magnitude": lora_keys.COMFYUI_MAGNITUDE}
 COMFYUI_PARTS = (".lora_A.weight", ".lora_B.weight", lora_keys.COMFYUI_MAGNITUDE)
-
-
-def fold_scale(weight: Tensor, scale: float) -> Tensor:
-    """The weight times the scale, in the weight's dtype if that is exact, else in float32."""
-    exact = math.frexp(scale)[0] == 0.5  # a power of two changes only the exponent
-    return weight * scale if exact else weight.float() * scale
-
-
-def write_weights(path: Path, weights: Mapping[str, Tensor], header: Mapping[str, str]) -> None:
-    """Write a safetensors file with header entries, atomically; its folder is created if missing."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    content = {name: each.cpu().contiguous() for name, each in weights.items()}
-    write_atomically(path, with_metadata(to_safetensors(content), {"format": "pt", **header}))
 
 
 def write_verified(

@@ -69,7 +69,7 @@ def test_clips_beside_pictures(sana_workspace: Workspace, is_i2v: bool) -> None:
 
 
 def test_comfyui_files_are_refused(sana_workspace: Workspace, capsys: pytest.CaptureFixture[str]) -> None:
-    assert "ComfyUI has no built-in Sana Video" in complaint(sana_workspace, capsys, "plan", "lora_format=comfyui")
+    assert "ComfyUI cannot run Sana Video" in complaint(sana_workspace, capsys, "plan", "lora_format=comfyui")
 
 
 def test_full(sana_workspace: Workspace) -> None:

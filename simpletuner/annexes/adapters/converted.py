@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import logging
 from abc import ABC, abstractmethod
-from collections import Counter
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, replace
@@ -29,13 +28,22 @@ from peft import LoHaConfig, LoKrConfig, PeftConfig
 from peft.tuners.lycoris_utils import LycorisLayer
 from torch import Tensor, nn
 
+from simpletuner.annexes.adapters.convert import products_in
 from simpletuner.annexes.adapters.kinds import CONFIG_FILE, LycorisFile, read_lycoris
 from simpletuner.atomic import write_json
 from simpletuner.config.lora import LoraConfig
 from simpletuner.diffusion.seeds import seeded
 from simpletuner.errors import ConfigError, Problems
 from simpletuner.models.cost import Adapters
-from simpletuner.models.lora_keys import ARCHITECTURE, LORA_FILE, PREFIXES, Targets, file_settings, weights_of
+from simpletuner.models.lora_keys import (
+    ARCHITECTURE,
+    LORA_FILE,
+    PREFIXES,
+    Targets,
+    file_settings,
+    plain_settings,
+    weights_of,
+)
 from simpletuner.models.spec import FamilySpec
 from simpletuner.reporting.pace import size_text
 from simpletuner.training.lora import ADAPTER, inject, without_adapters
@@ -46,6 +54,7 @@ from simpletuner.training.trained import AdapterWeights, Draft, Publication
 
 # Oversampling of the randomised SVD: its last singular vectors are the least accurate.
 SPARE = 16
+NATIVE_SETTINGS = ["r", "alpha", "target_modules", "decompose_factor"]  # in the header of a LoKr or LoHa
 LOST = 0.05  # share of an adapter's effect; a conversion that loses more logs a warning
 logger = logging.getLogger(__name__)
 
@@ -158,7 +167,7 @@ class ConvertedAdapter(AdapterWeights, ABC):
             for name, factors in lora.factors.items()
             for side, factor in zip("AB", factors, strict=True)
         }
-        header = {**file_settings(_lora_settings(lora.ranks), form), **publication.note, **errors}
+        header = {**file_settings(plain_settings(lora.ranks), form), **publication.note, **errors}
         write_verified(folder, weights, header, form, publication.adapter)
         return lora, errors
 
@@ -202,11 +211,18 @@ class ProductAdapter(ConvertedAdapter):
             yield name, layer.get_delta_weight(ADAPTER).float()
 
     def native(self, note: Mapping[str, str]) -> Draft:
-        prefix, end = PREFIXES["diffusers"], f".{ADAPTER}"
-        weights = {f"{prefix}{name.removesuffix(end)}": each.detach() for name, each in self.parameters().items()}
-        settings = {key: sorted(each) if isinstance(each, set) else each for key, each in vars(self.settings).items()}
-        kept = {key: settings[key] for key in ("r", "alpha", "target_modules", "decompose_factor") if key in settings}
-        header = {**file_settings(kept, "diffusers"), **note}
+        form = self.config.lora_format
+        trained = {name.removesuffix(f".{ADAPTER}"): each.detach() for name, each in self.parameters().items()}
+        settings: dict[str, Any] = vars(self.settings)
+        kept = {key: settings[key] for key in NATIVE_SETTINGS if key in settings}
+        factor = 1.0
+        if form == "comfyui":  # which looks for no alpha in the header
+            factor = kept["alpha"] / kept["r"]
+            kept["alpha"] = kept["r"]
+        if isinstance(kept["target_modules"], set):
+            kept["target_modules"] = sorted(kept["target_modules"])
+        header = {**file_settings(kept, form), **note}
+        weights = products_in(trained, form, factor)
         return Draft(self.native_file, partial(write_weights, header=header), weights)
 
     def disabled(self) -> AbstractContextManager[None]:
@@ -256,17 +272,6 @@ def low_rank(update: Tensor, energy: float, most: int) -> tuple[Tensor, Tensor]:
     # Split evenly, so that A and B have the same norm.
     down, up = root[:, None] * right[:, :rank].T, left[:, :rank] * root
     return down.reshape(rank, *update.shape[1:]), up.reshape(len(up), rank, *ones)
-
-
-def _lora_settings(ranks: Mapping[str, int]) -> dict[str, Any]:
-    """peft's settings of a LoRA whose layers have different ranks."""
-    usual = Counter(ranks.values()).most_common(1)[0][0]
-    # Anchored: peft would also match the end of a longer path.
-    exceptions = {f"^{name}": rank for name, rank in ranks.items() if rank != usual}
-    return {
-        "r": usual, "lora_alpha": usual, "rank_pattern": exceptions, "alpha_pattern": exceptions,
-        "target_modules": sorted(ranks), "lora_dropout": 0.0, "bias": "none",
-    }  # fmt: skip
 
 
 PASSED = ("bypass_mode", "factor", "full_matrix", "decompose_both", "unbalanced_factorization", "use_scalar")

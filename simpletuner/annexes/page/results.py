@@ -6,13 +6,13 @@ import os
 import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from pathlib import Path
 from typing import Any, BinaryIO
 from urllib.parse import quote
 
 from starlette.requests import Request
 from starlette.responses import FileResponse, HTMLResponse, Response, StreamingResponse
 
+from simpletuner.annexes.adapters.forms import other_form
 from simpletuner.annexes.page.live import chosen, drawing, runs_of
 from simpletuner.annexes.page.parts import draw_part
 from simpletuner.annexes.page.project import Refusal
@@ -21,11 +21,9 @@ from simpletuner.annexes.report.html import PreviewGrid, build_grid, pages_of, s
 from simpletuner.annexes.report.sheet import SWEEP_FOLDER, Sheet, samples_in
 from simpletuner.annexes.runs import Run
 from simpletuner.errors import UserError
-from simpletuner.headers import join_header, read_head, read_header
+from simpletuner.headers import join_header, read_head
 from simpletuner.models import lora_keys
-from simpletuner.models.lora_keys import LORA_FILE, PREFIXES, LoraForm
-from simpletuner.models.lora_source import model_in_header
-from simpletuner.models.registry import FAMILIES
+from simpletuner.models.lora_keys import LORA_FILE
 from simpletuner.reporting.metrics import MEDIA_FILE, REPORT_FILE, MediaRecord, read_media
 from simpletuner.training.manifest import PIPELINE_FOLDER, find_checkpoints, result_step
 
@@ -185,27 +183,6 @@ def _in_parts(head: bytes, rest: BinaryIO) -> Iterator[bytes]:
         yield head
         while part := rest.read(PART):
             yield part
-
-
-def other_form(path: Path) -> tuple[LoraForm, str]:
-    """The other form of a LoRA, and why it cannot be converted to it; empty if it can."""
-    try:
-        header = read_header(path)
-        spec = FAMILIES.get(model_in_header(path)[0])
-    except ValueError:
-        return "comfyui", "The file is damaged: its header cannot be read."
-    names = header.keys()
-    form: LoraForm = "diffusers" if any(name.startswith(PREFIXES["comfyui"]) for name in names) else "comfyui"
-    if form == "comfyui" and (spec is None or not spec.in_comfyui):
-        return form, f"ComfyUI cannot load it: it has no built-in {spec.title if spec else 'model of this family'}."
-    if any(name.endswith((lora_keys.MAGNITUDE, lora_keys.COMFYUI_MAGNITUDE)) for name in names):
-        why = "The magnitudes of a DoRA differ between diffusers and ComfyUI, by norms of the model's weights."
-        return form, f"{why} For the other file, train with lora_format: {form}."
-    try:
-        lora_keys.rename(header, form)
-    except (KeyError, ValueError):
-        return form, "It cannot be converted: its header does not have the settings of the LoRA."
-    return form, ""
 
 
 VIEWS = {"curves": show_curves, "previews": show_previews, "pair": show_pair, "results": show_results}

@@ -89,6 +89,8 @@ def _flavour(name: str, row: Mapping[str, Any]) -> Flavour:
         needs="a conditioning dataset with the source pictures" if task == "i2i" else "",
         defaults=defaults,
         distilled=steps is not None,
+        # ComfyUI has no node that gives its model of pictures a source picture.
+        changes={"in_comfyui": False} if task == "i2i" else {},
         original=OriginalWeights(**row["original"]) if "original" in row else None,
     )
 

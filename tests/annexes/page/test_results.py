@@ -20,9 +20,9 @@ import pytest
 from starlette.testclient import TestClient
 
 from simpletuner.annexes import queue as queues
+from simpletuner.annexes.adapters.forms import other_form
 from simpletuner.annexes.page.control import run_id
 from simpletuner.annexes.page.project import Project
-from simpletuner.annexes.page.results import other_form
 from simpletuner.annexes.page.serve import create_app
 from simpletuner.annexes.queue import Queue
 from simpletuner.annexes.report.html import pages_of

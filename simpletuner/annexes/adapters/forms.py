@@ -1,0 +1,73 @@
+"""In which program's form a LoRA is, and whether it can have the other form. Free of torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+
+from simpletuner.headers import METADATA, read_header
+from simpletuner.models import lora_keys
+from simpletuner.models.lora_keys import PREFIXES, LoraForm
+from simpletuner.models.lora_source import model_in_header
+from simpletuner.models.registry import FAMILIES
+from simpletuner.models.spec import FamilySpec
+
+DORA = "The magnitudes of a DoRA differ between diffusers and ComfyUI, by norms of the model's weights."
+
+
+def form_of(names: Iterable[str]) -> LoraForm:
+    """The form of a file with tensors of these names; files of other programs count as diffusers'."""
+    return "comfyui" if any(name.startswith(PREFIXES["comfyui"]) for name in names) else "diffusers"
+
+
+def other_form(path: Path) -> tuple[LoraForm, str]:
+    """The other form of a LoRA of this program, and why it cannot be converted to it; empty if it can."""
+    try:
+        header = read_header(path)
+        family, flavour = model_in_header(path)
+    except ValueError:
+        return "comfyui", "The file is damaged: its header cannot be read."
+    form: LoraForm = "diffusers" if form_of(header) == "comfyui" else "comfyui"
+    if form == "comfyui" and (obstacle := why_not_comfyui(family, flavour)):
+        return form, obstacle
+    if holds_magnitudes(header):
+        return form, f"{DORA} For the other file, train with lora_format: {form}."
+    try:
+        lora_keys.rename(header, form)
+    except (KeyError, ValueError):
+        return form, "It cannot be converted: its header does not have the settings of the LoRA."
+    return form, ""
+
+
+def why_not_comfyui(family: str, flavour: str) -> str:
+    """Why ComfyUI cannot use what was trained for a model; empty if it can."""
+    spec = FAMILIES.get(family)
+    if spec is None:
+        return "ComfyUI cannot load it: it has no built-in model of this family."
+    if not spec.in_comfyui:
+        return f"ComfyUI cannot load it: it has no built-in {spec.title}."
+    if not spec.for_flavour(flavour).in_comfyui:
+        return f"ComfyUI cannot use it: it cannot run {spec.title} {flavour}."
+    return ""
+
+
+def holds_magnitudes(names: Iterable[str]) -> bool:
+    """Whether a file with tensors of these names is a DoRA."""
+    return any(name.endswith((lora_keys.MAGNITUDE, lora_keys.COMFYUI_MAGNITUDE)) for name in names)
+
+
+def model_of(path: Path) -> tuple[str, str]:
+    """Family and flavour of a LoRA: of the header, or the family that has layers of these names; else empty."""
+    family, flavour = model_in_header(path)
+    if family:
+        return family, flavour
+    names = [lora_keys.without_prefix(name) for name in read_header(path) if name != METADATA]
+    for spec in FAMILIES.values():
+        if _has_layers_of(spec, names):
+            return spec.name, ""
+    return "", ""
+
+
+def _has_layers_of(spec: FamilySpec, names: Iterable[str]) -> bool:
+    groups = tuple(f"{group}." for group in spec.block_counts)
+    return any(name.startswith(groups) for name in names)

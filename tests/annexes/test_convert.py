@@ -1,0 +1,255 @@
+"""`simpletuner convert`: what another program computes with the written file is what was trained."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from diffusers import Kandinsky5Transformer3DModel
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from simpletuner.annexes.adapters.convert import convert
+from simpletuner.annexes.adapters.converted import ProductAdapter
+from simpletuner.annexes.adapters.forms import other_form
+from simpletuner.cli.app import main
+from simpletuner.errors import UserError
+from simpletuner.headers import METADATA, read_header
+from simpletuner.models.lora_keys import LORA_FILE, METADATA_KEY, STEP_NOTE, LoraForm
+from simpletuner.models.lora_source import COMPANIONS
+from simpletuner.training.lora_files import read_lora_file
+from simpletuner.training.manifest import NOTE_FILE
+from tests.closeness import ELEMENTWISE, assert_close
+from tests.complaints import complaints
+from tests.training.assembly import lora_of, make_assembly, write_lora
+from tests.workspace import Workspace
+
+Capture = pytest.CaptureFixture[str]
+LAYER = "visual_transformer_blocks.0.self_attention.to_query"
+NOTE = {STEP_NOTE: "3", "modelspec.architecture": "kandinsky5-image/t2i-lite-sft/lora", "trigger": "zkt, "}
+PRODUCTS: dict[str, dict[str, Any]] = {
+    "lokr of products": {"lora_type": "lokr", "lora_rank": 2, "lora_alpha": 3, "lokr_factor": 4},
+    "lokr in full": {"lora_type": "lokr", "lora_rank": 1000, "lora_alpha": 300, "lokr_factor": 4},
+    "loha": {"lora_type": "loha", "lora_rank": 2, "lora_alpha": 3},
+}
+
+
+def shifted(checkpoint: Path, **settings: Any) -> Any:
+    """An assembly whose adapter is as after some training."""
+    assembly = make_assembly(checkpoint, **settings)
+    with torch.no_grad():
+        for index, parameter in enumerate(assembly.parameters.values()):
+            parameter += 0.1 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(index))
+    return assembly
+
+
+def comfyui_update(weights: dict[str, Tensor], layer: str) -> Tensor:
+    """What ComfyUI adds to the weight of a layer, for a file without alphas."""
+    parts = {name.removeprefix(f"diffusion_model.{layer}."): tensor for name, tensor in weights.items()}
+
+    def product(name: str) -> Tensor:
+        return parts[name] if name in parts else parts[f"{name}_a"] @ parts[f"{name}_b"]
+
+    if "lora_A.weight" in parts:
+        return parts["lora_B.weight"] @ parts["lora_A.weight"]
+    if "hada_w1_a" in parts:
+        return product("hada_w1") * product("hada_w2")
+    return torch.kron(product("lokr_w1"), product("lokr_w2"))
+
+
+@pytest.mark.parametrize("strength", [1.0, 0.5, 0.7])
+@pytest.mark.parametrize("kind", PRODUCTS)
+def test_comfyui_computes_the_update_of_a_lokr_or_loha(
+    t2i_checkpoint: Path, tmp_path: Path, kind: str, strength: float
+) -> None:
+    assembly = shifted(t2i_checkpoint, **PRODUCTS[kind])
+    trained = assembly.trained
+    assert isinstance(trained, ProductAdapter)
+    trained.native(NOTE).write_into(tmp_path)
+
+    result = convert(tmp_path / trained.native_file, "comfyui", tmp_path / "for.safetensors", strength)
+
+    weights = load_file(result.path)
+    assert not [name for name in weights if name.endswith("alpha")]
+    for layer, update in trained.updates():
+        assert_close(comfyui_update(weights, layer), strength * update, terms=32)
+
+
+@pytest.mark.parametrize("kind", PRODUCTS)
+def test_a_run_for_comfyui_writes_its_native_file_for_it(t2i_checkpoint: Path, tmp_path: Path, kind: str) -> None:
+    trained = shifted(t2i_checkpoint, **PRODUCTS[kind], lora_format="comfyui").trained
+
+    trained.native(NOTE).write_into(tmp_path)
+
+    weights = load_file(tmp_path / trained.native_file)
+    for layer, update in trained.updates():
+        assert_close(comfyui_update(weights, layer), update, terms=32)
+
+
+@pytest.mark.parametrize("kind", PRODUCTS)
+def test_a_lokr_or_loha_comes_back_with_its_strength(t2i_checkpoint: Path, tmp_path: Path, kind: str) -> None:
+    trained = shifted(t2i_checkpoint, **PRODUCTS[kind]).trained
+    trained.native(NOTE).write_into(tmp_path)
+    there = convert(tmp_path / trained.native_file, "comfyui").path
+
+    back = convert(there, "diffusers").path
+
+    settings = json.loads(read_header(back)[METADATA][METADATA_KEY])
+    assert settings["transformer.alpha"] == settings["transformer.r"]
+    renamed = {f"diffusion_model.{name.removeprefix('transformer.')}": each for name, each in load_file(back).items()}
+    assert all(torch.equal(tensor, renamed[name]) for name, tensor in load_file(there).items())
+
+
+@pytest.mark.parametrize(("form", "other"), [("diffusers", "comfyui"), ("comfyui", "diffusers")])
+def test_a_lora_is_what_the_other_form_would_have_written(
+    t2i_checkpoint: Path, tmp_path: Path, form: LoraForm, other: LoraForm
+) -> None:
+    lora = lora_of(shifted(t2i_checkpoint, lora_rank=4, lora_alpha=6))
+    lora.form = other
+    expected = write_lora(lora, tmp_path / "expected", **NOTE).read_bytes()
+    lora.form = form
+    write_lora(lora, tmp_path / "my-lora", **NOTE)
+
+    result = convert(tmp_path / "my-lora", other)
+
+    assert result.path == tmp_path / "my-lora" / f"my-lora-{other}.safetensors"
+    assert result.path.read_bytes() == expected
+
+
+@pytest.mark.parametrize("form", ["diffusers", "comfyui"])
+@pytest.mark.parametrize("place", ["header", "alphas", *COMPANIONS])
+def test_the_strength_of_another_program_is_multiplied_into_the_matrices(
+    tmp_path: Path, place: str, form: LoraForm
+) -> None:
+    generator = torch.Generator().manual_seed(0)
+    weights = {
+        f"base_model.model.{LAYER}.lora_A.weight": torch.randn(4, 8, generator=generator),
+        f"base_model.model.{LAYER}.lora_B.weight": torch.randn(8, 4, generator=generator),
+    }
+    settings, notes = {"r": 4, "lora_alpha": 3.0, "use_rslora": place != "alphas"}, dict[str, str]()
+    if place == "header":
+        notes[METADATA_KEY] = json.dumps(settings)
+    elif place == "alphas":
+        weights[f"base_model.model.{LAYER}.alpha"] = torch.tensor(3.0)
+    else:
+        (tmp_path / place).write_text(json.dumps(settings))
+    save_file(weights, tmp_path / "theirs.safetensors", notes)
+    expected = read_lora_file(tmp_path / "theirs.safetensors", [LAYER])
+
+    path = convert(tmp_path / "theirs.safetensors", form, tmp_path / "ours" / "lora.safetensors").path
+
+    assert read_lora_file(path, [LAYER]).keys() == expected.keys()
+    for name, tensor in read_lora_file(path, [LAYER]).items():
+        assert_close(tensor, expected[name], terms=ELEMENTWISE)
+
+
+def test_a_full_fine_tune_becomes_one_file(t2i_checkpoint: Path, tmp_path: Path) -> None:
+    transformer = Kandinsky5Transformer3DModel.from_pretrained(t2i_checkpoint, subfolder="transformer")
+    transformer.save_pretrained(tmp_path / "pipeline/transformer", max_shard_size="50KB")
+    (tmp_path / "pipeline" / NOTE_FILE).write_text(json.dumps({"modelspec.title": "mine"}))
+    assert len(list((tmp_path / "pipeline/transformer").glob("*.safetensors"))) > 2
+
+    result = convert(tmp_path, "comfyui", tmp_path / "one.safetensors")
+
+    weights = load_file(result.path)
+    expected = transformer.state_dict()
+    assert weights.keys() == expected.keys(), "by plain names, which original programs read"
+    assert all(torch.equal(weights[name], expected[name]) for name in expected)
+    assert read_header(result.path)[METADATA]["modelspec.title"] == "mine"
+    assert result.place == "models/diffusion_models"
+
+
+def test_a_full_fine_tune_that_lacks_a_file_is_refused(t2i_checkpoint: Path, tmp_path: Path) -> None:
+    transformer = Kandinsky5Transformer3DModel.from_pretrained(t2i_checkpoint, subfolder="transformer")
+    transformer.save_pretrained(tmp_path / "transformer", max_shard_size="50KB")
+    next((tmp_path / "transformer").glob("*00002-of*.safetensors")).unlink()
+
+    with pytest.raises(UserError, match="is incomplete: it lacks"):
+        convert(tmp_path, "comfyui", tmp_path / "one.safetensors")
+
+    assert not (tmp_path / "one.safetensors").exists()
+
+
+def write(path: Path, names: list[str], architecture: str = "", **notes: str) -> Path:
+    """Write a LoRA of one layer, and more tensors of these names."""
+    weights = {f"transformer.{LAYER}.lora_A.weight": torch.ones(4, 8)}
+    weights[f"transformer.{LAYER}.lora_B.weight"] = torch.ones(8, 4)
+    weights |= {name: torch.ones(8) for name in names}
+    note = {STEP_NOTE: "3", "modelspec.architecture": architecture} if architecture else {}
+    save_file(weights, path, {**note, **notes})
+    return path
+
+
+@pytest.mark.parametrize(
+    ("names", "architecture", "strength", "words"),
+    [
+        ([], "sanavideo/2b-480p/lora", 1.0, "it has no built-in Sana Video"),
+        ([], "kandinsky5-image/i2i-lite-sft/lora", 1.0, "it cannot run Kandinsky 5 Image i2i-lite-sft"),
+        ([f"transformer.{LAYER}.lora_magnitude_vector"], "", 1.0, "The magnitudes of a DoRA differ"),
+        ([f"transformer.{LAYER}.diff"], "", 1.0, "is not a plain LoRA"),
+        (["lora_unet_visual_transformer_blocks_0.alpha"], "", 1.0, "Kohya's names"),
+        (["lycoris_visual_transformer_blocks_0.lokr_w1"], "", 1.0, "convert the LoRA beside it"),
+        ([f"transformer.{LAYER}.lokr_w1"], "", 1.0, "does not state its rank and alpha"),
+    ],
+)
+def test_what_cannot_be_converted_says_why_and_writes_nothing(
+    tmp_path: Path, names: list[str], architecture: str, strength: float, words: str
+) -> None:
+    path = write(tmp_path / "lora.safetensors", [name for name in names if "alpha" not in name], architecture)
+    if any("alpha" in name for name in names):
+        save_file({**load_file(path), **{name: torch.tensor(1.0) for name in names}}, path)
+
+    with pytest.raises(UserError, match=words):
+        convert(path, "comfyui", None, strength)
+
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_an_i2i_lora_is_not_offered_for_comfyui_on_the_page(tmp_path: Path) -> None:
+    path = write(tmp_path / LORA_FILE, [], "kandinsky5-image/i2i-lite-sft/lora")
+
+    assert other_form(path) == ("comfyui", "ComfyUI cannot use it: it cannot run Kandinsky 5 Image i2i-lite-sft.")
+
+
+def test_a_run_of_i2i_does_not_promise_a_file_for_comfyui(workspace: Workspace, capsys: Capture) -> None:
+    told = complaints(workspace, capsys, "plan", "lora_format=comfyui", "model_flavour=i2i-lite-sft")
+
+    assert "lora_format: 'comfyui': ComfyUI cannot run Kandinsky 5 Image i2i-lite-sft; use diffusers." in told
+
+
+def test_the_command_replaces_a_file_only_if_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    write(tmp_path / "star.safetensors", [])
+    command = ["convert", "star.safetensors", "--to", "comfyui"]
+
+    assert main(command) == 0
+    assert "Put it into ComfyUI's folder models/loras." in capsys.readouterr().out
+    first = (tmp_path / "star-comfyui.safetensors").read_bytes()
+    assert main([*command, "--strength", "0.5"]) == 2
+    assert "star-comfyui.safetensors exists already" in capsys.readouterr().err
+    assert (tmp_path / "star-comfyui.safetensors").read_bytes() == first
+    assert main([*command, "--strength", "0.5", "--overwrite"]) == 0
+    up = load_file(tmp_path / "star-comfyui.safetensors")[f"diffusion_model.{LAYER}.lora_B.weight"]
+    assert torch.equal(up, torch.full((8, 4), 0.5))
+
+
+@pytest.mark.parametrize(
+    ("more", "words"),
+    [
+        (["--strength", "much"], "--strength: 'much' is not a number"),
+        (["--output", "lora.bin"], "--output: 'lora.bin' is neither a folder nor a name"),
+    ],
+)
+def test_a_wrong_option_of_the_command_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture, more: list[str], words: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    write(tmp_path / "star.safetensors", [])
+
+    assert main(["convert", "star.safetensors", "--to", "comfyui", *more]) == 2
+    assert words in capsys.readouterr().err
