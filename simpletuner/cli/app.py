@@ -28,6 +28,20 @@ INTERRUPTED = 130
 # Errors of the operating system that need no traceback; the last two come from invalid file names.
 REPORTED = UNWRITABLE_CODES | DISK_FULL_CODES | OCCUPIED_CODES | {errno.ENOTDIR, errno.ENAMETOOLONG, errno.ELOOP}
 
+# What other programs call these commands.
+MEANT = {
+    **dict.fromkeys(("clear", "clean", "delete", "purge", "prune", "remove"), "cache gc --remove"),
+    **dict.fromkeys(("generate", "infer", "inference", "render"), "sample"),
+    **dict.fromkeys(("resume", "continue", "run", "finetune", "fine-tune", "fit"), "train"),
+    **dict.fromkeys(("init", "setup", "wizard", "config"), "configure"),
+    **dict.fromkeys(("ui", "gui", "web", "webui", "serve", "page"), "server"),
+    **dict.fromkeys(("check", "validate", "estimate"), "plan"),
+    **dict.fromkeys(("upload", "push"), "publish"),
+    **dict.fromkeys(("compare", "grid"), "sweep"),
+    **dict.fromkeys(("show", "ls"), "examples list"),
+    "version": "--version",
+}
+
 app = typer.Typer(
     name="simpletuner",
     help="Fine-tune Kandinsky 5 Image, Kandinsky 5 Video and Sana Video: what is trained is what is sampled.",
@@ -77,6 +91,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         # Without a command the help has been printed already. Pydantic's error type means nothing to a user.
         text = error.format_message().replace("Value error, ", "").replace("Input should be", "it must be")
         text = re.sub(r"(, unable to parse.*|(?<=[^.?]))$", ".", text, count=1)
+        text += command_meant(text)
         # Usage errors hold the context of their command; typer does not export their class.
         if (context := vars(error).get("ctx")) is not None and "Did you mean" not in text:
             text += f" See `{context.command_path} -h`."
@@ -96,6 +111,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if code == INTERRUPTED:
         return _complain("Interrupted.", INTERRUPTED)
     return code if isinstance(code, int) else 0
+
+
+def command_meant(message: str) -> str:
+    """The command that people mean by the name of one that does not exist, as ` Did you mean ...?`; else empty."""
+    unknown = re.search(r"No such command '([\w-]+)'", message)
+    meant = MEANT.get(unknown[1].lower()) if unknown else None
+    return f" Did you mean `simpletuner {meant}`?" if meant else ""
 
 
 def _report(error: SimpleTunerError) -> int:

@@ -149,12 +149,24 @@ def default_of(option: Option) -> str:
 
 
 def _search(wanted: str, options: Sequence[Option]) -> list[Option]:
-    """Options listed for an everyday word, most useful first; then options that mention all words."""
+    """Options listed for an everyday word, most useful first; then options that mention all words, in their names
+    before those that mention them elsewhere."""
     from simpletuner.config.sections import EVERYDAY_WORDS
 
     meant = [key for words, keys in EVERYDAY_WORDS.items() if f" {wanted.lower()} " in f" {words} " for key in keys]
     first = sorted((each for each in options if each.name in meant), key=lambda option: meant.index(option.name))
-    return [*first, *(option for option in options if option.name not in meant and _mentions(option, wanted))]
+    mentioning = [option for option in options if option.name not in meant and _mentions(option, wanted)]
+    return [*first, *sorted(mentioning, key=lambda option: _distance(option, wanted))]
+
+
+def _distance(option: Option, wanted: str) -> int:
+    """How far a search is from what a key is about: its name, words of its name, or its help."""
+    parts = option.name.rpartition(".")[2].split("_")
+    words = wanted.lower().replace("-", " ").replace("_", " ").split()
+    is_named = all(word in parts for word in words)
+    if not is_named:
+        return 2
+    return 0 if option.common else 1
 
 
 def _mentions(option: Option, wanted: str) -> bool:
@@ -182,21 +194,25 @@ def list_examples() -> None:
 @examples.command("copy")
 def copy_example(
     name: Annotated[str, typer.Argument(help="Name of the example; `examples list` shows them.")],
-    dest: Annotated[Path | None, typer.Option("--dest", help="Folder to create; config/NAME by default.")] = None,
+    folder: Annotated[Path | None, typer.Argument(help="Folder to create; config/NAME by default.")] = None,
+    dest: Annotated[Path | None, typer.Option("--dest", help="The same, as an option.")] = None,
 ) -> None:
     """Copy an example's files, point their paths at the copy, and set a separate output folder."""
     from simpletuner.atomic import build_folder, write_atomically
     from simpletuner.config.sources import EXAMPLES_ALIAS, example_file
 
+    if folder is not None and dest is not None and folder != dest:
+        raise UserError(f"{folder} and --dest {dest} are two folders; give one.")
     source = example_file(name).parent
-    folder = dest or Path("config") / name
+    chosen = folder or dest
+    folder = chosen or Path("config") / name
     # Prefix of a path to a file of the example. Paths to files of other examples still point into the package.
     packaged, copied = f'"{EXAMPLES_ALIAS}{name}/', json.dumps(f"{folder.as_posix()}/", ensure_ascii=False)[:-1]
     # The example's output folder may hold a run of it, which a copy could not resume.
     output = f"output/{folder.name}" if folder.name != name else f"output/my-{name}"
     old, new = f'"output_dir": "output/{name}"', f'"output_dir": {json.dumps(output, ensure_ascii=False)}'
     if folder.exists() or folder.is_symlink():
-        raise UserError(f"{folder} exists already; choose another folder with --dest.")
+        raise UserError(f"{folder} exists already; choose another folder: simpletuner examples copy {name} FOLDER.")
     try:
         # All or nothing: a partial copy would make the next attempt fail, since its folder would exist.
         with build_folder(folder) as unfinished:
@@ -206,5 +222,5 @@ def copy_example(
                 write_atomically(path, text)
     except OSError as error:
         raise UserError(f"{folder} cannot be written: {error.strerror}.") from None
-    chosen = shlex.quote(str(name if dest is None else folder))
-    typer.echo(f"Copied to {folder}; its runs write to {output}. Run it with: simpletuner train env={chosen}")
+    env = shlex.quote(str(name if chosen is None else folder))
+    typer.echo(f"Copied to {folder}; its runs write to {output}. Run it with: simpletuner train env={env}")

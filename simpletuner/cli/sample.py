@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from itertools import takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -25,6 +26,7 @@ SHORT = {
     "steps": "validation_num_inference_steps", "guidance": "validation_guidance",
     "negative_prompt": "validation_negative_prompt",
 }  # fmt: skip
+SETTING = re.compile("--|[^=]+=")  # how a setting begins
 Prompts = Annotated[list[str] | None, typer.Option("--prompt", help="What to render; may be given several times.")]
 Images = Annotated[list[str] | None, typer.Option("--image", help="A picture to start from (i2i, i2v).")]
 UseEma = Annotated[bool, typer.Option("--ema", help="Render with the moving average of the weights.")]
@@ -40,7 +42,7 @@ def sample(
     ema: UseEma = False,
     output: Output = None,
 ) -> None:
-    """Render from a result: sample OUTPUT_DIR --prompt "...". Also takes a checkpoint or a LoRA file.
+    """Render from a result: sample OUTPUT_DIR a prompt, or --prompt "...". Also takes a checkpoint or a LoRA file.
 
     Uses the settings of the run's previews. Settings override them: --resolution, --frames, --steps, --guidance,
     --seed, --negative-prompt, and those of train. Without a source, renders the base model of model_family=NAME or
@@ -98,8 +100,12 @@ def _planned(
     from simpletuner.config.values import parse_path
 
     # The first word is the source unless it is a setting; an existing file may be called `a=b`.
-    source = tokens[0] if tokens and (Path(tokens[0]).exists() or not re.match("--|[^=]+=", tokens[0])) else None
-    arguments = command_settings(tokens[source is not None :])
+    source = tokens[0] if tokens and (Path(tokens[0]).exists() or not re.match(SETTING, tokens[0])) else None
+    rest = tokens[source is not None :]
+    words = leading_words(rest) if source is not None and not asked["prompts"] else []
+    if words:
+        asked["prompts"] = [" ".join(words)]
+    arguments = command_settings(rest[len(words) :])
     write_out(arguments)
     asked["strengths"] = parse_strengths(key, strengths, arguments.problems)
     folder = str(output or sweep_folder(Path(source or "")))
@@ -111,6 +117,11 @@ def _planned(
     request = SampleRequest(source, folder, arguments, **asked)
     with prepared_samples(request, logged_events()) as (plan, weights, events):
         yield request, plan, weights, events
+
+
+def leading_words(tokens: list[str]) -> list[str]:
+    """The words of a prompt that was typed without --prompt, up to the first setting."""
+    return list(takewhile(lambda token: not re.match(SETTING, token), tokens))
 
 
 def write_out(arguments: Arguments) -> None:

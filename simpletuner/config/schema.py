@@ -127,9 +127,9 @@ class RunOptions(Group):
     """true: every sample of a step draws different noise, as in one process with a larger batch. false: every process
     draws the same noise as the first."""
     resume_from_checkpoint: PathText = common("latest")
-    """`latest`, the name or path of a checkpoint, or `none`. latest continues what was last trained, or starts a new
-    run if no checkpoint exists. An earlier checkpoint starts a branch: what was trained after it moves to `branches/`
-    in output_dir (docs/TUTORIAL.md). none starts at step 0 and never overwrites an existing checkpoint."""
+    """`latest`, the step, name or path of a checkpoint, or `none`. latest continues what was last trained, or starts a
+    new run if no checkpoint exists. An earlier checkpoint starts a branch: what was trained after it moves to
+    `branches/` in output_dir (docs/TUTORIAL.md). none starts at step 0 and never overwrites an existing checkpoint."""
     i_know_what_i_am_doing: Flag = option(False)
     """Downgrade safety errors that mention this key to warnings."""
 

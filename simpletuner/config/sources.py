@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from simpletuner.config.load import Layer
 from simpletuner.config.schema import option_names
+from simpletuner.config.strays import describe_folder
 from simpletuner.config.values import home_path, plain_key, read_json, read_text
 from simpletuner.errors import ConfigError, Problem, Problems, Reading, did_you_mean, not_one_of, result_of, warning
 
@@ -75,6 +76,7 @@ class Arguments:
         problems: syntax errors; planning adds more problems.
         base: the configuration that the settings override; None to locate one.
         label: origin of the settings in messages.
+        names_configuration: a bare word means a configuration; its problem says how to choose it.
     """
 
     settings: list[tuple[str, object]] = field(default_factory=list)
@@ -83,10 +85,16 @@ class Arguments:
     problems: Problems = field(default_factory=Problems)
     base: Located | None = None
     label: str = COMMAND_LINE
+    names_configuration: bool = False
 
     def layers(self) -> Reading[tuple[list[Layer], Path]]:
         """The layers of files, environment and command line, weakest first, and the folder of the config file."""
-        located = self.base or (yield from locate(self.selectors))
+        try:
+            located = self.base or (yield from locate(self.selectors))
+        except ConfigError:
+            if self.names_configuration:  # that none was found is a consequence
+                raise ConfigError([]) from None
+            raise
         # Arguments from a config.env follow the command line.
         more = parse_arguments([], located.extra_arguments)
         yield from more.problems
@@ -111,7 +119,9 @@ def parse_arguments(tokens: Sequence[str], extra: str | None = None) -> Argument
         key, equals, value = token.partition("=")
         name = plain_key(key)
         if not key.lstrip("-") or (not equals and not token.startswith("--")):
-            arguments.problems.append(_stray(token))
+            choice = _choice_of_configuration(token)
+            arguments.names_configuration |= bool(choice)
+            arguments.problems.append(Problem(token, choice) if choice else _stray(token))
             continue
         # `--key value`; a bare `--flag` before another setting looks the same.
         if not equals and waiting and _is_value(waiting[0], key):
@@ -126,12 +136,20 @@ def parse_arguments(tokens: Sequence[str], extra: str | None = None) -> Argument
     return arguments
 
 
-def _stray(token: str) -> Problem:
-    """The problem for a bare word, which may be the name of a configuration."""
-    if any(map(os.path.isfile, [token, f"{token}/config.json", f"config/{token}/config.json"])):
-        return Problem(token, f"is not a setting. Did you mean env={token}?")
+def _choice_of_configuration(token: str) -> str:
+    """How to choose the configuration that a bare word means, as the end of a message; empty for other words."""
+    suffixes = tuple(f".{backend}" for backend in BACKENDS)
+    files = [token] if token.endswith(suffixes) else [f"{token}/config.json", f"config/{token}/config.json"]
+    if any(map(os.path.isfile, files)):
+        return f"is not a setting. Did you mean env={token}?"
     if token in example_names():
-        return Problem(token, f"is not a setting. Did you mean example={token}?")
+        return f"is not a setting. Did you mean example={token}?"
+    folder = home_path(token)
+    return describe_folder(folder) if os.path.isdir(folder) else ""  # noqa: PTH112 - Path's may raise
+
+
+def _stray(token: str) -> Problem:
+    """The problem for any other bare word."""
     if option := option_names().get(plain_key(token)):
         return Problem(token, f"needs a value: {token}={'true' if option.is_flag else 'VALUE'}.")
     return Problem(token, "is not a setting; write key=value, --key value or --flag.")

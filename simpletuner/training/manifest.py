@@ -238,7 +238,10 @@ def select_checkpoint(wanted: str, output_dir: Path) -> Reading[Checkpoint | Non
     if wanted.lower() == "latest":
         yield from (Problem(key, f"{path} is not complete and was skipped.", fatal=False) for path in broken)
         return whole[-1] if whole else None
-    for path in (output_dir / wanted, Path(wanted).expanduser()):
+    named = [output_dir / wanted, Path(wanted).expanduser()]
+    if wanted.isdecimal():  # a step
+        named += [output_dir / f"checkpoint-{int(wanted)}{kind}" for kind in ("", ROLLING)]
+    for path in named:
         if checkpoint := open_checkpoint(path):
             return checkpoint
     names = ", ".join(checkpoint.path.name for checkpoint in whole) or "none"

@@ -60,7 +60,10 @@ def test_a_copy_has_an_output_folder_of_its_own(name: str) -> None:
 def test_copy_never_writes_into_what_is_there(capsys: Capture, here: Path) -> None:
     (here / "config" / "demo").mkdir(parents=True)
     assert main(["examples", "copy", "demo"]) == 2
-    assert capsys.readouterr().err == "error: config/demo exists already; choose another folder with --dest.\n"
+    assert (
+        capsys.readouterr().err
+        == "error: config/demo exists already; choose another folder: simpletuner examples copy demo FOLDER.\n"
+    )
     assert list((here / "config" / "demo").iterdir()) == []
 
 

@@ -1,0 +1,95 @@
+"""What a folder on the command line is, and what to type instead: every command but `start` and `sample` takes
+settings, and newcomers name a folder."""
+
+from __future__ import annotations
+
+import mimetypes
+import os
+import re
+import shlex
+from collections.abc import Iterator
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from simpletuner.config.values import home_path, read_stored
+
+MOST_LOOKED_AT = 200  # files of a folder
+CHECKPOINT = re.compile(r"checkpoint-(\d+)(-rolling)?")
+CONFIG = "config.json"
+
+
+def describe_folder(folder: Path) -> str:
+    """What a folder is and what to type instead, as the end of a message; empty if it is neither a run nor data."""
+    checkpoints = _checkpoints(folder)
+    if checkpoints:
+        choice = _choice(_config_of_output(folder)) or f"--config {shlex.quote(str(checkpoints[-1] / CONFIG))}"
+        return f"is the output folder of a run, not a setting; name the run's configuration instead: {choice}."
+    if not _holds_media(folder):
+        return ""
+    config = _config_of_dataset(folder)
+    if config is not None:
+        choice = _choice(config)
+        advice = f"name that instead: {choice}" if choice else "leave the folder out"
+        return f"is a dataset of {config}, not a setting; {advice}."
+    command = f"simpletuner start {shlex.quote(str(folder))} --dry-run"
+    return (
+        f"is a folder of pictures or clips, and this command takes the settings of a run. `{command}` writes a "
+        "configuration for the folder, and prints the env=NAME with which every command finds it."
+    )
+
+
+def _checkpoints(folder: Path) -> list[Path]:
+    """The checkpoints in a folder that record their settings, by step."""
+    steps = {}
+    for path in folder.glob(f"checkpoint-*/{CONFIG}"):
+        match = CHECKPOINT.fullmatch(path.parent.name)
+        if match is not None:
+            steps[path.parent] = int(match[1])
+    return sorted(steps, key=steps.__getitem__)
+
+
+def _holds_media(folder: Path) -> bool:
+    """Whether one of the first files below a folder is a picture or a clip, by its name."""
+    files = (name for _, _, names in os.walk(folder) for name in names)
+    kinds = (mimetypes.guess_type(name)[0] or "" for name in islice(files, MOST_LOOKED_AT))
+    return any(kind.startswith(("image/", "video/")) for kind in kinds)
+
+
+def _configs() -> Iterator[tuple[Path, dict[str, Any]]]:
+    """The configurations that commands find by default or by name, and their content."""
+    for path in (Path(CONFIG), Path("config", CONFIG), *sorted(Path("config").glob(f"*/{CONFIG}"))):
+        content = read_stored(path, dict)
+        if content is not None:
+            yield path, content
+
+
+def _choice(config: Path | None) -> str:
+    """The argument that chooses a configuration; empty for the one that is used without an argument."""
+    if config is None or config.parent in (Path(), Path("config")):
+        return ""
+    return f"env={shlex.quote(config.parent.name)}"
+
+
+def _config_of_output(folder: Path) -> Path | None:
+    """The configuration whose results are in a folder."""
+    for path, content in _configs():
+        if _is_at(folder, content.get("output_dir")):
+            return path
+    return None
+
+
+def _config_of_dataset(folder: Path) -> Path | None:
+    """The configuration that trains on the files of a folder."""
+    for path, content in _configs():
+        file = content.get("data_backend_config") or path.with_name("multidatabackend.json")
+        datasets = read_stored(home_path(str(file)), list)
+        for entry in datasets or []:
+            if isinstance(entry, dict) and _is_at(folder, entry.get("instance_data_dir")):
+                return path
+    return None
+
+
+def _is_at(folder: Path, written: object) -> bool:
+    """Whether a setting names a folder."""
+    return isinstance(written, str) and os.path.realpath(home_path(written)) == os.path.realpath(folder)

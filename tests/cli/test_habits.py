@@ -1,0 +1,127 @@
+"""What newcomers type: a folder where settings belong, words without --prompt, a step, names of other programs. Each is
+done, or answered with the command that works."""
+
+from __future__ import annotations
+
+import shlex
+from pathlib import Path
+
+import pytest
+
+from simpletuner.cli.help import settings_help
+from tests.complaints import complaint
+from tests.workspace import Workspace
+
+Capture = pytest.CaptureFixture[str]
+COMMANDS = (["caption"], ["dataset"], ["plan"], ["train"], ["cache", "verify"], ["cache", "fill"], ["cache", "gc"])
+
+
+@pytest.fixture
+def empty(workspace: Workspace) -> Workspace:
+    """A folder with pictures and no configuration."""
+    workspace.path("config/config.json").rename(workspace.path("config/elsewhere.txt"))
+    workspace.path("config/multidatabackend.json").unlink()
+    return workspace
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
+def test_a_folder_of_pictures_is_answered_with_start(empty: Workspace, capsys: Capture, command: list[str]) -> None:
+    told = complaint(empty, capsys, *command, "datasets/pictures")
+
+    assert told.startswith("datasets/pictures: is a folder of pictures or clips")
+    assert "`simpletuner start datasets/pictures --dry-run` writes" in told
+
+
+def test_the_command_that_start_is_advised_with_works(empty: Workspace, capsys: Capture) -> None:
+    start = ["start", "datasets/pictures", "--dry-run", "--yes", "--model", "demo", "--name", "mine"]
+
+    assert empty.run(*start) == 0, capsys.readouterr().err
+    assert empty.run("dataset", "env=mine") == 0
+    told = complaint(empty, capsys, "plan", "datasets/pictures")
+
+    assert told == (
+        "datasets/pictures: is a dataset of config/mine/config.json, not a setting; name that instead: env=mine."
+    )
+
+
+def test_a_dataset_of_the_default_configuration_is_left_out(workspace: Workspace, capsys: Capture) -> None:
+    told = complaint(workspace, capsys, "plan", "datasets/pictures")
+
+    assert told.endswith("is a dataset of config/config.json, not a setting; leave the folder out.")
+
+
+@pytest.mark.slow(1)
+def test_an_output_folder_is_answered_with_its_configuration(workspace: Workspace, capsys: Capture) -> None:
+    assert workspace.train("max_train_steps=1", "checkpoint_step_interval=1") == 0
+    workspace.path("config/mine").mkdir()
+    for name in ("config.json", "multidatabackend.json"):
+        workspace.path(f"config/{name}").rename(workspace.path(f"config/mine/{name}"))
+    of_name = complaint(workspace, capsys, "cache", "verify", "output")
+    workspace.path("config/mine/config.json").unlink()
+    of_file = complaint(workspace, capsys, "train", "output")
+
+    assert of_name.endswith(
+        "is the output folder of a run, not a setting; name the run's configuration instead: env=mine."
+    )
+    assert of_file.endswith("--config output/checkpoint-1/config.json.")
+
+
+@pytest.mark.slow(1)
+@pytest.mark.parametrize("resumed", ["1", "01", "checkpoint-1"])
+def test_a_step_names_its_checkpoint(workspace: Workspace, capsys: Capture, resumed: str) -> None:
+    assert workspace.train("max_train_steps=2", "checkpoint_step_interval=1") == 0
+    capsys.readouterr()
+
+    assert workspace.run("plan", "max_train_steps=3", f"resume_from_checkpoint={resumed}") == 0
+
+    assert "continues from checkpoint-1 (step 1)" in capsys.readouterr().out
+
+
+@pytest.mark.slow(1)
+def test_words_after_the_output_folder_are_the_prompt(workspace: Workspace, capsys: Capture) -> None:
+    assert workspace.train("max_train_steps=1") == 0
+    words = ["a", "red", "square", "steps=1", "--resolution", "128x128"]
+
+    assert workspace.run("sample", "output", *words) == 0, capsys.readouterr().err
+
+    assert [path.name[:12] for path in workspace.path("samples").glob("*.png")] == ["a_red_square"]
+
+
+def test_words_beside_a_prompt_are_a_mistake(workspace: Workspace, capsys: Capture) -> None:
+    workspace.path("output").mkdir()
+
+    assert workspace.run("sample", "output", "words", "--prompt", "a red square") == 2
+    assert "words: is not a setting" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("typed", "meant"),
+    [("cache clear", "cache gc --remove"), ("generate x", "sample"), ("ui", "server"), ("resume", "train")],
+)
+def test_commands_of_other_programs_are_answered(workspace: Workspace, capsys: Capture, typed: str, meant: str) -> None:
+    assert workspace.run(*shlex.split(typed)) == 2
+    assert f"Did you mean `simpletuner {meant}`?" in capsys.readouterr().err
+
+
+def test_an_example_is_copied_to_the_folder_that_follows_its_name(workspace: Workspace, capsys: Capture) -> None:
+    assert workspace.run("examples", "copy", "demo", "config/mine") == 0
+    assert workspace.path("config/mine/config.json").is_file()
+    assert workspace.run("plan", "env=mine") == 0
+    capsys.readouterr()
+    assert workspace.run("examples", "copy", "demo", "config/mine") == 2
+    assert "choose another folder: simpletuner examples copy demo FOLDER." in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("word", "first"), [("rank", "lora_rank"), ("alpha", "lora_alpha"), ("dropout", "lora_dropout"), ("seed", "seed")]
+)
+def test_help_lists_first_what_is_named_after_the_word(word: str, first: str) -> None:
+    assert settings_help(word)[0].split()[0].removeprefix("--") == first
+
+
+def test_a_folder_of_anything_else_is_no_setting(workspace: Workspace, capsys: Capture, tmp_path: Path) -> None:
+    (tmp_path / "papers").mkdir()
+
+    assert complaint(workspace, capsys, "plan", str(tmp_path / "papers")).endswith(
+        "is not a setting; write key=value, --key value or --flag."
+    )
