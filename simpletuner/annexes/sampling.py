@@ -26,7 +26,14 @@ from simpletuner.models.spec import Flavour
 from simpletuner.models.weight_files import tensor_shapes
 from simpletuner.plan.build import Plan, Rendering, make_plan
 from simpletuner.plan.resume import decide_seed
-from simpletuner.training.manifest import PIPELINE_FOLDER, Checkpoint, find_checkpoints, open_checkpoint, result_step
+from simpletuner.training.manifest import (
+    PIPELINE_FOLDER,
+    Checkpoint,
+    average_is_stale,
+    find_checkpoints,
+    open_checkpoint,
+    result_step,
+)
 from simpletuner.validation.prompts import ValidationPrompt, file_safe, unique
 
 # `offload: auto` chooses again for sampling, except these settings, which change results.
@@ -224,6 +231,10 @@ def _weights(folder: Path, step: int | None, ema: bool, is_full: bool) -> Readin
     loras, transformers = (lora_keys.LORA_FILE, f"ema/{lora_keys.LORA_FILE}"), ("transformer", "transformer_ema")
     name = (transformers if is_full else loras)[ema]
     path = folder / name
+    if ema and not is_full and average_is_stale(folder):
+        message = f"{str(path)!r} is not of the result beside it: a later session trained without use_ema."
+        yield Problem("source", f"{message} Choose a checkpoint of the earlier one with --checkpoint.")
+        return Sampled("")
     if not path.exists():
         plain = "checkpoints contain the adapter (lora_type) in its native form; only the result is also a plain LoRA."
         yield Problem("source", f"{str(path)!r} does not exist: {'the run had no use_ema.' if ema else plain}")

@@ -463,7 +463,8 @@ def find_rounds(budget: Budget) -> dict[str, Rounds]:
     if plan.prompts:
         rounds[PREVIEW_ROUNDS] = Rounds(preview_interval(plan), round_seconds(budget), at_end=True)
     if evaluated(plan):
-        rounds[EVALUATION] = Rounds(evaluation.eval_steps_interval or epoch * (evaluation.eval_epoch_interval or 1.0))
+        every = evaluation.eval_steps_interval or epoch * (evaluation.eval_epoch_interval or 1.0)
+        rounds[EVALUATION] = Rounds(every, at_end=True)
     if any(dataset.changes_each_epoch for dataset in plan.trained):
         rounds[CACHING] = Rounds(epoch)
     return rounds

@@ -21,6 +21,7 @@ from simpletuner.models.lora_keys import LORA_FILE, STEP_NOTE
 
 PIPELINE_FOLDER = "pipeline"  # result of a full fine-tune, for `from_pretrained`
 NOTE_FILE = "simpletuner.json"  # in the pipeline folder: its run and step
+AVERAGE_FOLDER = "ema"  # beside the file of a LoRA, with the file of its moving average
 STATE_FOLDER = "training_state"  # in a checkpoint: files needed only to resume
 # Header notes of a LoRA converted from another adapter: its relative errors, and their reference.
 ERRORS = {
@@ -274,6 +275,17 @@ def result_step(output_dir: Path, model_type: str) -> int | None:
         notes = result_of(read_json(output_dir / PIPELINE_FOLDER / NOTE_FILE))
     step = notes.get(STEP_NOTE, "") if isinstance(notes, dict) else ""
     return int(step) if str(step).isdecimal() else None
+
+
+def average_is_stale(output_dir: Path) -> bool:
+    """Whether the moving average of a LoRA is of another step than the result beside it.
+
+    A run that was continued without `use_ema` leaves the average of an earlier result.
+    """
+    average = output_dir / AVERAGE_FOLDER
+    if not (average / LORA_FILE).is_file():
+        return False
+    return result_step(average, "lora") != result_step(output_dir, "lora")
 
 
 def describe_errors(notes: Mapping[str, str]) -> str:

@@ -36,7 +36,7 @@ Evaluation = tuple[bool, str, Sample]  # (with the moving average, dataset id, s
 
 @dataclass
 class EvaluationLoss(Callback):
-    """Callback that publishes `loss/val/<dataset id>` at the configured intervals.
+    """Callback that publishes `loss/val/<dataset id>` at the configured intervals and after the last step.
 
     Attributes:
         datasets: samples to evaluate, at least one, by dataset id.
@@ -59,14 +59,16 @@ class EvaluationLoss(Callback):
             self.on_step_end(assembly, state)
 
     def on_step_end(self, assembly: Assembly, state: TrainState, report: StepReport | None = None) -> None:
-        if self.is_due(state.global_step):
+        if self.is_due(state.global_step, assembly.settings.total_steps):
             self.events.publish(Evaluated(state.global_step, self.evaluate(assembly, state.global_step)))
 
     def on_train_end(self, assembly: Assembly, state: TrainState) -> None:
         """Does nothing: `on_step_end` has evaluated the last step if it was due."""
 
-    def is_due(self, step: int) -> bool:
-        """Whether an interval in steps or epochs ends with this step."""
+    def is_due(self, step: int, total_steps: int) -> bool:
+        """Whether the run or an interval in steps or epochs ends with this step."""
+        if step >= total_steps:  # so that the result can be compared with the checkpoints
+            return True
         epochs = self.config.eval_epoch_interval
         intervals = self.config.eval_steps_interval, epochs and epochs * self.steps_per_epoch
         return any(Rounds(each).after(step - 1, step) for each in intervals if each)

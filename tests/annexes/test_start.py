@@ -18,7 +18,7 @@ from PIL import Image
 
 from simpletuner.annexes.page.project import CONFIG_NAME
 from simpletuner.annexes.start.receive import receive
-from simpletuner.annexes.start.recipe import Material, Recipe, Start, checkpoint_interval
+from simpletuner.annexes.start.recipe import Material, Recipe, Start, checkpoint_interval, preview_interval
 from simpletuner.budget import device
 from simpletuner.budget.drivers import Gpu
 from simpletuner.cli.app import main
@@ -69,7 +69,7 @@ def test_a_folder_of_pictures_is_trained_and_compared(commands: list[list[str]],
     config, (trained, texts) = written("my-cat"), written("my-cat", "multidatabackend.json")
     assert commands == [["train", "env=my-cat"], ["sweep", "output/my-cat", "--strengths", "0.75,1.0"]]
     assert config["model_flavour"] == "t2i-lite-sft"
-    assert config["max_train_steps"] == 900
+    assert config["max_train_steps"] == 1000
     assert config["learning_rate"] == 2e-4
     assert config["offload"] == "auto"
     assert config["preservation_trigger"] == "zkt, a grey cat"
@@ -97,10 +97,10 @@ def test_of_many_files_some_are_held_out_to_compare_checkpoints(commands: list[l
     assert f"memorised: {folder}/pytorch_lora_weights.safetensors at strength 0.75\n" in told
     config, (trained, _) = written("cat"), written("cat", "multidatabackend.json")
     # 75 steps for each of the 15 others.
-    assert (config["max_train_steps"], trained["hold_out"]) == (1100, 2)
+    assert (config["max_train_steps"], trained["hold_out"]) == (1200, 2)
     # Every second checkpoint has a preview.
     intervals = [config[f"{what}_interval"] for what in ("eval_steps", "checkpoint_step", "validation_step")]
-    assert intervals == [138, 138, 276]
+    assert intervals == [150, 150, 300]
     assert main(["plan", "env=cat", "plan_device_memory_gb=80"]) == 0
     told = capsys.readouterr().out
     assert "15 of 17 files used" in told
@@ -201,7 +201,7 @@ def test_unusable_files_are_neither_held_out_nor_counted(commands: list[list[str
     config, (trained, _) = written("cat"), written("cat", "multidatabackend.json")
     # Sixteen files would be enough to hold out two.
     assert "hold_out" not in trained
-    assert config["max_train_steps"] == 1100  # 75 steps for each of the 15
+    assert config["max_train_steps"] == 1200  # 75 steps for each of the 15
 
 
 def test_settings_reach_the_datasets_too_however_they_are_spelled(commands: list[list[str]], capsys: Capture) -> None:
@@ -331,6 +331,18 @@ def test_settings_are_written_by_their_names_and_the_rest_follows(
     assert (config["lr_warmup_steps"], config["hub_model_id"]) == (None, "{env:HUB}")
 
 
+@pytest.mark.parametrize("steps", [8, 300, 800, 1000, 1100, 1300, 1500, 1700, 1900, 4000])
+@pytest.mark.parametrize("rounds", [0.5, 3, 5, 7, 9.5])
+def test_intervals_divide_the_run(steps: int, rounds: float) -> None:
+    saving = checkpoint_interval(steps)
+    assert steps % saving == 0
+    assert 4 <= steps / saving <= 8
+    previews = preview_interval(steps, saving, rounds)
+    assert steps % previews == 0
+    assert previews % saving == 0, "each has its checkpoint"
+    assert 1 + steps / previews <= max(rounds, 2)
+
+
 def test_nothing_that_is_there_is_replaced(
     commands: list[list[str]], monkeypatch: pytest.MonkeyPatch, capsys: Capture
 ) -> None:
@@ -418,7 +430,7 @@ def test_ctrl_c_waits_for_the_checkpoint(
 
 def test_a_run_is_longer_with_more_files_within_bounds() -> None:
     recipe = Recipe.of("subject")
-    assert [recipe.steps(files) for files in (1, 20, 1000)] == [600, 1500, 3000]
+    assert [recipe.steps(files) for files in (1, 20, 1000)] == [600, 1600, 3000]
 
 
 @pytest.mark.parametrize(

@@ -106,11 +106,12 @@ def test_the_average_has_a_loss_of_its_own(t2i_checkpoint: Path, batch: Batch) -
 
 
 def test_when_it_is_due(batch: Batch) -> None:
-    def due(**settings: Any) -> list[int]:
+    def due(total: int = 100, **settings: Any) -> list[int]:
         callback = evaluation(batch, **{"eval_steps_interval": None, **settings})
-        return [step for step in range(1, 13) if callback.is_due(step)]
+        return [step for step in range(1, 13) if callback.is_due(step, total)]
 
     assert due(eval_steps_interval=5) == [5, 10]
+    assert due(total=12, eval_steps_interval=5) == [5, 10, 12], "the last step always"
     assert due(eval_epoch_interval=1) == [4, 8, 12]
     assert due(eval_epoch_interval=0.5) == [2, 4, 6, 8, 10, 12]
     assert due(eval_epoch_interval=1.5) == [6, 12]

@@ -23,7 +23,14 @@ from simpletuner.errors import Interrupted, UserError, counted
 from simpletuner.reporting.events import UPLOADING, CheckpointSaved, Event, EventStream, Uploaded
 from simpletuner.run.companions import LEDGER_FILE, Companion, Ledger, Task, strike
 from simpletuner.run.lock import LOCK_FILE
-from simpletuner.training.manifest import PIPELINE_FOLDER, Checkpoint, find_checkpoints, result_step
+from simpletuner.training.manifest import (
+    AVERAGE_FOLDER,
+    PIPELINE_FOLDER,
+    Checkpoint,
+    average_is_stale,
+    find_checkpoints,
+    result_step,
+)
 
 if TYPE_CHECKING:
     from simpletuner.plan.build import Plan
@@ -268,7 +275,14 @@ def loaded_files(folder: Path) -> dict[str, Path]:
     pipeline = folder / PIPELINE_FOLDER
     if pipeline.is_dir():
         return _relative(pipeline, pipeline.rglob("*"))
-    return _relative(folder, (path for pattern in LOADED for path in folder.glob(pattern)))
+    return _without_stale(folder, _relative(folder, (path for pattern in LOADED for path in folder.glob(pattern))))
+
+
+def _without_stale(folder: Path, files: Mapping[str, Path]) -> dict[str, Path]:
+    """The files of an output folder without a moving average that is not of its result."""
+    if not average_is_stale(folder):
+        return dict(files)
+    return {path: local for path, local in files.items() if not path.startswith(f"{AVERAGE_FOLDER}/")}
 
 
 def _relative(root: Path, paths: Iterable[Path]) -> dict[str, Path]:
@@ -412,7 +426,7 @@ def copied_files(folder: Path) -> dict[str, Path]:
     unfinished = (TEMPORARY_SUFFIX, UNFINISHED_FOLDER_SUFFIX)
     return {
         path: local
-        for path, local in _relative(folder, folder.rglob("*")).items()
+        for path, local in _without_stale(folder, _relative(folder, folder.rglob("*"))).items()
         if not any(name in LEFT_OUT or name.endswith(unfinished) for name in path.split("/"))
     }
 

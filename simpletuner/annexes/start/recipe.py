@@ -246,7 +246,8 @@ TRIGGER = "zkt"  # not a word in any language, and not a single token
 # With at least this many files, an eighth is held out, up to four; fewer files are worth more in training. Each is
 # evaluated at eight noise levels and eight times, which takes about as long as twenty steps.
 ENOUGH_FILES, HELD_OUT_SHARE, MOST_HELD_OUT = 16, 8, 4  # the last is the default of num_eval_images
-CHECKPOINTS = 8  # to choose from at the end; see docs/CHOOSING.md
+CHECKPOINTS, FEWEST_CHECKPOINTS = 8, 4  # to choose from at the end; see docs/CHOOSING.md
+ROUNDED = 200  # whose multiples can be divided by the number of checkpoints
 # Sampling steps of two previews for each training step. Guided, they are four forward passes, a training step is about
 # three: with so many, previews take a fifth of the run.
 SAMPLING_STEPS = 3 / 4 / 4
@@ -281,8 +282,9 @@ class Recipe:
         return cls(**json.loads(path.read_text(encoding="utf-8")))
 
     def steps(self, files: int) -> int:
-        """The number of steps for this many files, rounded to hundreds."""
-        return min(self.most_steps, max(self.fewest_steps, round(files * self.steps_per_file, -2)))
+        """The number of steps for this many files, rounded up so that the checkpoints' interval divides it."""
+        steps = -(-files * self.steps_per_file // ROUNDED) * ROUNDED
+        return min(self.most_steps, max(self.fewest_steps, steps))
 
     def values(self, steps: int, trigger: str) -> dict[str, Any]:
         """The keys of config.json; without a preview prompt if the recipe has none."""
@@ -419,9 +421,7 @@ class Start:
             pixels = 1.0
         inputs = config["num_eval_images"] if self.material.sources else 1
         rounds = SAMPLING_STEPS * steps * pixels / (inputs * config["validation_num_inference_steps"])
-        # The first round is that of the untrained model.
-        skipped = next((each for each in (1, 2, 4) if 1 + CHECKPOINTS / each <= rounds), CHECKPOINTS)
-        interval = min(skipped * config["checkpoint_step_interval"], steps)
+        interval = preview_interval(steps, config["checkpoint_step_interval"], rounds)
         return {"validation_resolution": size, "validation_step_interval": interval}
 
     def _captions(self) -> dict[str, Any]:
@@ -488,8 +488,26 @@ class Start:
         return True, f"fits, about {time} without previews"
 
 
+def preview_interval(steps: int, saving: int, rounds: float) -> int:
+    """Steps between previews: those of one or more checkpoints, with the last interval at the end of the run.
+
+    Args:
+        saving: steps between checkpoints.
+        rounds: the most rounds of previews, the first of which is that of the untrained model.
+    """
+    count = -(-steps // saving)
+    for skipped in range(1, count):
+        if count % skipped == 0 and 1 + count / skipped <= rounds:
+            return skipped * saving
+    return steps
+
+
 def checkpoint_interval(steps: int) -> int:
-    """Steps between checkpoints, rounded up, so that none is saved just before the last one."""
+    """Steps between checkpoints, so that the last interval ends with the run, if its length can be divided so."""
+    for count in range(CHECKPOINTS, FEWEST_CHECKPOINTS - 1, -1):
+        if steps % count == 0:
+            return steps // count
+    # Rounded up, so that none is saved just before the last one.
     return -(-steps // CHECKPOINTS)
 
 
