@@ -569,7 +569,8 @@ class EvaluationConfig(Group):
     """Evaluation"""
 
     eval_steps_interval: Integer | None = common(None, ge=1, requires=unless("eval_loss_disable"))
-    """Compute the loss on `num_eval_images` samples of each eval dataset when global_step is a multiple, and after the last step."""
+    """Compute the loss on `num_eval_images` samples of each eval dataset when global_step is a multiple, and after the
+    last step."""
     eval_epoch_interval: Number | None = option(None, gt=0, le=1e6, requires=unless("eval_loss_disable"))
     """Interval in epochs; 0.5 is twice per epoch."""
     eval_timesteps: Integer = measured(28, ge=1, le=NOISE_LEVELS)
