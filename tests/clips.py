@@ -9,7 +9,7 @@ from __future__ import annotations
 import io
 import struct
 import wave
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
@@ -22,7 +22,7 @@ from PIL import Image
 
 from simpletuner.data.clips import frames_of, probe_clip
 from tests import pictures
-from tests.pictures import Writer
+from tests.pictures import RED, Writer
 
 WIDTH, HEIGHT = 96, 64
 SECONDS, RATE = 2, 24
@@ -193,6 +193,156 @@ def animated(path: Path) -> None:
     first.save(path, save_all=True, append_images=others, duration=50, loop=0)
 
 
+def write_interlaced(path: Path, codec: str, frames: int = 25, **options: str) -> None:
+    """A bar that moves by four pixels from field to field; two fields are the even and odd rows of a frame."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with av.open(str(path), "w") as container:
+        stream = container.add_stream(codec, rate=25, options={"flags": "+ilme+ildct", **options})
+        stream.width, stream.height = WIDTH, HEIGHT
+        stream.pix_fmt = "yuv422p10le" if codec == "prores_ks" else "yuv420p"
+        stream.codec_context.bit_rate = 4_000_000
+        for index in range(frames):
+            pixels = np.zeros((HEIGHT, WIDTH, 3), dtype=np.uint8)
+            for field_number in (0, 1):
+                left = 4 * ((2 * index + field_number) % 20)
+                pixels[field_number::2, left : left + 12] = 255
+            frame = VideoFrame.from_ndarray(pixels, format="rgb24")
+            frame.pts, frame.time_base = index, Fraction(1, 25)
+            container.mux(stream.encode(frame))
+        container.mux(stream.encode(None))
+
+
+# Codecs and options that store interlaced frames.
+INTERLACED: dict[str, tuple[str, dict[str, str]]] = {
+    "interlaced.mp4": ("libx264", {"x264-params": "interlaced=1:tff=1", "crf": "8"}),
+    "interlaced.mkv": ("libx264", {"x264-params": "interlaced=1:tff=1", "crf": "8"}),
+    "interlaced.ts": ("libx264", {"x264-params": "interlaced=1:tff=1", "crf": "8"}),
+    "interlaced.mpg": ("mpeg2video", {}),
+    "interlaced.mov": ("prores_ks", {}),
+}
+
+# Codecs that store transparency, by the name of a file.
+TRANSPARENT = {
+    "vp9.webm": ("libvpx-vp9", "yuva420p"),
+    "vp8.webm": ("libvpx", "yuva420p"),
+    "prores.mov": ("prores_ks", "yuva444p10le"),
+    "png.mov": ("png", "rgba"),
+    "animation.mov": ("qtrle", "argb"),
+}
+OPACITIES = (255, 128, 0)
+
+
+def write_transparent(path: Path) -> None:
+    """Three stripes of one colour, from left to right opaque, half transparent and invisible."""
+    codec, pixel_format = TRANSPARENT[path.name]
+    path.parent.mkdir(parents=True, exist_ok=True)
+    pixels = np.empty((HEIGHT, WIDTH, 4), dtype=np.uint8)
+    pixels[:] = (*RED, 0)
+    for number, opacity in enumerate(OPACITIES):
+        pixels[:, number * WIDTH // 3 : (number + 1) * WIDTH // 3, 3] = opacity
+    with av.open(str(path), "w") as container:
+        stream = container.add_stream(codec, rate=24, options={"crf": "4", "auto-alt-ref": "0"})
+        stream.width, stream.height, stream.pix_fmt = WIDTH, HEIGHT, pixel_format
+        stream.codec_context.bit_rate = 4_000_000
+        if path.suffix == ".webm":
+            stream.metadata["alpha_mode"] = "1"
+        for index in range(5):
+            frame = VideoFrame.from_ndarray(pixels, format="rgba").reformat(format=pixel_format)
+            frame.pts = index
+            container.mux(stream.encode(frame))
+        container.mux(stream.encode(None))
+
+
+def remux(path: Path, change: Callable[[list[av.Packet]], list[av.Packet]], **clip: object) -> None:
+    """Write the packets of a clip of the usual kind after a change."""
+    whole = path.with_name(f"whole{path.suffix}")
+    write_clip(whole, **clip)
+    with av.open(str(whole)) as source, av.open(str(path), "w") as target:
+        stream = target.add_stream_from_template(source.streams.video[0])
+        packets = [packet for packet in source.demux(video=0) if packet.dts is not None]
+        for packet in change(packets):
+            packet.stream = stream
+            target.mux(packet)
+    whole.unlink()
+
+
+# The bit of a frame's first byte that says that it is shown.
+SHOW_FRAME = {"libvpx": 0x10, "libvpx-vp9": 0x02}
+
+
+def write_with_hidden_frames(codec: str) -> Writer:
+    """Copies of key frames that are decoded and never shown, as encoders write for reference."""
+
+    def change(packets: list[av.Packet]) -> list[av.Packet]:
+        changed = packets[:1]
+        for packet in packets[1:]:
+            if packet.is_keyframe:
+                changed.append(_hidden(packet, SHOW_FRAME[codec]))
+            changed.append(packet)
+        return changed
+
+    return lambda path: remux(path, change, codec=codec)
+
+
+def _hidden(packet: av.Packet, show_frame: int) -> av.Packet:
+    content = bytearray(bytes(packet))
+    content[0] &= ~show_frame
+    hidden = av.Packet(bytes(content))
+    hidden.time_base = packet.time_base
+    hidden.pts = hidden.dts = packet.pts - 10  # milliseconds
+    hidden.is_keyframe = True
+    return hidden
+
+
+def write_held(path: Path, seconds: float = 2.0) -> None:
+    """What captures of screens end with: the last of nine frames is shown for a long time."""
+    times = [index / RATE for index in range(9)]
+
+    def change(packets: list[av.Packet]) -> list[av.Packet]:
+        # The last packet tells how long the one before it is shown.
+        packets[-2].duration = round(seconds / packets[-2].time_base)
+        return packets[:-1]
+
+    remux(path, change, times=[*times, times[-1] + seconds], codec_options={"bf": "0"})
+
+
+def starting_within_a_frame(path: Path) -> None:
+    """One frame a second, trimmed in the middle of a frame by an edit list."""
+    whole = path.with_name("untrimmed.mp4")
+    write_clip(whole, rate=1, seconds=6, codec_options={"bf": "0"})
+    with av.open(str(whole)) as source, av.open(str(path), "w") as target:
+        stream = target.add_stream_from_template(source.streams.video[0])
+        for packet in source.demux(video=0):
+            if packet.pts is None or packet.dts is None:
+                continue
+            shift = round(Fraction(5, 2) / packet.time_base)
+            packet.pts -= shift
+            packet.dts -= shift
+            packet.stream = stream
+            target.mux(packet)
+    whole.unlink()
+
+
+def with_comment(path: Path) -> None:
+    """A GIF with a delay and a comment behind its last frame."""
+    animated(path)
+    content = path.read_bytes()
+    delay, comment = b"\x21\xf9\x04\0\x64\0\0\0", b"\x21\xfe\x05hello\0"
+    path.write_bytes(content[:-1] + delay + comment + content[-1:])
+
+
+def without_end_mark(path: Path) -> None:
+    """A GIF that ends after its last frame."""
+    animated(path)
+    path.write_bytes(path.read_bytes()[:-1])
+
+
+def _cut_gif(path: Path) -> None:
+    animated(path)
+    content = path.read_bytes()
+    path.write_bytes(content[: len(content) * 55 // 100])
+
+
 def _clip(**changes: object) -> Writer:
     return lambda path: write_clip(path, **changes)
 
@@ -332,6 +482,9 @@ BROKEN: dict[str, Writer] = {
     "cut.webm": _cut(".webm", 0.6),
     "cut.avi": _cut(".avi", 0.6),
     "cut.flv": _cut(".flv", 0.6),
+    "cut.wmv": _cut(".wmv", 0.6),
+    "cut.gif": _cut_gif,
+    "cut-fragmented.mp4": _cut(".mp4", 0.6, container={"movflags": "frag_keyframe+empty_moov"}),
 }
 
 

@@ -199,7 +199,8 @@ class Catalogue:
         place, caches = sample.geometry, self.datasets[sample.dataset_id]
         # A single frame is independent of the rate.
         time = sample.frames, sample.frame_rate if sample.frames > 1 else None, sample.read_as
-        key = LatentKey(sample.content, place.size, place.resized, place.crop, self.vae, *time)
+        reader = sample.clip.reader if sample.clip else None
+        key = LatentKey(sample.content, place.size, place.resized, place.crop, self.vae, *time, reader)
         return LatentEntry(key, caches.latents, sample, caches.compress, caches.storage)
 
     def feature(self, kind: FeatureKind, sample: Sample) -> FeatureEntry:

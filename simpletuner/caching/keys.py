@@ -86,6 +86,7 @@ class LatentKey(CacheKey):
         rate: frames per second at which the clip is sampled; None for pictures.
         encoder: the VAE.
         read_as: `Sample.read_as`; omitted if empty, so that older entries stay valid.
+        reader: `ClipFacts.reader`, since PyAV and decord round differently; omitted for pictures.
     """
 
     content: str
@@ -96,16 +97,18 @@ class LatentKey(CacheKey):
     frames: int = 1
     rate: float | None = None
     read_as: tuple[str, ...] = ()
+    reader: str | None = None
 
     def text(self) -> str:
-        """Written out for speed; an empty `read_as` is omitted."""
+        """Written out for speed; an empty `read_as` and the reader of a picture are omitted."""
         # The exact bytes of `canonical_json`, keys sorted: any change would orphan every cached latent.
         (left, top), (wide, high), (width, height) = self.crop, self.resized, self.size
         rate = "null" if self.rate is None else canonical_json(self.rate)
         read_as = f'"read_as":{canonical_json(self.read_as)},' if self.read_as else ""
+        reader = f'"reader":{quoted(self.reader)},' if self.reader else ""
         return (
             f'{{"content":"{self.content}","crop":[{left},{top}],{self.encoder.text},"frames":{self.frames},'
-            f'"kind":"latent","rate":{rate},{read_as}"resized":[{wide},{high}],"size":[{width},{height}],'
+            f'"kind":"latent","rate":{rate},{read_as}{reader}"resized":[{wide},{high}],"size":[{width},{height}],'
             f'"version":{VERSION}}}'
         )
 

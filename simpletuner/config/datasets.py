@@ -72,6 +72,8 @@ class VideoConfig(Group):
     """Round lengths down to a multiple."""
     color_matrix: Literal["bt601", "bt709"] | None = option(None)
     """Colour matrix of untagged clips; unset: bt709 for widths from 1280 or heights from 720, else bt601."""
+    reader: Literal["pyav", "decord"] = option("pyav")
+    """Decoder of frames; decord neither deinterlaces nor shows transparency."""
 
 
 class CaptionShuffle(Group):

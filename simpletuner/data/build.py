@@ -156,6 +156,7 @@ class _Builder:
         self.problems.extend(warn_of_enlarged(dataset))
         self.problems.extend(warn_of_conversions(dataset))
         self.problems.extend(_check_speed(dataset, self.context.spec.frame_rate))
+        self.problems.extend(_check_decoding(dataset))
         if entry.hold_out:
             dataset, held = self.take(entry, _hold_out(dataset))
             self.held += held
@@ -351,6 +352,27 @@ def _check_speed(dataset: Dataset, model_rate: float | None) -> Iterator[Problem
         )
     if reasons:
         yield warning(f"{dataset.id}.video.frame_rate", f"{'; '.join(reasons)}.")
+
+
+def _check_decoding(dataset: Dataset) -> Iterator[Problem]:
+    """Announce clips that are deinterlaced, and those that only decord can read."""
+    clips = {sample.name: sample.clip for sample in dataset.samples if sample.clip}
+    interlaced = [name for name, clip in clips.items() if clip.is_interlaced]
+    by_decord = [name for name, clip in clips.items() if clip.reader == "decord"]
+    is_asked_for = dataset.clips is not None and dataset.clips.keys.reader == "decord"
+    if interlaced and is_asked_for:
+        message = "decord does not deinterlace, so the model learns their combs; set video.reader to pyav."
+        yield warning(dataset.id, f"interlaced: {_some_of(interlaced, clips)}; {message}")
+    elif interlaced:
+        yield warning(dataset.id, f"interlaced: {_some_of(interlaced, clips)}; two fields become one frame (bwdif).")
+    if by_decord and not is_asked_for:
+        message = "decord reads them, with colours that differ by a few levels; re-encode them with ffmpeg to avoid it."
+        yield warning(dataset.id, f"PyAV cannot read {_some_of(by_decord, clips)}; {message}")
+
+
+def _some_of(names: Sequence[str], clips: Mapping[str, object]) -> str:
+    """`2 of 5 clips (a.mp4, b.mp4)`."""
+    return f"{len(names)} of {counted(len(clips), 'clip')} ({shorten(names)})"
 
 
 def _in_use(partners: Dataset, used: Sequence[Sample]) -> Dataset:

@@ -9,7 +9,7 @@ k + 1 latent frames. Other lengths are rounded down.
 
 from __future__ import annotations
 
-import logging
+import importlib.util
 import math
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
@@ -41,8 +41,6 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-logger = logging.getLogger(__name__)
-
 CLIP_SUFFIXES = frozenset({".mp4", ".mov", ".avi", ".mkv", ".webm", ".flv", ".wmv", ".m4v", ".mpeg", ".mpg", ".ogv"})
 CLIP_SUFFIXES |= {".gif", ".3gp", ".ts", ".mts", ".m2ts"}
 
@@ -58,6 +56,7 @@ CLIP_MAGIC = (
 BRANDS = {b"qt  ": ".mov", b"M4V ": ".m4v"}
 
 ColorMatrix = Literal["bt601", "bt709"]
+ClipReader = Literal["pyav", "decord"]
 
 # Seconds. Containers round times to milliseconds or to 1/600 s, so a frame may seem to start this late.
 TOLERANCE = 0.002
@@ -93,6 +92,8 @@ class ClipFacts:
         seconds: from the start of the first frame to the end of the last.
         source_rate: average frames per second of the source; 0 for a single frame.
         matrix: colour matrix assumed for an untagged file; None for a tagged one.
+        is_interlaced: its first frame consists of two fields; the frames are deinterlaced.
+        reader: what decodes the frames: PyAV, or decord for files that PyAV cannot read.
     """
 
     width: int
@@ -100,6 +101,15 @@ class ClipFacts:
     seconds: float
     source_rate: float
     matrix: ColorMatrix | None = None
+    is_interlaced: bool = False
+    reader: ClipReader = "pyav"
+
+    @property
+    def decoding(self) -> str:
+        """How the frames are decoded, for the plan; empty for the usual way."""
+        if self.reader == "decord":
+            return "decoded by decord"
+        return "deinterlaced" if self.is_interlaced else ""
 
     def frames_at(self, rate: float) -> int:
         """Number of frames at a rate, at least one."""
@@ -169,10 +179,16 @@ def probe_clip(path: Path) -> ClipFacts:
     Raises:
         MediaError: empty, not a clip, without frames, damaged or truncated.
     """
-    from simpletuner.data import readers  # imported late: runs on pictures do not need PyAV
+    from simpletuner.data import clip_decord, clip_facts, clip_file  # late: runs on pictures do not need PyAV
 
     with last_barrier():
-        return retry_once(lambda: readers.read_facts(path))
+        try:
+            return retry_once(lambda: clip_facts.read_facts(path))
+        except (clip_file.UndecodableError, clip_file.UnsupportedError):
+            facts = clip_decord.read_facts_with_decord(path)
+            if facts is None:
+                raise
+            return facts
 
 
 def frames_of(
@@ -180,9 +196,11 @@ def frames_of(
 ) -> Iterator[Image.Image]:
     """The first frames of a clip at a rate, one by one, or a picture: upright RGB.
 
+    A frame that is repeated is the same object.
+
     Args:
         clip: from `probe_clip`; None for a picture.
-        background: colour of transparent areas of a picture.
+        background: colour of transparent areas.
 
     Raises:
         MediaError: it cannot be decoded that far.
@@ -190,19 +208,10 @@ def frames_of(
     if clip is None:
         yield decode(path, background)
         return
-    from simpletuner.data import readers
+    from simpletuner.data import clip_decord, clip_frames
 
-    moments = deque(clip.moments(frames, rate))
-    for read in readers.READERS:
-        try:
-            # A copy: the deque loses a moment with every frame, and the next reader gets the rest.
-            for frame in guarded(read(path, list(moments), clip.matrix)):
-                yield Image.fromarray(np.ascontiguousarray(frame))
-                moments.popleft()
-        except readers.NotForThisReaderError as error:
-            logger.debug("%s: another reader reads %d of %d frames: %s", path, len(moments), frames, error)
-        if not moments:
-            return
+    read = clip_decord.read_with_decord if clip.reader == "decord" else clip_frames.read_with_av
+    yield from guarded(read(path, clip.moments(frames, rate), clip.matrix, background))
 
 
 def retry_once(attempt: Callable[[], T]) -> T:
@@ -224,7 +233,13 @@ def fit_clip(frames: Iterable[Image.Image], geometry: Geometry) -> NDArray[np.ui
     Returns:
         pixels 0..255, `T H W 3`.
     """
-    return np.stack([fit(frame, geometry) for frame in frames])
+    fitted: list[NDArray[np.uint8]] = []
+    previous: Image.Image | None = None
+    for frame in frames:
+        # A repeated frame is resized once.
+        fitted.append(fitted[-1] if frame is previous else fit(frame, geometry))
+        previous = frame
+    return np.stack(fitted)
 
 
 @dataclass(frozen=True)
@@ -253,8 +268,10 @@ class ClipRules:
         return self.keys.bucket_strategy == "resolution_frames"
 
     def read(self, clip: ClipFacts) -> ClipFacts:
-        """The clip's facts with the dataset's colour matrix, if the clip is untagged."""
-        return replace(clip, matrix=self.keys.color_matrix) if clip.matrix and self.keys.color_matrix else clip
+        """The clip's facts with the dataset's reader, and its colour matrix if the clip is untagged."""
+        if clip.matrix and self.keys.color_matrix:
+            clip = replace(clip, matrix=self.keys.color_matrix)
+        return replace(clip, reader="decord") if self.keys.reader == "decord" else clip
 
     def frames_of(self, clip: ClipFacts) -> int:
         """How many frames of a clip are trained.
@@ -298,6 +315,7 @@ def build_clip_rules(config: DatasetConfig, context: DataContext) -> Reading[Cli
             yield warning("video", "has no effect: it is for datasets of clips (dataset_type video).")
         return None
     rules = _rules_of(video, native, context)
+    yield from within("video", _check_reader(video))
     yield from within("video", _check_length(rules))
     yield from within("video", _check_condition(rules, context))
     # Besides the condition, at least one latent frame must be left to train.
@@ -314,6 +332,11 @@ def _rules_of(video: VideoConfig, native: float, context: DataContext) -> ClipRu
     minimum = video.min_frames or num_frames or video.frame_interval or 1
     is_i2v = context.task == "i2v" if video.is_i2v is None else video.is_i2v
     return ClipRules(video, video.frame_rate or native, stride, num_frames, minimum, is_i2v)
+
+
+def _check_reader(video: VideoConfig) -> Reading[None]:
+    if video.reader == "decord" and importlib.util.find_spec("decord") is None:
+        yield Problem("reader", "decord is not installed: pip install decord, or use pyav, which reads more files.")
 
 
 def _check_length(rules: ClipRules) -> Reading[None]:

@@ -248,7 +248,8 @@ class Dataset:
         """The line of a sample."""
         verb = "counts as" if sample.clip else "is"
         read_as = f"{verb} {' and '.join(sample.read_as)}" if sample.read_as else ""
-        note = ", ".join(filter(None, (self.folder.listing.origins.get(sample.name), read_as)))
+        decoding = sample.clip.decoding if sample.clip else ""
+        note = ", ".join(filter(None, (self.folder.listing.origins.get(sample.name), read_as, decoding)))
         trained = sample.original_size, sample.geometry, len(sample.captions), sample.frames
         return LedgerEntry(self.id, sample.name, "", note, *trained)
 

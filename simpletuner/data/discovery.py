@@ -173,9 +173,9 @@ def _kernel_devices() -> frozenset[int]:
 INDEX_NAME = "index.json"
 # Increment it when files must be read again.
 # 2: clips with HDR or a mirroring matrix are refused. 3: checksums of PNG files; colours of clips. 4: AVIF and HEIC.
-# 5: colours of pictures, and clean apertures; HDR pictures are refused.
+# 5: colours of pictures, and clean apertures; HDR pictures are refused; clips are read by PyAV.
 INDEX_VERSION = 5
-# The first version whose pictures are read with `Sample.conversions`.
+# The first version whose pictures are read with `Sample.conversions`, and whose clips have a reader in their key.
 CONVERSIONS_SINCE = 5
 AT_ONCE = 32  # files per thread-pool task; one task per file would cost more than the check
 

@@ -98,6 +98,14 @@ def test_frames_and_rate_belong_to_the_key(catalogue: Catalogue, film: Sample) -
     assert (keys[3].frames, keys[3].rate) == (1, None), "the first frame is the same at every rate"
 
 
+def test_no_latent_of_one_reader_is_used_for_the_other(catalogue: Catalogue, film: Sample) -> None:
+    assert film.clip is not None
+    by_decord = replace(film, clip=replace(film.clip, reader="decord"))
+    picture = replace(film, clip=None, frames=1, frame_rate=None)
+    samples = [film, by_decord, film.first_frame, by_decord.first_frame, picture]
+    assert len({catalogue.latent(sample).key.digest() for sample in samples}) == 5
+
+
 def test_an_i2v_sample_has_its_first_frame_encoded_alone(catalogue: Catalogue, film: Sample) -> None:
     assert catalogue.condition(film) is None
     first = catalogue.condition(replace(film, is_i2v=True))

@@ -25,7 +25,7 @@ TEXT = TextKey(caption="एक लाल सितारा", template="official
 
 LATENT_CHANGES = {
     "content": "b" * 64, "size": (384, 512), "resized": (575, 384), "crop": (0, 32), "frames": 61, "rate": 24.0,
-    "read_as": ("BT.709",),
+    "read_as": ("BT.709",), "reader": "pyav",
 }  # fmt: skip
 TEXT_CHANGES = {"caption": "a red star", "template": "", "max_length": 255, "picture": "d" * 64}
 ENCODER_CHANGES = {
@@ -47,7 +47,7 @@ def test_the_lists_of_changes_are_complete() -> None:
     "key",
     [
         LATENT,
-        dataclasses.replace(LATENT, rate=23.976, frames=5, read_as=('a "b"', "BT.709")),
+        dataclasses.replace(LATENT, rate=23.976, frames=5, read_as=('a "b"', "BT.709"), reader="pyav"),
         dataclasses.replace(LATENT, encoder=dataclasses.replace(ENCODER, tf32=False)),
         TEXT,
         dataclasses.replace(TEXT, caption='"quoted"\n\\ \ud800\x7f', picture="d" * 64),
@@ -57,7 +57,7 @@ def test_the_lists_of_changes_are_complete() -> None:
 def test_the_text_of_a_key_is_the_canonical_json_of_its_fields(key: LatentKey | TextKey | FeatureKey) -> None:
     found = {"kind": key.ingredients()["kind"], "version": 1, **dataclasses.asdict(key)}
     found |= {f"encoder.{name}": value for name, value in found.pop("encoder", {}).items()}
-    for name, absent in (("read_as", ()), ("encoder.tf32", None)):
+    for name, absent in (("read_as", ()), ("reader", None), ("encoder.tf32", None)):
         if name in found and found[name] == absent:
             del found[name]
     assert key.text() == canonical_json(found)

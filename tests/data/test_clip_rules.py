@@ -22,7 +22,7 @@ from simpletuner.data.sample import Sample
 from simpletuner.errors import Problem, Problems, within
 from simpletuner.models.kandinsky5.spec import KANDINSKY5_IMAGE, KANDINSKY5_VIDEO
 from tests import pictures
-from tests.clips import BROKEN, SHOWN_OTHERWISE, write_clip, write_plain
+from tests.clips import BROKEN, INTERLACED, SHOWN_OTHERWISE, write_clip, write_interlaced, write_plain
 
 
 @pytest.fixture
@@ -276,11 +276,11 @@ def test_everything_in_a_folder_is_used_or_listed(context: DataContext, tmp_path
     dataset, problems = build(context, root, {"num_frames": 17})
     uses = {entry.name: entry.use for entry in dataset.ledger()}
     assert sorted(uses) == sorted(path.name for path in root.iterdir())
-    unsuitable = ["picture.mov", "pq.mp4", "voice.avi", "voice.mp4"]
-    counts = {"damaged": len(BROKEN) - 3, "unsuitable": 4, "not a clip": 1, "caption without a file": 1}
+    unsuitable = ["page.webm", "picture.mov", "playlist.mp4", "pq.mp4", "text.mp4", "voice.avi", "voice.mp4"]
+    counts = {"damaged": len(BROKEN) - 6, "unsuitable": 7, "not a clip": 1, "caption without a file": 1}
     counts["picture among clips"] = 2
     assert dataset.counts() == counts
-    assert f"4 unsuitable ({', '.join(unsuitable)})" in problems[0].message
+    assert sorted(file.name for file in dataset.rejected if file.reason == "unsuitable") == unsuitable
     # The index keeps the reasons; those that one of an earlier version lacks are found again.
     for index in (dataset.facts, {name: replace(fact, reason="") for name, fact in dataset.facts.items()}):
         discovery.save_index(dataset.latent_dir, root, index)
@@ -289,6 +289,43 @@ def test_everything_in_a_folder_is_used_or_listed(context: DataContext, tmp_path
     assert "separate dataset" in uses["still.png"]
     assert "convert an animation to .mp4 or .gif" in uses["moving.webp"]
     assert not [problem for problem in problems if problem.fatal]
+
+
+@pytest.mark.parametrize(
+    ("video", "said"),
+    [
+        ({}, "interlaced: 1 of 2 clips (interlaced.mkv); two fields become one frame (bwdif)."),
+        ({"reader": "decord"}, "interlaced: 1 of 2 clips (interlaced.mkv); decord does not deinterlace"),
+    ],
+)
+def test_interlaced_clips_are_announced(video: dict[str, Any], said: str, context: DataContext, tmp_path: Path) -> None:
+    pytest.importorskip("decord")
+    root = films(tmp_path / "films", [17])
+    codec, options = INTERLACED["interlaced.mkv"]
+    write_interlaced(root / "interlaced.mkv", codec, **options)
+    dataset, problems = build(context, root, {"num_frames": 17, **video})
+    assert said in problems[0].message
+    notes = {entry.name: entry.note for entry in dataset.ledger()}
+    assert notes["interlaced.mkv"].endswith("decoded by decord" if video else "deinterlaced")
+
+
+def test_clips_that_only_decord_reads_are_announced(
+    context: DataContext, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root = films(tmp_path / "films", [17])
+    facts = ClipFacts(96, 64, 17 / 24, 24, reader="decord")
+    monkeypatch.setattr(discovery, "probe_clip", lambda path: facts)
+    dataset, problems = build(context, root, {"num_frames": 17})
+    assert [sample.clip for sample in dataset.samples] == [facts]
+    assert problems[0].message.startswith("PyAV cannot read 1 of 1 clip (film_017.mp4); decord reads them")
+
+
+def test_decord_is_asked_for_only_where_it_is_installed(context: DataContext, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    _, problems = rules_of(context, {"reader": "decord"})
+    assert [(problem.where, problem.fatal) for problem in problems] == [("films.video.reader", True)]
+    _, problems = rules_of(context, {"reader": "pyav"})
+    assert not problems
 
 
 def test_pictures_are_clips_of_one_frame_in_their_own_dataset(context: DataContext, tmp_path: Path) -> None:

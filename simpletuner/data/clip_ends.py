@@ -1,0 +1,153 @@
+"""Finds out whether the end of a clip is missing, from the sizes that its container declares.
+
+A clip is never called truncated because it seems too short: the last frame of a screen recording may be shown for
+minutes, an edit list may hide frames, and containers round their durations. Only bytes that are missing count.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import BinaryIO
+
+# Element numbers of Matroska, and a size of which all bits are set: unknown, as in a live recording.
+EBML_HEADER, SEGMENT = b"\x1aE\xdf\xa3", b"\x18S\x80g"
+# Bytes of headers: of a chunk in AVI and its list, of a tag in FLV, of an object in ASF, of a GIF.
+CHUNK, LIST, TAG, OBJECT, GIF_HEADER = 8, 12, 11, 24, 13
+FLV_HEADER_SIZE, FLV_FOOTER = 5, 4
+# Blocks of a GIF.
+IMAGE, EXTENSION = 0x2C, 0x21
+COLOUR_TABLE, COLOUR_TABLE_SIZE = 0x80, 0x07
+
+
+def misses_its_end(path: Path, container_format: str) -> bool:
+    """Whether bytes are missing at the end of a clip.
+
+    Args:
+        container_format: FFmpeg's name of the format; formats without declared sizes never miss anything.
+    """
+    declared_end = DECLARED_ENDS.get(container_format)
+    if declared_end is None:
+        return False
+    with path.open("rb") as file:
+        size = file.seek(0, os.SEEK_END)
+        return declared_end(file, size) > size
+
+
+def _end_of_matroska(file: BinaryIO, size: int) -> int:
+    """The end of the segment, the second element of the file."""
+    position = 0
+    for element in (EBML_HEADER, SEGMENT):
+        file.seek(position)
+        if file.read(len(element)) != element:
+            return 0
+        length = _ebml_number(file)
+        if length is None:
+            return 0
+        position = file.tell() + length
+        if position > size:
+            break
+    return position
+
+
+def _ebml_number(file: BinaryIO) -> int | None:
+    """A number of 1 to 8 bytes, whose first byte has as many leading zeros as bytes follow; None if it is unknown."""
+    first = int.from_bytes(file.read(1), "big")
+    following = 8 - first.bit_length()
+    if following > 7:
+        return None
+    bits = 7 * (following + 1)
+    value = int.from_bytes(bytes([first]) + file.read(following), "big") & ((1 << bits) - 1)
+    return None if value == (1 << bits) - 1 else value
+
+
+def _end_of_avi(file: BinaryIO, size: int) -> int:
+    """The end of the last list of frames; an index may be missing behind it."""
+    end, position = 0, 0
+    while position + LIST <= size:
+        name, length, kind = _chunk_at(file, position)
+        if name == b"RIFF" and kind in (b"AVI ", b"AVIX"):
+            position += LIST  # into it
+            continue
+        if name == b"LIST" and kind == b"movi":
+            end = position + CHUNK + length
+        if not name.strip().isalnum():
+            break
+        position += CHUNK + length + length % 2
+    return end
+
+
+def _chunk_at(file: BinaryIO, position: int) -> tuple[bytes, int, bytes]:
+    """(name, length, first four bytes) of a RIFF chunk."""
+    file.seek(position)
+    header = file.read(LIST)
+    return header[:4], int.from_bytes(header[4:8], "little"), header[8:]
+
+
+def _end_of_flv(file: BinaryIO, size: int) -> int:
+    """The end of the last tag."""
+    file.seek(FLV_HEADER_SIZE)
+    position = int.from_bytes(file.read(4), "big") + FLV_FOOTER
+    while position + TAG <= size:
+        file.seek(position + 1)
+        length = int.from_bytes(file.read(3), "big")
+        position += TAG + length + FLV_FOOTER
+    # The four bytes behind the last tag repeat its size and hold no frame.
+    return position - FLV_FOOTER
+
+
+def _end_of_asf(file: BinaryIO, size: int) -> int:
+    """The end of the second object, which holds the frames."""
+    position = 0
+    for _ in ("header", "data"):
+        file.seek(position + OBJECT - 8)
+        position += int.from_bytes(file.read(8), "little")
+        if position > size:
+            break
+    return position
+
+
+def _end_of_gif(file: BinaryIO, size: int) -> int:
+    """The end of the last block that has begun; the mark at the end is often missing."""
+    file.seek(0)
+    header = file.read(GIF_HEADER).ljust(GIF_HEADER, b"\0")
+    position = GIF_HEADER + _colour_table(header[10])
+    while position < size:
+        file.seek(position)
+        block = file.read(10).ljust(10, b"\0")
+        if block[0] == IMAGE:
+            position += 11 + _colour_table(block[9])  # the byte behind it is the width of codes
+        elif block[0] == EXTENSION:
+            position += 2
+        else:
+            break
+        position = _end_of_parts(file, position)
+    return position
+
+
+def _end_of_parts(file: BinaryIO, position: int) -> int:
+    """The end of the parts of a block: each begins with its size in a byte, and an empty one ends them."""
+    while True:
+        file.seek(position)
+        length = file.read(1)
+        if not length:
+            return position
+        position += 1 + length[0]
+        if not length[0]:
+            return position
+
+
+def _colour_table(flags: int) -> int:
+    """Size in bytes of a colour table by the flags in front of it."""
+    return 3 << ((flags & COLOUR_TABLE_SIZE) + 1) if flags & COLOUR_TABLE else 0
+
+
+# The position in the file at which its frames end, by FFmpeg's name of the format; 0 if it is not declared.
+DECLARED_ENDS: dict[str, Callable[[BinaryIO, int], int]] = {
+    "matroska,webm": _end_of_matroska,
+    "avi": _end_of_avi,
+    "flv": _end_of_flv,
+    "asf": _end_of_asf,
+    "gif": _end_of_gif,
+}

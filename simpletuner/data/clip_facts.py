@@ -1,0 +1,202 @@
+"""Facts of a clip: size, length and rate, read from the packets of its container; most clips are not decoded for that.
+
+Frames are counted by the times at which they are shown. Packets are not frames: some are hidden by an edit list, some
+are only a reference for later frames (VP8, VP9), and some hold one field of an interlaced frame, or a comment.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, cast
+
+import av
+import numpy as np
+from av.sidedata.sidedata import Type as SideDataType
+from av.video.frame import VideoFrame
+from av.video.stream import VideoStream
+from numpy.typing import NDArray
+
+from simpletuner.data.clip_ends import misses_its_end
+from simpletuner.data.clip_file import ClipFile, UndecodableError, opened
+from simpletuner.data.clip_frames import held_until, timed
+from simpletuner.data.clips import ClipFacts, ColorMatrix
+from simpletuner.data.colour import check_range
+from simpletuner.data.files import MediaError, UnsuitableError
+
+# H.273 number of a colour matrix (table 4) that is not specified.
+UNSPECIFIED = 2
+# Display matrices are 16.16 fixed point; RIGHT_ANGLE is the tolerance in quarter turns.
+UNIT, RIGHT_ANGLE = 1 << 16, 0.01
+# The last byte of a VP9 packet of several frames, of which the last is shown: its upper three bits, and their mask.
+SUPERFRAME, SUPERFRAME_MASK = 0xC0, 0xE0
+
+
+def read_facts(path: Path) -> ClipFacts:
+    """Size, length and rate of a clip.
+
+    Raises:
+        MediaError: empty, not a clip, without frames, damaged or truncated.
+    """
+    with opened(path) as clip:
+        packets = _read_packets(clip)
+        first = packets.first
+        _check_complete(clip, is_corrupt=packets.is_corrupt)
+        _check_shown(first, clip.stream)
+        width, height = _shown_size(first, clip.stream)
+        guessed_rate = float(clip.stream.guessed_rate or 1)
+        spans = packets.shown_from_first(clip.format)
+        held = held_until(clip) - min(spans)
+        # A packet may hold one of two fields; in a GIF, it may hold a comment.
+        counts_frames = not first.interlaced_frame and clip.format != "gif"
+    if not counts_frames:
+        spans = _decoded_spans(path)
+    start, last = min(spans), max(spans)
+    rate = (len(spans) - 1) / (last - start) if last > start else 0.0
+    # Some containers have no duration for the last frame.
+    end = last + (spans[last] or 1 / (rate or guessed_rate))
+    seconds = max(end - start, held)
+    return ClipFacts(width, height, seconds, rate, _guessed_matrix(first), is_interlaced=first.interlaced_frame)
+
+
+@dataclass
+class _Packets:
+    """What the packets of a clip say.
+
+    Attributes:
+        first: the first frame that can be decoded.
+        spans: duration of every frame by its time, both in seconds.
+        is_corrupt: a packet is incomplete.
+    """
+
+    first: VideoFrame
+    spans: dict[float, float] = field(default_factory=dict)
+    is_corrupt: bool = False
+
+    def shown_from_first(self, container_format: str) -> dict[float, float]:
+        """`spans` without frames before the first that can be decoded, as in a recording that starts late."""
+        start = self.first.time
+        # The packets of an AVI are numbered as they are stored: the first frame may have a later number.
+        if start is None or container_format == "avi":
+            return self.spans
+        return {time: seconds for time, seconds in self.spans.items() if time >= start} or self.spans
+
+
+def _read_packets(clip: ClipFile) -> _Packets:
+    first: VideoFrame | None = None
+    spans: dict[float, float] = {}
+    is_corrupt, codec = False, clip.stream.codec_context.name
+    for packet in clip.packets():
+        if first is None:
+            first = _first_of(clip.decode(packet))
+        is_corrupt |= packet.is_corrupt
+        for time, seconds in _shown(packet, codec):
+            spans[time] = seconds
+    if first is not None and spans:
+        return _Packets(first, spans, is_corrupt)
+    if spans:
+        raise UndecodableError("holds no frame that can be decoded")
+    _check_complete(clip, is_corrupt=is_corrupt)
+    raise UnsuitableError("holds no frames")
+
+
+def _first_of(frames: list[VideoFrame]) -> VideoFrame | None:
+    return frames[0] if frames else None
+
+
+def _shown(packet: av.Packet, codec: str) -> Iterator[tuple[float, float]]:
+    """(start, duration) of a packet in seconds; empty if it is not shown."""
+    stamp = packet.dts if packet.pts is None else packet.pts
+    # Packets hidden by an edit list are decoded but never shown.
+    if stamp is None or packet.is_discard or _is_reference_only(packet, codec):
+        return
+    yield float(stamp * packet.time_base), float((packet.duration or 0) * packet.time_base)
+
+
+def _is_reference_only(packet: av.Packet, codec: str) -> bool:
+    """Whether a packet of VP8 or VP9 holds a frame that is never shown ("alt-ref")."""
+    if codec not in ("vp8", "vp9") or packet.size < 2:
+        return False
+    data = memoryview(packet)
+    head = data[0]
+    if codec == "vp8":
+        return not head >> 4 & 1  # RFC 6386, 9.1: show_frame
+    if data[-1] & SUPERFRAME_MASK == SUPERFRAME:
+        return False
+    # The bits of the uncompressed header: marker (2), profile (2, in profile 3 one more), show_existing_frame,
+    # frame_type, show_frame.
+    extra = 1 if head >> 4 & 3 == 3 else 0
+    shows_existing = head >> (3 - extra) & 1
+    return not shows_existing and not head >> (1 - extra) & 1
+
+
+def _decoded_spans(path: Path) -> dict[float, float]:
+    """Duration of every frame by its time, in seconds; decodes the whole clip."""
+    with opened(path) as clip:
+        frames = timed(clip, 0.0)
+        return {time: float((frame.duration or 0) * (frame.time_base or 0)) for frame, time in frames}
+
+
+def _check_complete(clip: ClipFile, *, is_corrupt: bool) -> None:
+    """Detect truncation: an incomplete packet, an index that points past the end, or a declared size.
+
+    Raises:
+        MediaError: truncated.
+    """
+    indexed = max((entry.pos + entry.size for entry in clip.stream.index_entries), default=0)
+    is_cut = is_corrupt or indexed > clip.path.stat().st_size
+    if is_cut or misses_its_end(clip.path, clip.format):
+        raise MediaError("is truncated: a part of its frames is missing")
+
+
+def _check_shown(frame: VideoFrame, stream: VideoStream) -> None:
+    """Refuse clips that players show correctly but that would be decoded with wrong colours or orientation.
+
+    Raises:
+        UnsuitableError: HDR or wide colours, mirrored, or not rotated by a multiple of 90 degrees.
+    """
+    codec = stream.codec_context
+    curves = (frame.color_trc, codec.color_trc)
+    check_range(curves, (frame.color_primaries, codec.color_primaries), "frames", "BT.709")
+    side_data: Any = frame.side_data  # its type hints do not fit its keys
+    matrix = side_data.get(SideDataType.DISPLAYMATRIX)
+    if matrix is not None:
+        _check_turn(np.frombuffer(bytes(matrix)[:20], dtype=np.int32) / UNIT)
+
+
+def _name_unknown(kind: type[SideDataType], number: int) -> SideDataType:
+    member: Any = object.__new__(kind)
+    member._name_ = f"TYPE_{number}"
+    member._value_ = number
+    return cast(SideDataType, member)
+
+
+# FFmpeg adds types of side data (stereo views, EXIF) before PyAV names them, and `frame.side_data` would fail as a
+# whole. With this, such a type gets a name instead.
+SideDataType._missing_ = classmethod(_name_unknown)  # type: ignore[assignment]
+
+
+def _check_turn(matrix: NDArray[np.float64]) -> None:
+    """Check the first five numbers of a display matrix, row by row: a, b, u, c, d."""
+    a, b, _, c, d = matrix
+    remedy = "; re-encode it with ffmpeg to store it the way it is shown"
+    if a * d - b * c < 0:
+        raise UnsuitableError(f"is shown mirrored, by its display matrix{remedy}")
+    quarters = math.atan2(b, a) / (math.pi / 2)
+    if abs(quarters - round(quarters)) > RIGHT_ANGLE:
+        raise UnsuitableError(f"is shown rotated by {quarters * 90:.0f} degrees, by its display matrix{remedy}")
+
+
+def _shown_size(frame: VideoFrame, stream: VideoStream) -> tuple[int, int]:
+    # Before rotation, since the pixel aspect ratio applies to stored pixels.
+    width, height = round(frame.width * float(stream.sample_aspect_ratio or 1)), frame.height
+    return (height, width) if frame.rotation % 180 else (width, height)
+
+
+def _guessed_matrix(frame: VideoFrame) -> ColorMatrix | None:
+    """The colour matrix that players assume for an untagged clip, by its stored size; None if it is tagged."""
+    if frame.format.is_rgb or frame.colorspace != UNSPECIFIED:
+        return None
+    return "bt709" if frame.width >= 1280 or frame.height >= 720 else "bt601"

@@ -1,0 +1,171 @@
+"""Frames of a clip, decoded by PyAV: deinterlaced, chosen by the time at which they are shown, upright, in RGB."""
+
+from __future__ import annotations
+
+import heapq
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import av
+from av.filter import Graph
+from av.video.format import VideoFormat
+from av.video.frame import VideoFrame
+from av.video.plane import VideoPlane
+from av.video.reformatter import VideoReformatter
+from PIL import Image
+
+from simpletuner.data.clip_file import ClipFile, opened
+from simpletuner.data.clips import MISSING_SECONDS, ColorMatrix, choose_frames
+from simpletuner.data.files import MediaError
+
+# H.273 numbers of colour matrices (table 4).
+MATRICES = {"bt709": 1, "bt601": 6}
+# Maximum number of frames a decoder delays to restore display order (H.264 and HEVC).
+REORDERED = 16
+# Containers without durations of frames: the last one is shown until the declared end.
+WITHOUT_DURATIONS = ("matroska,webm", "flv")
+# swscale's bicubic chroma, at full resolution (SWS_FULL_CHR_H_INT), with accurate rounding (SWS_ACCURATE_RND), as
+# numbers because PyAV 17 has no names for them. Without the last two, colours are darker by a level on average.
+CONVERSION = 0x4 | 0x2000 | 0x40000
+# swscale's name for the pixels of each mode of Pillow: in planes of green, blue, red and opacity. The values are those
+# of packed pixels, which swscale computes in more than twice the time.
+PIXELS = {"RGB": "gbrp", "RGBA": "gbrap"}
+# By quarter turns, counter-clockwise.
+TURNS = {1: Image.Transpose.ROTATE_90, 2: Image.Transpose.ROTATE_180, 3: Image.Transpose.ROTATE_270}
+
+
+def read_with_av(
+    path: Path, moments: Sequence[float], matrix: ColorMatrix | None = None, background: str = "white"
+) -> Iterator[Image.Image]:
+    """The frames shown at `moments`, in upright RGB.
+
+    Args:
+        moments: times in seconds after the first frame, increasing.
+        matrix: colour matrix; None uses the file's tag.
+        background: colour of transparent areas.
+
+    Raises:
+        MediaError: the clip is damaged, or it ends before the last moment.
+    """
+    paint = _Painter(matrix, background)
+    with opened(path) as clip:
+        for frame in choose_frames(timed(clip, moments[-1]), moments):
+            yield paint(frame)
+
+
+def timed(clip: ClipFile, last: float) -> Iterator[tuple[VideoFrame, float]]:
+    """Frames in display order, with their times in seconds after the first frame.
+
+    AVI has no display times: packets are numbered in storage order, so times jump back and forth although the decoder
+    returns frames in display order. Each frame gets the earliest remaining time.
+
+    Raises:
+        MediaError: the clip ends before the last moment.
+    """
+    held_back = REORDERED if clip.format == "avi" else 0
+    frames: deque[VideoFrame] = deque()
+    times: list[float] = []
+    start: float | None = None
+    begin = end = 0.0
+    for decoded in chain(_deinterlaced(clip.frames()), [None] * held_back):
+        if decoded is not None:
+            if decoded.time is None:
+                raise MediaError("holds frames without a time")
+            frames.append(decoded)
+            heapq.heappush(times, decoded.time)
+        if frames and (decoded is None or len(frames) > held_back):
+            start = times[0] if start is None else start
+            frame, time = frames.popleft(), heapq.heappop(times) - start
+            # A frame lasts for its declared duration, or at least as long as its predecessor.
+            begin, end = time, time + max(float((frame.duration or 0) * (frame.time_base or 0)), time - begin)
+            yield frame, time
+    end = end if start is None else max(end, held_until(clip) - start)
+    if start is None or last > end + MISSING_SECONDS:
+        raise MediaError(f"ends after {end:.2f} seconds, and a frame at {last:.2f} is needed")
+
+
+def held_until(clip: ClipFile) -> float:
+    """The time until which the last frame is shown, in seconds of the container; 0 if its duration tells."""
+    return clip.declared_seconds() if clip.format in WITHOUT_DURATIONS else 0.0
+
+
+def _deinterlaced(frames: Iterable[VideoFrame]) -> Iterator[VideoFrame]:
+    """Frames without the combs of interlaced ones: one frame for two fields, at its time."""
+    graph: Graph | None = None
+    for frame in frames:
+        if graph is None and frame.interlaced_frame:
+            graph = _deinterlacer(frame)
+        if graph is None:
+            yield frame
+        else:
+            graph.vpush(frame)
+            yield from _finished(graph)
+    if graph is not None:
+        graph.vpush(None)
+        yield from _finished(graph)
+
+
+def _deinterlacer(frame: VideoFrame) -> Graph:
+    graph = Graph()
+    graph.threads = 1
+    # Frames that are not marked as interlaced pass unchanged.
+    deinterlace = graph.add("bwdif", "mode=send_frame:deint=interlaced")
+    source = graph.add_buffer(width=frame.width, height=frame.height, format=frame.format, time_base=frame.time_base)
+    graph.link_nodes(source, deinterlace, graph.add("buffersink"))
+    graph.configure()
+    return graph
+
+
+def _finished(graph: Graph) -> Iterator[VideoFrame]:
+    while True:
+        try:
+            yield graph.vpull()
+        except (av.BlockingIOError, av.EOFError):  # it needs the next frame, or has no more
+            return
+
+
+class _Painter:
+    """Converts frames to pictures; a repeated frame is converted once."""
+
+    def __init__(self, matrix: ColorMatrix | None, background: str) -> None:
+        self.matrix = matrix
+        self.background = background
+        self.reformatter = VideoReformatter()
+        self.frame: VideoFrame | None = None
+        self.picture = Image.new("RGB", (1, 1))
+
+    def __call__(self, frame: VideoFrame) -> Image.Image:
+        """A picture, 8-bit RGB, upright."""
+        if frame is not self.frame:
+            self.picture = self._paint(frame)
+            self.frame = frame
+        return self.picture
+
+    def _paint(self, frame: VideoFrame) -> Image.Image:
+        if self.matrix is not None:
+            frame.colorspace = MATRICES[self.matrix]
+        picture = self._converted(frame, "RGBA" if _may_be_transparent(frame.format) else "RGB")
+        if picture.mode == "RGBA":
+            behind = Image.new("RGBA", picture.size, self.background)
+            picture = Image.alpha_composite(behind, picture).convert("RGB")
+        turn = TURNS.get(round(frame.rotation / 90) % 4)
+        return picture if turn is None else picture.transpose(turn)
+
+    def _converted(self, frame: VideoFrame, mode: str) -> Image.Image:
+        # Clips are decoded in parallel, so one thread each.
+        frame = self.reformatter.reformat(frame, format=PIXELS[mode], interpolation=CONVERSION, threads=1)
+        green, blue, red, *opacity = map(_plane, frame.planes)
+        return Image.merge(mode, (red, green, blue, *opacity))
+
+
+def _plane(plane: VideoPlane) -> Image.Image:
+    """One channel; its pixels are not copied."""
+    pixels: Any = memoryview(plane)
+    return Image.frombuffer("L", (plane.width, plane.height), pixels, "raw", "L", plane.line_size, 1)
+
+
+def _may_be_transparent(pixels: VideoFormat) -> bool:
+    return pixels.has_palette or any(component.is_alpha for component in pixels.components)

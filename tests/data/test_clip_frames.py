@@ -1,0 +1,246 @@
+"""Frames of clips as they are trained: exact colours, on a background, without combs, from the probed stream."""
+
+from __future__ import annotations
+
+import io
+from itertools import pairwise, product
+from pathlib import Path
+
+import av
+import numpy as np
+import pytest
+from av.video.frame import VideoFrame
+from av.video.reformatter import VideoReformatter
+from PIL import Image
+
+from simpletuner.data import clip_decord, clip_facts, clips
+from simpletuner.data.buckets import Geometry
+from simpletuner.data.clip_file import UndecodableError, UnsupportedError
+from simpletuner.data.clip_frames import CONVERSION, _Painter, read_with_av
+from simpletuner.data.clips import ClipFacts, fit_clip, frames_of, probe_clip
+from simpletuner.data.files import MediaError, UnsuitableError
+from tests.clips import (
+    HEIGHT,
+    INTERLACED,
+    TRANSPARENT,
+    WHOLE,
+    WIDTH,
+    filmed,
+    read_clip,
+    write_clip,
+    write_interlaced,
+    write_transparent,
+)
+from tests.pictures import BLUE, GREEN, ORIENTATION, RED, TURNED, WHITE, corners, scene
+
+# Share of red and of blue in brightness, by the H.273 number of the matrix.
+BRIGHTNESS = {1: (0.2126, 0.0722), 6: (0.299, 0.114)}
+
+
+def exact_rgb(levels: tuple[int, int, int], matrix: int, *, is_full: bool) -> np.ndarray:
+    """The colour of 8-bit levels of YUV, in floats."""
+    red_share, blue_share = BRIGHTNESS[matrix]
+    luma, blue_difference, red_difference = np.subtract(levels, (0 if is_full else 16, 128, 128))
+    scale, chroma_scale = (1, 1) if is_full else (255 / 219, 255 / 224)
+    red = luma * scale + 2 * (1 - red_share) * red_difference * chroma_scale
+    blue = luma * scale + 2 * (1 - blue_share) * blue_difference * chroma_scale
+    green = (luma * scale - red_share * red - blue_share * blue) / (1 - red_share - blue_share)
+    return np.clip([red, green, blue], 0, 255)
+
+
+def plain_frame(levels: tuple[int, int, int], pixel_format: str, matrix: int) -> VideoFrame:
+    """A frame of one colour."""
+    frame = VideoFrame(32, 16, pixel_format)
+    frame.colorspace = matrix
+    frame.color_range = 2 if pixel_format.startswith("yuvj") else 1
+    deep = "10le" in pixel_format
+    for plane, level in zip(frame.planes, levels, strict=True):
+        value = np.uint16(level * 4) if deep else np.uint8(level)
+        plane.update(np.full(plane.buffer_size // value.itemsize, value).tobytes())
+    return frame
+
+
+@pytest.mark.parametrize("matrix", BRIGHTNESS)
+@pytest.mark.parametrize("pixel_format", ["yuv420p", "yuv422p", "yuv444p", "yuvj420p", "yuv420p10le", "yuv422p10le"])
+def test_colours_are_those_of_an_exact_computation(pixel_format: str, matrix: int) -> None:
+    numbers = np.random.default_rng(0)
+    paint, errors = _Painter(None, "white"), []
+    for _ in range(30):
+        levels = tuple(map(int, numbers.integers((60, 100, 100), (190, 156, 156))))
+        seen = np.asarray(paint(plain_frame(levels, pixel_format, matrix)))[8, 16].astype(float)
+        errors.append(seen - exact_rgb(levels, matrix, is_full=pixel_format.startswith("yuvj")))
+    assert np.abs(errors).max() <= 0.6
+    assert abs(np.mean(errors)) < 0.1, "no bias towards dark"
+
+
+@pytest.mark.parametrize("pixel_format", ["yuv420p", "yuv444p", "yuv420p10le", "rgb24", "bgra", "gray"])
+def test_planar_conversion_gives_the_values_of_packed_pixels(pixel_format: str) -> None:
+    noise = np.random.default_rng(0).integers(0, 256, (48, 66, 3), dtype=np.uint8)
+    frame = VideoFrame.from_ndarray(noise, format="rgb24").reformat(format=pixel_format)
+    packed = VideoReformatter().reformat(frame, format="rgb24", interpolation=CONVERSION).to_ndarray()
+    assert np.array_equal(_Painter(None, "white")(frame), packed)
+
+
+def test_a_repeated_frame_is_converted_and_resized_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, fitted, resized = tmp_path / "slow.mp4", clips.fit, []
+    write_clip(path, rate=12, seconds=1)
+
+    def fit(frame: Image.Image, geometry: Geometry) -> np.ndarray:
+        resized.append(frame)
+        return fitted(frame, geometry)
+
+    monkeypatch.setattr(clips, "fit", fit)
+    geometry = Geometry("1.5", (WIDTH, HEIGHT), (WIDTH, HEIGHT), (0, 0))
+    pixels = fit_clip(frames_of(path, 24, 24, probe_clip(path)), geometry)
+    assert len(resized) == len({id(frame) for frame in resized}) == 12
+    assert np.array_equal(pixels[::2], pixels[1::2])
+    assert np.array_equal(pixels[::2], read_clip(path, 12, 12))
+
+
+@pytest.mark.parametrize("background", ["white", "black"])
+@pytest.mark.parametrize("name", TRANSPARENT)
+def test_transparent_clips_are_shown_on_the_background(name: str, background: str, tmp_path: Path) -> None:
+    write_transparent(tmp_path / name)
+    frame = next(frames_of(tmp_path / name, 1, 24, probe_clip(tmp_path / name), background))
+    behind = 255 if background == "white" else 0
+    stripes = [np.add(RED, behind) / 2, np.full(3, behind)]
+    for left, colour in zip((WIDTH // 2, WIDTH * 5 // 6), stripes, strict=True):
+        assert np.abs(np.subtract(frame.getpixel((left, HEIGHT // 2)), colour)).max() <= 3
+    assert np.abs(np.subtract(frame.getpixel((WIDTH // 6, HEIGHT // 2)), RED)).max() <= 3
+
+
+def test_a_transparent_gif_is_shown_on_white(tmp_path: Path) -> None:
+    path = tmp_path / "sticker.gif"
+    frames = [Image.new("RGBA", (32, 32), (0, 0, 0, 0)) for _ in range(3)]
+    for index, frame in enumerate(frames):
+        frame.paste((*RED, 255), (0, 0, 16, 8 + index))
+    frames[0].save(path, save_all=True, append_images=frames[1:], duration=50, disposal=2)
+    shown = next(frames_of(path, 1, 20, probe_clip(path)))
+    assert [shown.getpixel(place) for place in ((4, 4), (24, 24))] == [RED, WHITE]
+
+
+def combs(frame: np.ndarray) -> float:
+    """Mean difference of rows that are next to each other; the bars of `write_interlaced` are upright."""
+    inner = frame.astype(int)[8:-8]
+    return float(np.abs(inner[1:] - inner[:-1]).mean())
+
+
+@pytest.mark.parametrize("name", INTERLACED)
+def test_interlaced_clips_are_deinterlaced_at_the_rate_of_frames(name: str, tmp_path: Path) -> None:
+    codec, options = INTERLACED[name]
+    write_interlaced(tmp_path / name, codec, **options)
+    facts = probe_clip(tmp_path / name)
+    assert facts.is_interlaced
+    assert facts.source_rate == pytest.approx(25)
+    assert facts.frames_at(25) == 25
+    frames = read_clip(tmp_path / name, 25, 25)
+    assert max(combs(frame) for frame in frames[2:-2]) < 4
+    assert not any(np.array_equal(*neighbours) for neighbours in pairwise(frames)), "none is repeated"
+
+
+def test_a_packet_of_one_field_is_no_frame(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, shown = tmp_path / "fields.ts", clip_facts._shown
+    codec, options = INTERLACED["interlaced.ts"]
+    write_interlaced(path, codec, **options)
+
+    def fields(packet: av.Packet, name: str) -> list[tuple[float, float]]:
+        spans = list(shown(packet, name))
+        return spans + [(time + 0.02, 0.02) for time, _ in spans]
+
+    monkeypatch.setattr(clip_facts, "_shown", fields)
+    facts = probe_clip(path)
+    assert facts.source_rate == pytest.approx(25)
+    assert facts.seconds == pytest.approx(1)
+
+
+def test_clips_without_fields_are_not_filtered(tmp_path: Path) -> None:
+    write_clip(tmp_path / "a.mkv", codec="ffv1", pixel_format="bgr0", seconds=0.25)
+    frames = read_clip(tmp_path / "a.mkv", 6, 24)
+    assert all(np.array_equal(frame, filmed(index / 24)) for index, frame in enumerate(frames))
+
+
+def two_streams(path: Path) -> None:
+    """A small stream first, and a large one that players and decord prefer."""
+    with av.open(str(path), "w") as container:
+        for size in ((32, 32), (64, 64)):
+            stream = container.add_stream("libx264", rate=24)
+            stream.width, stream.height = size
+            stream.pix_fmt = "yuv420p"
+        for index, stream in product(range(8), container.streams.video):
+            pixels = filmed(index / 24, (stream.width, stream.height))
+            frame = VideoFrame.from_ndarray(pixels, format="rgb24")
+            frame.pts = index
+            container.mux(stream.encode(frame))
+        for stream in container.streams.video:
+            container.mux(stream.encode(None))
+
+
+def test_a_clip_with_two_streams_is_read_from_the_probed_one(tmp_path: Path) -> None:
+    path = tmp_path / "two.mp4"
+    two_streams(path)
+    facts = probe_clip(path)
+    assert (facts.width, facts.height) == (32, 32)
+    assert next(frames_of(path, 1, 24, facts)).size == (32, 32)
+    pytest.importorskip("decord")
+    with pytest.raises(UnsuitableError, match="holds 2 streams of frames"):
+        list(frames_of(path, 1, 24, ClipFacts(32, 32, 0.3, 24, reader="decord")))
+
+
+@pytest.mark.parametrize("orientation", TURNED)
+def test_side_data_that_pyav_has_no_name_for_is_left_alone(orientation: int, tmp_path: Path) -> None:
+    """Photographs in an AVI, as some cameras record: FFmpeg passes on their EXIF data and turns them by it."""
+    path, exif, turn = tmp_path / "camera.avi", Image.Exif(), TURNED[orientation]
+    exif[ORIENTATION] = orientation
+    picture = scene() if turn is None else scene().transpose(turn)
+    file = io.BytesIO()
+    picture.save(file, "JPEG", quality=95, exif=exif)
+    with av.open(str(path), "w") as container:
+        stream = container.add_stream("mjpeg", rate=24)
+        stream.width, stream.height = picture.size
+        stream.pix_fmt = "yuvj420p"
+        for index in range(5):
+            packet = av.Packet(file.getvalue())
+            packet.stream = stream
+            packet.pts = packet.dts = index
+            packet.time_base = stream.time_base or av.time_base
+            packet.is_keyframe = True
+            container.mux(packet)
+    if orientation in (2, 4, 5, 7):
+        with pytest.raises(UnsuitableError, match="is shown mirrored"):
+            probe_clip(path)
+        return
+    facts = probe_clip(path)
+    assert (facts.width, facts.height) == (WIDTH, HEIGHT)
+    shown = next(frames_of(path, 1, 24, facts))
+    for seen, wanted in zip(corners(shown), [RED, GREEN, BLUE, WHITE], strict=True):
+        assert np.abs(np.subtract(seen, wanted)).max() <= 12
+
+
+@pytest.mark.parametrize("error", [UndecodableError("cannot be decoded"), UnsupportedError("is in a new format")])
+def test_decord_reads_what_pyav_cannot(error: MediaError, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("decord")
+    path = tmp_path / "a.mp4"
+    write_clip(path)
+
+    def fail(path: Path) -> ClipFacts:
+        raise error
+
+    monkeypatch.setattr(clip_facts, "read_facts", fail)
+    facts = probe_clip(path)
+    assert (facts.width, facts.height, facts.reader) == (WIDTH, HEIGHT, "decord")
+    assert facts.frames_at(24) == 48
+    by_av = [np.asarray(frame).astype(int) for frame in read_with_av(path, facts.moments(48, 24))]
+    assert np.abs(read_clip(path, 48, 24) - by_av).mean() < 3
+    path.write_bytes(path.read_bytes()[:1000])
+    with pytest.raises(type(error)):
+        probe_clip(path)
+
+
+def test_a_clip_that_decord_is_asked_for_is_never_read_by_pyav(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    WHOLE["h264.avi"](tmp_path / "a.avi")
+    facts = ClipFacts(WIDTH, HEIGHT, 2, 24, reader="decord")
+    with pytest.raises(UnsuitableError, match=r"video\.reader of its dataset to pyav"):
+        list(frames_of(tmp_path / "a.avi", 2, 24, facts))
+    monkeypatch.setattr(clip_decord, "_decord", lambda: None)
+    with pytest.raises(UnsuitableError, match="decord, which is not installed"):
+        list(frames_of(tmp_path / "a.avi", 2, 24, facts))
