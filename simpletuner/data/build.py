@@ -354,18 +354,21 @@ def _check_speed(dataset: Dataset, model_rate: float | None) -> Iterator[Problem
         yield warning(f"{dataset.id}.video.frame_rate", f"{'; '.join(reasons)}.")
 
 
+INTERLACED = {
+    "pyav": "two fields become one frame (bwdif).",
+    "decord": "decord does not deinterlace, so the model learns their combs; set video.reader to pyav.",
+}
+
+
 def _check_decoding(dataset: Dataset) -> Iterator[Problem]:
-    """Announce clips that are deinterlaced, and those that only decord can read."""
+    """Announce clips that are interlaced, and those that only decord can read."""
+    reader = dataset.clips.keys.reader if dataset.clips else "pyav"
     clips = {sample.name: sample.clip for sample in dataset.samples if sample.clip}
     interlaced = [name for name, clip in clips.items() if clip.is_interlaced]
     by_decord = [name for name, clip in clips.items() if clip.reader == "decord"]
-    is_asked_for = dataset.clips is not None and dataset.clips.keys.reader == "decord"
-    if interlaced and is_asked_for:
-        message = "decord does not deinterlace, so the model learns their combs; set video.reader to pyav."
-        yield warning(dataset.id, f"interlaced: {_some_of(interlaced, clips)}; {message}")
-    elif interlaced:
-        yield warning(dataset.id, f"interlaced: {_some_of(interlaced, clips)}; two fields become one frame (bwdif).")
-    if by_decord and not is_asked_for:
+    if interlaced:
+        yield warning(dataset.id, f"interlaced: {_some_of(interlaced, clips)}; {INTERLACED[reader]}")
+    if by_decord and reader == "pyav":
         message = "decord reads them, with colours that differ by a few levels; re-encode them with ffmpeg to avoid it."
         yield warning(dataset.id, f"PyAV cannot read {_some_of(by_decord, clips)}; {message}")
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import heapq
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -59,32 +58,43 @@ def read_with_av(
 def timed(clip: ClipFile, last: float) -> Iterator[tuple[VideoFrame, float]]:
     """Frames in display order, with their times in seconds after the first frame.
 
-    AVI has no display times: packets are numbered in storage order, so times jump back and forth although the decoder
-    returns frames in display order. Each frame gets the earliest remaining time.
-
     Raises:
         MediaError: the clip ends before the last moment.
+    """
+    start: float | None = None
+    begin = end = 0.0
+    for frame, clock in _in_order(clip):
+        if start is None:
+            start = clock
+        time = clock - start
+        # A frame lasts for its declared duration, or at least as long as its predecessor.
+        end = time + max(float((frame.duration or 0) * (frame.time_base or 0)), time - begin)
+        begin = time
+        yield frame, time
+    if start is not None:
+        end = max(end, held_until(clip) - start)
+    if start is None or last > end + MISSING_SECONDS:
+        raise MediaError(f"ends after {end:.2f} seconds, and a frame at {last:.2f} is needed")
+
+
+def _in_order(clip: ClipFile) -> Iterator[tuple[VideoFrame, float]]:
+    """Frames in display order, with their times in seconds of the container.
+
+    AVI has no display times: packets are numbered in storage order, so times jump back and forth although the decoder
+    returns frames in display order. Each frame gets the earliest remaining time.
     """
     held_back = REORDERED if clip.format == "avi" else 0
     frames: deque[VideoFrame] = deque()
     times: list[float] = []
-    start: float | None = None
-    begin = end = 0.0
-    for decoded in chain(_deinterlaced(clip.frames()), [None] * held_back):
-        if decoded is not None:
-            if decoded.time is None:
-                raise MediaError("holds frames without a time")
-            frames.append(decoded)
-            heapq.heappush(times, decoded.time)
-        if frames and (decoded is None or len(frames) > held_back):
-            start = times[0] if start is None else start
-            frame, time = frames.popleft(), heapq.heappop(times) - start
-            # A frame lasts for its declared duration, or at least as long as its predecessor.
-            begin, end = time, time + max(float((frame.duration or 0) * (frame.time_base or 0)), time - begin)
-            yield frame, time
-    end = end if start is None else max(end, held_until(clip) - start)
-    if start is None or last > end + MISSING_SECONDS:
-        raise MediaError(f"ends after {end:.2f} seconds, and a frame at {last:.2f} is needed")
+    for frame in _deinterlaced(clip.frames()):
+        if frame.time is None:
+            raise MediaError("holds frames without a time")
+        frames.append(frame)
+        heapq.heappush(times, frame.time)
+        if len(frames) > held_back:
+            yield frames.popleft(), heapq.heappop(times)
+    while frames:
+        yield frames.popleft(), heapq.heappop(times)
 
 
 def held_until(clip: ClipFile) -> float:

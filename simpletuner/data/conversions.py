@@ -1,4 +1,8 @@
-"""Warns about pictures that earlier versions read differently: without their colour profile, crop or orientation."""
+"""Warns about files that earlier versions read differently.
+
+Pictures were read without their colour profile, crop or orientation; clips with rounded colours, combs of interlaced
+frames, and in black where they are transparent.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +13,8 @@ from simpletuner.data.discovery import CONVERSIONS_SINCE, index_version
 from simpletuner.data.sample import Sample
 from simpletuner.errors import Problem, counted, shorten, warning
 
+REMOVE = "`simpletuner cache gc --remove` deletes it."
+
 
 def converted(sample: Sample) -> bool:
     """Whether a sample or its partner is a picture that earlier versions read differently."""
@@ -16,11 +22,16 @@ def converted(sample: Sample) -> bool:
 
 
 def warn_of_conversions(dataset: Dataset) -> Iterator[Problem]:
-    """Say which pictures are encoded again, if their latents may have been cached by an earlier version."""
-    names = [sample.name for sample in dataset.samples if converted(sample)]
+    """Say which files are encoded again, if their latents may have been cached by an earlier version."""
     version = index_version(dataset.latent_dir)
-    if not names or version is None or version >= CONVERSIONS_SINCE:
+    if version is None or version >= CONVERSIONS_SINCE:
         return
-    message = f"{counted(len(names), 'picture')} ({shorten(names, 3)}) are converted to sRGB, or cropped or turned,"
-    cause = "as their files ask; earlier versions did not do so, and what they cached of these is not used again."
-    yield warning(dataset.id, f"{message} {cause} `simpletuner cache gc --remove` deletes it.")
+    pictures = [sample.name for sample in dataset.samples if converted(sample)]
+    if pictures:
+        message = f"{counted(len(pictures), 'picture')} ({shorten(pictures, 3)}) are converted to sRGB, or cropped or"
+        cause = "turned, as their files ask; earlier versions did not do so, and what they cached of these is not used"
+        yield warning(dataset.id, f"{message} {cause} again. {REMOVE}")
+    clips = sum(sample.clip is not None for sample in dataset.samples)
+    if clips:
+        message = f"the latents of {counted(clips, 'clip')} are made again: colours are exact now, and were up to three"
+        yield warning(dataset.id, f"{message} levels off. What earlier versions cached of them is not used. {REMOVE}")

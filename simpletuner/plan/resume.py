@@ -276,7 +276,7 @@ def fingerprint(datasets: Sequence[Dataset]) -> str:
 
 
 def _check_conversions(datasets: Sequence[Dataset], checkpoint: Checkpoint) -> Iterator[Problem]:
-    """Warn about pictures that are read otherwise than when the checkpoint was trained."""
+    """Warn about files that are read otherwise than when the checkpoint was trained."""
     if "colour_profiles" in checkpoint.manifest.identity.settings:
         return
     for dataset in datasets:
@@ -286,6 +286,10 @@ def _check_conversions(datasets: Sequence[Dataset], checkpoint: Checkpoint) -> I
             pictures = f"{counted(len(names), 'picture')} ({shorten(names, 3)})"
             advice = "They are applied now, so these look different from here on; another output_dir starts anew."
             yield warning(dataset.id, f"{message} {pictures}. {advice}")
+        clips = sum(sample.clip is not None for sample in dataset.samples)
+        if clips:
+            message = f"{checkpoint.path} was trained on slightly darker colours of {counted(clips, 'clip')}."
+            yield warning(dataset.id, f"{message} They are exact from here on; another output_dir starts anew.")
 
 
 def has_same_data(plan: Plan) -> Reading[bool]:

@@ -328,6 +328,21 @@ def test_decord_is_asked_for_only_where_it_is_installed(context: DataContext, mo
     assert not problems
 
 
+def test_latents_of_clips_of_earlier_versions_are_named(context: DataContext, tmp_path: Path) -> None:
+    root = films(tmp_path / "films", [17])
+    dataset, problems = build(context, root, {"num_frames": 17})
+    assert not problems, "nothing has been cached"
+    dataset.save_index()
+    index = dataset.latent_dir / discovery.INDEX_NAME
+    assert build(context, root, {"num_frames": 17})[1] == [], "cached by this version"
+    version = f'"version":{discovery.INDEX_VERSION}'
+    index.write_text(index.read_text().replace(version, '"version":4'))
+    (problem,) = build(context, root, {"num_frames": 17})[1]
+    assert not problem.fatal
+    assert problem.message.startswith("the latents of 1 clip are made again")
+    assert "cache gc --remove" in problem.message
+
+
 def test_pictures_are_clips_of_one_frame_in_their_own_dataset(context: DataContext, tmp_path: Path) -> None:
     pictures.photograph(tmp_path / "stills" / "a.png", (96, 64))
     films(tmp_path / "stills", [17])

@@ -16,7 +16,7 @@ import pillow_heif
 import pytest
 from PIL import Image, ImageFile, PngImagePlugin
 
-from simpletuner.data import clips, flatten, readers
+from simpletuner.data import clip_facts, clip_frames, clips, flatten
 from simpletuner.data.boxes import shown_properties
 from simpletuner.data.files import DeviceError, MediaError, UnsuitableError
 from simpletuner.data.media import decode, inspect, probe
@@ -121,11 +121,11 @@ def test_an_error_that_no_reader_is_known_to_raise_is_a_reason_beside_the_pictur
 @pytest.mark.parametrize("error", ODD, ids=lambda error: type(error).__name__)
 def test_such_an_error_is_a_reason_beside_the_clip(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
     def frames(*arguments: Any) -> Iterator[Any]:
-        yield np.zeros((4, 4, 3), np.uint8)
+        yield Image.new("RGB", (4, 4))
         raise error
 
-    monkeypatch.setattr(readers, "read_facts", raising(error))
-    monkeypatch.setattr(readers, "READERS", (frames,))
+    monkeypatch.setattr(clip_facts, "read_facts", raising(error))
+    monkeypatch.setattr(clip_frames, "read_with_av", frames)
     with pytest.raises(UnsuitableError, match=r"cannot be decoded: .*odd"):
         clips.probe_clip(Path("a.mp4"))
     facts = clips.ClipFacts(4, 4, 1.0, 24.0)
@@ -138,7 +138,7 @@ def test_an_error_of_the_machine_is_not_blamed_on_a_file(error: Exception, monke
     monkeypatch.setattr(ImageFile.ImageFile, "load", raising(error))
     with pytest.raises(type(error)):
         decode(saved(scene(), "PNG"))
-    monkeypatch.setattr(readers, "read_facts", raising(error))
+    monkeypatch.setattr(clip_facts, "read_facts", raising(error))
     with pytest.raises(type(error)):
         clips.probe_clip(Path("a.mp4"))
 
