@@ -21,7 +21,7 @@ from simpletuner.annexes.fitting.show import plan_json
 from simpletuner.annexes.sampling import SampleRequest
 from simpletuner.atomic import write_json
 from simpletuner.cli.sample import SHORT, parse_strengths, prepared_samples, write_out
-from simpletuner.cli.settings import command_settings, prepare_output, set_environment
+from simpletuner.cli.settings import ask_about, command_settings, prepare_output, set_environment
 from simpletuner.cli.train import agreed, configure_torch, recorded_events, run_checked
 from simpletuner.config.schema import all_options
 from simpletuner.config.sources import ARGUMENTS, SELECTORS, Arguments, configured
@@ -102,18 +102,21 @@ def train(
     return TrainResult.of(plan)
 
 
-def plan(config: Mapping[str, Any]) -> dict[str, Any]:
+def plan(config: Mapping[str, Any], *, device: str | None = None, device_memory: float | None = None) -> dict[str, Any]:
     """The document of `simpletuner plan --json`: what a run would do, its duration and its memory.
 
     If the run does not fit, `ok` is false and `problems` has the reasons. Imports no torch.
 
     Args:
         config: see `train`.
+        device: plan for this card, such as "h100" or "4090", instead of this machine's device.
+        device_memory: plan for a GPU with this much memory, in GB as on its label.
 
     Raises:
         ConfigError: with all problems, if they prevent a plan.
     """
     arguments = _arguments(config)
+    ask_about(arguments, device, device_memory)
     budget = weigh_plan(arguments)
     return json.loads(plan_json(budget, [*budget.plan.warnings, *arguments.problems]))
 

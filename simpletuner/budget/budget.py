@@ -100,7 +100,7 @@ class PhasePeak:
                 return f"{self.name} needs {wants}, this machine has {has} and no GPU"
             if not device.has_own_memory:
                 return f"{self.name} needs {wants} of the machine's memory, of which a process can use {has}"
-            taken = f" ({device.taken_by_others}; plan_device_memory_gb plans without it)" if device.taken else ""
+            taken = f" ({device.taken_by_others}; plan --device-memory plans without it)" if device.taken else ""
             return f"{self.name} needs {wants} on the device, where {has} can be used{taken}"
         # In shared memory, `needed` includes the host's part.
         host, wanted = device.host_memory, self.on_host(device)

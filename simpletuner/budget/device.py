@@ -23,7 +23,7 @@ from simpletuner.budget.drivers import (
     query_users,
     torch_uses_gpus,
 )
-from simpletuner.config.schema import Card
+from simpletuner.config.device import Card
 from simpletuner.config.values import read_stored, read_toml
 from simpletuner.distributed.world import compute_threads, launched
 from simpletuner.reporting.pace import size_text
@@ -195,12 +195,12 @@ CPU_BYTES = 20e9
 
 
 def find_device(gibibytes: float | None = None, output_dir: Path | None = None, card: Card | None = None) -> Device:
-    """The device that a run on this machine would use, or the one that the plan's keys select.
+    """The device that a run on this machine would use, or the one that a plan is asked about.
 
     Args:
-        gibibytes: `plan_device_memory_gb`, memory of a GPU to plan for instead of this machine's device.
+        gibibytes: memory of a GPU to plan for, instead of this machine's device.
         output_dir: folder that may hold measured rates.
-        card: `plan_device`, likewise.
+        card: a card to plan for.
     """
     gpu = query_gpu()
     if card is not None or gibibytes is not None:

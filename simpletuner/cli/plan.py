@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from simpletuner.cli.settings import Cached, command_settings, uncollected
+from simpletuner.cli.settings import Cached, CardAsked, MemoryAsked, ask_about, command_settings, uncollected
 from simpletuner.errors import ConfigError, UserError
 
 if TYPE_CHECKING:
@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 
 def plan(
     context: typer.Context,
-    device: Annotated[str | None, typer.Option(metavar="CARD", help="Plan for a card: h100, 4090, ...")] = None,
-    device_memory: Annotated[str | None, typer.Option(metavar="GB", help="Plan for this much GPU memory.")] = None,
+    device: CardAsked = None,
+    device_memory: MemoryAsked = None,
     devices: Annotated[str | None, typer.Option(metavar="N", help="Plan for this many devices together.")] = None,
     machines: Annotated[str | None, typer.Option(metavar="N", help="Plan for devices in this many machines.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the plan as one JSON document, for programs.")] = False,
@@ -27,12 +27,8 @@ def plan(
 ) -> None:
     """Check everything that needs no weights, and print the steps, time, memory and disk space of a run."""
     arguments = command_settings(context.args, cached=cached)
-    planned = {
-        "plan_device": device,
-        "plan_device_memory_gb": device_memory,
-        "num_processes": devices,
-        "num_machines": machines,
-    }
+    ask_about(arguments, device, device_memory)
+    planned = {"num_processes": devices, "num_machines": machines}
     arguments.settings.extend((key, value) for key, value in planned.items() if value is not None)
     print_plan(arguments, as_json=as_json)
 

@@ -23,6 +23,12 @@ if TYPE_CHECKING:
 
 # click passes unknown options through; the option schema parses them as settings.
 PASS_THROUGH = {"allow_extra_args": True, "ignore_unknown_options": True}
+# `--device` and `--device-memory`: questions for a plan, which no config stores.
+CardAsked = Annotated[str | None, typer.Option("--device", metavar="CARD", help="Plan for a card: h100, 4090, ...")]
+MemoryAsked = Annotated[
+    str | None,
+    typer.Option("--device-memory", "--device_memory", metavar="GB", help="Plan for this much GPU memory."),
+]
 Cached = Annotated[bool, typer.Option("--cached", help="Use the files of remote datasets that are already downloaded.")]
 
 
@@ -47,6 +53,25 @@ def command_settings(tokens: list[str], *, cached: bool = False) -> Arguments:
     arguments = parse_arguments(tokens)
     arguments.collect = partial(_collect_remote, fetches=not cached)
     return arguments
+
+
+def ask_about(arguments: Arguments, device: str | None, memory: str | float | None) -> None:
+    """Let the arguments ask about a device; a wrong name or number becomes one of their problems."""
+    from simpletuner.config.device import read_asked_device
+
+    arguments.device = arguments.problems.take(read_asked_device(device, memory))
+
+
+def refuse_question(device: str | None, memory: str | None) -> None:
+    """Refuse `--device` and `--device-memory` where nothing is planned only.
+
+    Raises:
+        UserError: one of them is given.
+    """
+    for flag, value in (("--device", device), ("--device-memory", memory)):
+        if value is not None:
+            advice = "training uses the device of this machine. To plan for another one, add --dry-run."
+            raise UserError(f"{flag} {value}: {advice}")
 
 
 def planned(tokens: list[str], purpose: Literal["train", "survey"] = "train", *, cached: bool = False) -> Plan:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from simpletuner.cli.sample import sweep_folder
+from simpletuner.cli.settings import CardAsked, MemoryAsked, ask_about, refuse_question
 from simpletuner.errors import ConfigError, Problem, UserError
 
 if TYPE_CHECKING:
@@ -32,6 +33,8 @@ def start(
     caption: Annotated[bool, typer.Option("--caption", help="Write captions for files without one.")] = False,
     yes: Annotated[bool, typer.Option("--yes", help="Ask nothing: take all defaults.")] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Write the config, show the plan, start nothing.")] = False,
+    device: CardAsked = None,
+    device_memory: MemoryAsked = None,
 ) -> None:
     """Train on a folder: writes config/NAME, captions if asked, trains, and compares the checkpoints.
 
@@ -45,6 +48,9 @@ def start(
     from simpletuner.models.lora_keys import LORA_FILE
 
     arguments = parse_arguments(context.args)
+    if not dry_run:
+        refuse_question(device, device_memory)
+    ask_about(arguments, device, device_memory)
     arguments.problems.take(canonical(arguments.layer()))
     # Unexpanded: references to environment variables are written to the config as they are.
     settings = {main_name(key): value for key, value in arguments.settings}
@@ -52,7 +58,7 @@ def start(
         arguments.problems.append(Problem(chosen, "has no effect: start writes a config of its own."))
     arguments.problems.raise_if_fatal()
     given = {"purpose": purpose, "trigger": trigger, "model": model, "name": name}
-    made = ask(folder, Talk(defaults=yes), given, settings, captions=caption)
+    made = ask(folder, Talk(defaults=yes), given, settings, captions=caption, device=arguments.device)
     if not dry_run:
         _check_training(made)
     made.save()
@@ -64,7 +70,10 @@ def start(
     # If the dataset prepends the trigger words to captions, written captions must not begin with them.
     words = ["--trigger", made.phrase] if made.phrase and made.captioned_as else []
     commands = [["caption", run, *words]] if caption else []
-    commands += [["plan", run]] if dry_run else [["train", run], ["sweep", output, "--strengths", STRENGTHS]]
+    if dry_run:
+        commands += [["plan", run, *arguments.device.flags]]
+    else:
+        commands += [["train", run], ["sweep", output, "--strengths", STRENGTHS]]
     _run(commands)
     if dry_run:
         return

@@ -14,7 +14,14 @@ import typer
 
 from simpletuner.cli.plan import print_plan
 from simpletuner.cli.server import PORT, open_page
-from simpletuner.cli.settings import command_settings, logged_events, prepare_output, uncollected
+from simpletuner.cli.settings import (
+    ask_about,
+    command_settings,
+    logged_events,
+    prepare_output,
+    refuse_question,
+    uncollected,
+)
 from simpletuner.distributed.world import World, launched
 from simpletuner.errors import ConfigError, Interrupted, Problem, UserError, counted, result_of
 
@@ -41,6 +48,9 @@ def train(
     yes: Annotated[bool, typer.Option("--yes", help="Allow a CPU run of days.")] = False,
     replay: Annotated[Path | None, typer.Option(metavar="FOLDER", help="Repeat the failed step of FOLDER.")] = None,
     bisect: Annotated[bool, typer.Option("--bisect", help="With --replay: find the sample at fault.")] = False,
+    # Hidden, so that the help stays on one screen: `plan --help` shows them.
+    device: Annotated[str | None, typer.Option("--device", hidden=True)] = None,
+    device_memory: Annotated[str | None, typer.Option("--device-memory", "--device_memory", hidden=True)] = None,
 ) -> None:
     """Train with config/config.json, or another file.
 
@@ -50,8 +60,10 @@ def train(
     _check_flags(replay=replay is not None, bisect=bisect, dry_run=dry_run, page=port is not None, no_auth=no_auth)
     arguments = command_settings(context.args)
     if dry_run:
+        ask_about(arguments, device, device_memory)
         print_plan(arguments)
         return
+    refuse_question(device, device_memory)
     configure_torch()
     if replay is not None:
         _replay(replay, arguments, bisect)

@@ -118,7 +118,7 @@ def canonical(
             unknown_keys += 1
             guesses = names if unknown_keys <= MOST_GUESSED else ()
             unknown = Problem(written, f"{unknown_key(key, guesses)}{source}", remedy={written: None})
-            yield foreign_key_problem(written, key, raw, source, file) or unknown
+            yield foreign_key_problem(written, key, raw, source, file, is_typed=layer.last_wins) or unknown
             continue
         name, option = names[key].name, names[key]
         # Planning works without these variables; `check_unset` warns.

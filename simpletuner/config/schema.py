@@ -291,36 +291,12 @@ SLOTS = 2  # ring buffer of streamed blocks, in groups: one computes while the n
 streamed = partial(option, requires=when("enable_group_offload", "group_offload_text_encoder", "group_offload_vae"))
 
 
-def parse_card(value: object) -> object:
-    """The name of a card without vendor and series: `RTX 4090` is `4090`."""
-    words = str(values.parse_text(value)).lower().replace("-", " ").split()
-    return "-".join(word for word in words if word not in ("nvidia", "geforce", "rtx"))
-
-
-Card = Annotated[
-    Literal[
-        "b200", "h200", "h100", "h100-pcie", "a100", "a30", "l40s", "l40", "pro-6000", "6000-ada", "a6000", "a5000",
-        "a4000", "a40", "5090", "5080", "5070-ti", "5070", "5060-ti", "5060", "4090", "4080", "4070-ti-super",
-        "4070-ti", "4070-super", "4070", "4060-ti", "4060", "3090", "3080-ti", "3080", "3070-ti", "3070", "3060-ti",
-        "3060", "a10", "l4", "t4",
-    ],
-    BeforeValidator(parse_card),
-]  # fmt: skip
-
-
 class OffloadConfig(Group):
     """Offload"""
 
     offload: Literal["manual", "auto"] = common("manual")
     """auto sets unset keys of offloading, checkpointing and speed_keep_attention to the fastest combination that
     fits."""
-    plan_device_memory_gb: Gigabytes | None = option(
-        None, aliases=("device_memory",), gt=0, le=1e6, default_note="the device of this machine"
-    )
-    """Plan for a GPU with this much memory in GB, as cards are labelled: `simpletuner plan --device-memory 24`."""
-    plan_device: Card | None = option(None, aliases=("device",), default_note="the device of this machine")
-    """Plan for this card, with its speed, and with its memory unless plan_device_memory_gb is set: `simpletuner plan
-    --device h100`."""
     enable_group_offload: Flag = common(
         False,
         excludes=(
@@ -357,11 +333,6 @@ class OffloadConfig(Group):
     """Keep optimizer state in host memory and copy it to the device for updates (CUDA); same results."""
     enable_model_cpu_offload: Flag = previewed(False, common=True)
     """In previews, move the transformer off the device while the VAE decodes."""
-
-    @property
-    def plans_elsewhere(self) -> bool:
-        """Whether the plan is for another device than that of this machine."""
-        return self.plan_device is not None or self.plan_device_memory_gb is not None
 
 
 class CachingConfig(Group):

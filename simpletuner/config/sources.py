@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from simpletuner.config.device import HERE, AskedDevice
 from simpletuner.config.load import Layer
 from simpletuner.config.schema import option_names
 from simpletuner.config.strays import describe_folder
@@ -77,6 +78,7 @@ class Arguments:
         base: the configuration that the settings override; None to locate one.
         label: origin of the settings in messages.
         names_configuration: a bare word means a configuration; its problem says how to choose it.
+        device: the device that a plan is asked about; training uses the device of this machine.
     """
 
     settings: list[tuple[str, object]] = field(default_factory=list)
@@ -86,6 +88,7 @@ class Arguments:
     base: Located | None = None
     label: str = COMMAND_LINE
     names_configuration: bool = False
+    device: AskedDevice = HERE
 
     def layers(self) -> Reading[tuple[list[Layer], Path]]:
         """The layers of files, environment and command line, weakest first, and the folder of the config file."""

@@ -101,7 +101,7 @@ def test_of_many_files_some_are_held_out_to_compare_checkpoints(commands: list[l
     # Every second checkpoint has a preview.
     intervals = [config[f"{what}_interval"] for what in ("eval_steps", "checkpoint_step", "validation_step")]
     assert intervals == [150, 150, 300]
-    assert main(["plan", "env=cat", "plan_device_memory_gb=80"]) == 0
+    assert main(["plan", "env=cat", "--device-memory=80"]) == 0
     told = capsys.readouterr().out
     assert "15 of 17 files used" in told
     assert "2 of 2 files used" in told
@@ -112,7 +112,7 @@ def test_what_is_written_can_be_planned(commands: list[list[str]], capsys: Captu
     assert main(["start", "cat", "--yes", "--purpose", "style", "--dry-run"]) == 0
     assert commands == [["plan", "env=cat"]]
     capsys.readouterr()
-    assert main(["plan", "env=cat", "plan_device_memory_gb=80"]) == 0
+    assert main(["plan", "env=cat", "--device-memory=80"]) == 0
     assert "3 of 3 files used" in capsys.readouterr().out
     (trained, _) = written("cat", "multidatabackend.json")
     assert trained["instance_prompt"] == "in the style of zkt"
@@ -138,7 +138,7 @@ def test_small_pictures_are_trained_at_a_size_of_their_own(commands: list[list[s
     assert main(["start", "cat", "--yes", "--dry-run"]) == 0
     assert "cat: pictures: 4, 700x900; with a caption: 0" in capsys.readouterr().out
     assert written("cat", "multidatabackend.json")[0]["resolution"] == 640
-    assert main(["plan", "env=cat", "plan_device_memory_gb=80"]) == 0
+    assert main(["plan", "env=cat", "--device-memory=80"]) == 0
     told = capsys.readouterr().out
     assert "bucket 640x640 (1.0): 3" in told
     assert "enlarged" not in told
@@ -155,7 +155,7 @@ def test_a_stray_animation_among_pictures_is_named_and_they_are_trained(
     assert "cat: pictures: 3, 1024x1024; with a caption: 3" in told
     assert "Not trained, clips: loop.gif. A run learns from pictures or from clips: to train clips, put them" in told
     assert written("cat")["model_family"] == "kandinsky5-image"
-    assert main(["plan", "env=cat", "plan_device_memory_gb=80"]) == 0
+    assert main(["plan", "env=cat", "--device-memory=80"]) == 0
     assert "loop.gif: not used, is a clip; clips need a separate dataset" in capsys.readouterr().out
 
 
@@ -210,7 +210,7 @@ def test_settings_reach_the_datasets_too_however_they_are_spelled(commands: list
     config, (trained, _) = written("cat"), written("cat", "multidatabackend.json")
     assert (config["max_train_steps"], config["resolution"]) == (500, 512)
     assert "resolution" not in trained, "which would override it"
-    assert main(["plan", "env=cat", "plan_device_memory_gb=80"]) == 0
+    assert main(["plan", "env=cat", "--device-memory=80"]) == 0
     assert "bucket 512x512 (1.0): 1" in capsys.readouterr().out
 
 
@@ -407,7 +407,7 @@ def test_previews_are_as_large_as_what_is_trained_and_a_fifth_of_the_run(
     assert (config["validation_resolution"], config["validation_step_interval"]) == (size, interval)
     assert interval % config["checkpoint_step_interval"] == 0 or interval == config["max_train_steps"]
     if not settings and material == "pictures":
-        assert main(["plan", "env=pictures", "plan_device=rtx-4090"]) == 0
+        assert main(["plan", "env=pictures", "--device=rtx-4090"]) == 0
         (share,) = re.findall(r"rounds? of previews, (\d+)% of that time", capsys.readouterr().out)
         assert int(share) <= 20
 

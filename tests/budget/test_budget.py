@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from simpletuner.budget import disk
+from tests.cards import pretend_to_have
 from tests.complaints import complaint, complaints, warnings
 from tests.workspace import DATASETS, Workspace
 
@@ -63,9 +64,12 @@ def test_token_routes_are_counted(workspace: Workspace, capsys: Capture) -> None
     assert routed < 0.9 * plain
 
 
-def test_a_run_that_does_not_fit_is_refused(workspace: Workspace, capsys: Capture) -> None:
+def test_a_run_that_does_not_fit_is_refused(
+    workspace: Workspace, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pretend_to_have(monkeypatch, 0.57)
     for command in (("plan",), ("train",), ("train", "--dry-run")):
-        told = complaint(workspace, capsys, *command, "--plan_device_memory_gb=0.57")
+        told = complaint(workspace, capsys, *command)
         assert told.startswith("memory: ")
         assert "needs" in told
     assert not workspace.path("output").exists()
@@ -77,8 +81,23 @@ def test_the_numbers_of_a_run_that_does_not_fit_are_shown(workspace: Workspace, 
     assert "Estimate for a GPU with 0.57 GiB" in told.out
     assert "error: memory: " in told.err
     assert "Warnings" not in told.out
-    assert workspace.train("--plan_device_memory_gb=0.57") == 2
-    assert "Estimate" not in capsys.readouterr().out
+
+
+def test_a_card_is_asked_about_and_never_trained_for(workspace: Workspace, capsys: Capture) -> None:
+    for question in ("--device=h100", "--device-memory=80"):
+        assert workspace.run("train", "--dry-run", question) == 0
+        assert "80 GiB" in capsys.readouterr().out
+        assert workspace.train(question) == 2
+        assert "training uses the device of this machine" in capsys.readouterr().err
+    assert complaint(workspace, capsys, "plan", "plan_device=h100").startswith("plan_device: is not a key here: ")
+
+
+@pytest.mark.parametrize("key", ["plan_device", "plan_device_memory_gb", "device_memory"])
+def test_the_card_of_an_older_config_is_ignored_with_a_line(workspace: Workspace, capsys: Capture, key: str) -> None:
+    workspace.write_config(**{key: 80})
+    assert f"{key}: is not a key here: " in warnings(workspace, capsys)
+    assert estimate(workspace, capsys)[0].startswith("CPU")
+    assert estimate(workspace, capsys, "--device=4090")[0].startswith("RTX 4090")
 
 
 def test_it_can_be_told_to_go_on(workspace: Workspace, capsys: Capture) -> None:
@@ -87,7 +106,7 @@ def test_it_can_be_told_to_go_on(workspace: Workspace, capsys: Capture) -> None:
 
 
 def test_memory_must_be_a_positive_number(workspace: Workspace, capsys: Capture) -> None:
-    assert complaints(workspace, capsys, "plan", "--device-memory=0")[0].startswith("plan_device_memory_gb: ")
+    assert complaints(workspace, capsys, "plan", "--device-memory=0")[0].startswith("--device-memory: ")
 
 
 def test_auto_says_what_it_chose_and_the_plan_has_it(workspace: Workspace, capsys: Capture) -> None:

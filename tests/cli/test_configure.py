@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 from simpletuner.annexes.draft import Draft
 from simpletuner.annexes.wizard import verdict
 from simpletuner.annexes.wizard.questions import QUESTIONS
-from simpletuner.annexes.wizard.session import example_datasets
+from simpletuner.annexes.wizard.session import DEVICE, DEVICE_QUESTION, example_datasets
 from simpletuner.cli.app import app, main
 from simpletuner.config.schema import GROUPS, all_options
 from simpletuner.config.sections import SECTIONS
@@ -31,7 +31,7 @@ from tests.workspace import Workspace
 
 FILE = Path("config/config.json")
 LAST = "name a setting to change"
-KEYS = {question.text: question.key for question in QUESTIONS}
+KEYS = {question.text: question.key for question in QUESTIONS} | {DEVICE_QUESTION: DEVICE}
 
 
 class Person:
@@ -158,7 +158,7 @@ def test_questions_come_in_order(configure: Configure) -> None:
 
 def test_every_question_is_about_a_key_and_no_two_read_alike() -> None:
     assert {question.key for question in QUESTIONS} <= set(all_options())
-    assert len(KEYS) == len(QUESTIONS)
+    assert len(KEYS) == len(QUESTIONS) + 1, "and the question about the device"
     assert all(question.option.help for question in QUESTIONS)
 
 
@@ -685,27 +685,33 @@ def test_token_routes_in_words(configure: Configure) -> None:
 def test_the_plan_judges_by_the_memory_that_was_named(configure: Configure, capsys: pytest.CaptureFixture) -> None:
     """Group offload is no default for Pro; the plan asks for it where the card is too small."""
     answers = {"model_family": "kandinsky5-video", "model_flavour": "t2v-pro-sft-5s-hd"}
-    _, person = configure(**answers, plan_device_memory_gb="24", remedy="n")
+    _, person = configure(**answers, device="24", remedy="n")
     shown = capsys.readouterr().out
     assert "On a GPU with 24 GiB" in shown
     assert "does not fit" in shown
     assert "This would fit: " in shown
     assert person.prompts[-1].endswith("[y/N]: "), "what training refuses is not written by Enter"
     assert not FILE.exists()
-    _, person = configure(**answers, plan_device_memory_gb="24")
+    _, person = configure(**answers, device="24")
     shown = capsys.readouterr().out
     assert person.prompts[-1].endswith("[Y/n]: ")
     assert "Follows from your answers: " in shown
     assert "As before: " not in shown
-    assert not {"plan_device_memory_gb"} & set(written())
+    assert "device" not in written()
     assert written()["enable_group_offload"] is True
     FILE.unlink()
-    configure(plan_device_memory_gb="80 GB")
-    assert "this fits" in capsys.readouterr().out
+    configure(device="80 GB")
+    assert "On a GPU with 80 GiB (85.9 GB) this fits" in capsys.readouterr().out
+    FILE.unlink()
+    _, person = configure(device=["h10", "rtx 4090", "h100"], file=["device", ""])
+    shown = capsys.readouterr().out
+    assert "Did you mean 'h100'?" in shown
+    assert "On RTX 4090 with 24 GiB" in shown
+    assert "On H100 with 80 GiB" in shown
 
 
 def test_without_data_no_number_of_steps_is_made_up(configure: Configure, capsys: pytest.CaptureFixture) -> None:
-    configure(max_train_steps="0", num_train_epochs="2", plan_device_memory_gb="80")
+    configure(max_train_steps="0", num_train_epochs="2", device="80")
     assert re.search(r"about [\d.]+ \w+ a step, for samples of the usual size", capsys.readouterr().out)
 
 

@@ -96,7 +96,7 @@ def test_programs_read_it_as_json(workspace: Workspace, capsys: Capture) -> None
 
 
 def test_json_holds_every_problem_and_ends_with_the_same_code(workspace: Workspace, capsys: Capture) -> None:
-    for settings, reached in ((("learning_rte=1", "lora_rank=x"), False), (("plan_device_memory_gb=0.001",), True)):
+    for settings, reached in ((("learning_rte=1", "lora_rank=x"), False), (("--device-memory=0.001",), True)):
         capsys.readouterr()
         assert workspace.run("plan", *settings) == 2
         usual = capsys.readouterr()

@@ -146,7 +146,7 @@ def test_products_at_plan_time(
         "quantized_matmul: fp8-quanto needs a GPU of compute capability 8.9; this one has 8.6. Set "
         "base_model_precision int8-quanto, or quantized_matmul false."
     )
-    assert workspace.run("plan", "plan_device_memory_gb=24") == 0, "the GPU of another machine"
+    assert workspace.run("plan", "--device-memory=24") == 0, "the GPU of another machine"
     assert workspace.run("plan", "base_model_precision=int8") == 0
 
 

@@ -176,7 +176,7 @@ def test_block_sparse_checkpoints_ask_for_tiles(tmp_path: Path, capsys: pytest.C
     checkpoint = make_checkpoint(tmp_path / "nabla", "t2v", nabla=True)
     workspace = make_workspace(tmp_path / "run", checkpoint, "t2v-lite-sft-10s")
     workspace.write_datasets([{**CLIPS, "resolution": 128, "crop": True, "crop_style": "center"}, DATASETS[1]])
-    on_a_gpu = ("--dry-run", "plan_device_memory_gb=80")
+    on_a_gpu = ("--dry-run", "--device-memory=80")
     assert workspace.train(*on_a_gpu) == 0
     assert "attention density (share of the tiles visited): 25 % at 128x128@5 (assumed)" in capsys.readouterr().out
     assert workspace.train("max_train_steps=1") == 0

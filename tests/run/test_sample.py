@@ -16,6 +16,7 @@ from safetensors.torch import load_file, save_file
 from simpletuner.annexes.figures import Columns
 from simpletuner.annexes.report.sheet import Sheet, still
 from simpletuner.reporting.metrics import MediaRecord
+from tests.cards import pretend_to_have
 from tests.workspace import DATASETS, Workspace
 
 pytestmark = pytest.mark.slow
@@ -146,11 +147,14 @@ def test_a_sweep_marks_the_best_and_goes_on_where_it_was(trained: Workspace, cap
     trained.path("datasets/away").rename(trained.path("datasets/held"))
 
 
-def test_losses_that_would_not_fit_are_not_measured(trained: Workspace, capsys: Capture) -> None:
-    """The device that is planned for has room to render, but not for a held-out picture of this size."""
+def test_losses_that_would_not_fit_are_not_measured(
+    trained: Workspace, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The GPU has room to render, but not for a held-out picture of this size."""
     trained.write_datasets([DATASETS[0], {**HELD, "resolution": 1024}, DATASETS[1]])
     command = ("sweep", "output", "--strengths", "0.5,1", "validation_disable_unconditional=true", "--output", "large")
-    assert trained.run(*command, "plan_device_memory_gb=0.59") == 0
+    pretend_to_have(monkeypatch, 0.59)
+    assert trained.run(*command) == 0
     told = " ".join(capsys.readouterr().out.split())
     assert "strength is not measured: memory: " in told
     assert told.index("strength is not measured") < told.index("Sweeping")
@@ -220,8 +224,11 @@ def test_a_full_fine_tune_has_checkpoints_but_no_strength(workspace: Workspace, 
     assert "source: 'datasets' contains no complete checkpoints." in capsys.readouterr().err
 
 
-def test_a_run_that_does_not_fit_is_refused_before_torch(trained: Workspace, capsys: Capture) -> None:
-    command = ("sample", "output", *PROMPT, "plan_device_memory_gb=0.05")
+def test_a_run_that_does_not_fit_is_refused_before_torch(
+    trained: Workspace, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pretend_to_have(monkeypatch, 0.05)
+    command = ("sample", "output", *PROMPT)
     assert trained.run(*command, "num_processes=8", "fsdp_enable=true") == 2
     error = capsys.readouterr().err
     assert trained.run(*command) == 2

@@ -27,6 +27,7 @@ from simpletuner.budget.device import Device, gigabytes
 from simpletuner.budget.disk import check_disk, feature_costs, find_writings
 from simpletuner.budget.drivers import TITLES, Backend, Gpu
 from simpletuner.budget.outcomes import find_outcome
+from simpletuner.config.device import HERE, AskedDevice
 from simpletuner.config.precision import check_capability, multiplied
 from simpletuner.config.sources import Arguments
 from simpletuner.config.values import check_unset
@@ -91,7 +92,7 @@ def weigh_plan(arguments: Arguments) -> Budget:
         ConfigError: other problems prevent a plan.
     """
     try:
-        budget = arguments.problems.take(weigh(make_plan(arguments)))
+        budget = arguments.problems.take(weigh(make_plan(arguments), arguments.device))
     except ConfigError as error:
         raise ConfigError([_with_equivalent(each, arguments) for each in error.problems]) from None
     slow = list(check_gpu(budget))
@@ -113,7 +114,8 @@ def _with_equivalent(problem: Problem, arguments: Arguments) -> Problem:
         change = Change({problem.where: FOR_LORA[problem.where], **values})
         settings = [*arguments.settings, *FOR_LORA.items(), *values.items()]
         with suppress(ConfigError):  # such as datasets that do not exist, which the error names already
-            budget = result_of(weigh(make_plan(replace(arguments, settings=settings, problems=Problems()))))
+            plan = make_plan(replace(arguments, settings=settings, problems=Problems()))
+            budget = result_of(weigh(plan, arguments.device))
             if budget.config.model.model_type == "full" and budget.device.is_gpu and budget.fits:
                 ways.setdefault("{} on the device and {} on the host".format(*map(gigabytes, budget.peaks)), change)
     advice = "; or ".join(f"{change}, which takes {memory}" for memory, change in ways.items())
@@ -123,17 +125,20 @@ def _with_equivalent(problem: Problem, arguments: Arguments) -> Problem:
     return replace(problem, message=f"{problem.message} This would fit: {advice}.", remedy=remedy)
 
 
-def weigh(plan: Plan) -> Reading[Budget]:
-    """A plan with its estimate, and with what `offload: auto` and the other automatic settings choose."""
-    offload = plan.config.offload
-    device = devices.find_device(offload.plan_device_memory_gb, plan.output_dir, offload.plan_device)
+def weigh(plan: Plan, asked: AskedDevice = HERE) -> Reading[Budget]:
+    """A plan with its estimate, and with what `offload: auto` and the other automatic settings choose.
+
+    Args:
+        asked: the device that the plan is asked about.
+    """
+    device = devices.find_device(asked.device_memory, plan.output_dir, asked.device)
     if plan.config.launch.num_processes > 1:
-        device = devices.one_of_several(device, is_planned=offload.plans_elsewhere)
+        device = devices.one_of_several(device, is_planned=asked.is_elsewhere)
     budget = with_strips(make_budget(plan, device))
     # Before `offload: auto`, whose choice depends on whether features are cached.
     if sparing := _sparing(budget):
         budget = make_budget(budget.under(sparing, f"chosen by {', '.join(sparing)} auto").plan, device)
-    if offload.offload == "auto":
+    if plan.config.offload.offload == "auto":
         budget = _chosen(budget)
     budget = with_faster_previews(budget)
     judged = [*check_vendor(device), *check_decoding(budget), *check_fit(budget), *check_ways(budget)]
@@ -141,7 +146,7 @@ def weigh(plan: Plan) -> Reading[Budget]:
     judged += filter(None, (why_not_writable(each.what, each.folder) for each in writings))
     judged += check_disk(budget.plan, writings)
     # Of another machine's GPU it is unknown which products it has.
-    if multiplied(budget.config.precision) and not offload.plans_elsewhere:
+    if multiplied(budget.config.precision) and not asked.is_elsewhere:
         judged += check_capability(budget.config.precision, drivers.compute_capability())
     yield from judged
     return with_warnings(budget, [*budget.plan.warnings, *(problem for problem in judged if not problem.fatal)])

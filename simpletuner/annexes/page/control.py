@@ -299,9 +299,9 @@ async def plan_unsaved(request: Request) -> Response:
         command = [*PROGRAM, "plan", "--json", *unsaved.write(Path(folder))]
         if body.get("fetch") is not True:
             command.append("--cached")
-        for sent, key in (("device_memory_gb", "plan_device_memory_gb"), ("device", "plan_device")):
+        for sent, flag in (("device_memory_gb", "--device-memory"), ("device", "--device")):
             if body.get(sent) is not None:
-                command.append(f"{key}={body[sent]}")
+                command.append(f"{flag}={body[sent]}")
         output, messages = await run_while_wanted(request, command, project.folder)
     return JSONResponse(document_in(output, messages, folder))
 

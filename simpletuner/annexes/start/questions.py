@@ -13,11 +13,18 @@ from typing import Any
 from simpletuner.annexes.draft import Draft
 from simpletuner.annexes.start.recipe import FILES, TRIGGER, Material, Recipe, Start, run_name, writes_captions
 from simpletuner.annexes.wizard.talk import HELP, Talk
+from simpletuner.config.device import HERE, AskedDevice
 from simpletuner.errors import Problem, Problems, counted, not_one_of
 
 
 def ask(
-    folder: Path, talk: Talk, given: Mapping[str, str | None], settings: Mapping[str, object], *, captions: bool
+    folder: Path,
+    talk: Talk,
+    given: Mapping[str, str | None],
+    settings: Mapping[str, object],
+    *,
+    captions: bool,
+    device: AskedDevice = HERE,
 ) -> Start:
     """Ask the open questions.
 
@@ -25,6 +32,7 @@ def ask(
         given: `purpose`, `trigger`, `model` and `name` from the command line.
         settings: keys of the config from the command line, by their main names.
         captions: captions will be written for files without one.
+        device: the device that the plan is asked about.
 
     Raises:
         UserError: the folder, an answer or a setting is invalid.
@@ -41,7 +49,7 @@ def ask(
     trigger = (given["trigger"] or "").strip() or _ask_trigger(talk, purpose)
     captioned, values = captions or not material.uncaptioned, _as_json(settings)
     starts = {
-        model: Start(name, material, purpose, trigger, example, captioned, values)
+        model: Start(name, material, purpose, trigger, example, captioned, values, device=device)
         for model, example in material.models.items()
         if not (captions and material.uncaptioned) or writes_captions(example)
     }

@@ -23,6 +23,7 @@ from simpletuner.annexes.start.captions import LOOKED_AT, MOST_NAMED, FolderCapt
 from simpletuner.atomic import write_json
 from simpletuner.budget.budget import Budget
 from simpletuner.budget.device import find_device
+from simpletuner.config.device import HERE, AskedDevice
 from simpletuner.config.schema import render_config
 from simpletuner.config.sources import EXAMPLES, Arguments, configured
 from simpletuner.config.values import similar_path
@@ -311,6 +312,7 @@ class Start:
         captions: every file has a caption, or will get one.
         settings: keys from the command line.
         root: the working folder of the run.
+        device: the device that the plan is asked about.
     """
 
     name: str
@@ -321,6 +323,7 @@ class Start:
     captions: bool
     settings: Mapping[str, Any] = field(default_factory=dict)
     root: Path = Path()
+    device: AskedDevice = HERE
 
     @property
     def folder(self) -> Path:
@@ -471,7 +474,7 @@ class Start:
         with TemporaryDirectory() as name:
             judged.write(Path(name))
             files: list[tuple[str, object]] = [(key, f"{name}/{file}") for key, file in FILES.items()]
-            return ready_plan(Arguments(files, base=configured(judged.config())))
+            return ready_plan(Arguments(files, base=configured(judged.config()), device=self.device))
 
     def verdict(self) -> tuple[bool, str]:
         """Whether the run suits this machine, and how long it takes, in a few words."""

@@ -137,7 +137,6 @@ QUESTIONS = (
     ),
     Question("train_batch_size", "Batch size"),
     Question("gradient_accumulation_steps", "Gradient accumulation steps"),
-    Question("plan_device_memory_gb", "GPU memory in GB, for the estimate at the end"),
     Question("offload", "Who chooses the settings that save memory"),
     Question(
         "enable_group_offload",

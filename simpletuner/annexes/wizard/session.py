@@ -14,9 +14,10 @@ from typing import Any
 from simpletuner.annexes.draft import Draft, key_of
 from simpletuner.annexes.start.recipe import CLIPS, EDITS, PICTURES, PURPOSES, TRIGGER, Material, Recipe, read_example
 from simpletuner.annexes.wizard.questions import QUESTIONS, Question, stale_keys
-from simpletuner.annexes.wizard.talk import PATIENCE, Back, InputEnded, Talk
+from simpletuner.annexes.wizard.talk import HELP, NONE, NOTHING, PATIENCE, Back, InputEnded, Talk
 from simpletuner.atomic import write_atomically
 from simpletuner.budget.device import find_device
+from simpletuner.config.device import HERE, AskedDevice, read_card_or_memory
 from simpletuner.config.load import canonical
 from simpletuner.config.schema import main_name, render_config
 from simpletuner.config.sources import DATASET_FILE, EXAMPLES_ALIAS, read_json_layer
@@ -30,8 +31,10 @@ Answer the questions, or press Enter for the value in [brackets].
 confirm at the end."""
 NO_RECIPE = "none"
 USUAL_FILES = 20  # file count assumed for a recipe's steps, since the wizard does not ask for a folder
-# A property of the machine, not of the run: used for the estimate but not written.
-DEVICE_MEMORY = "plan_device_memory_gb"
+# Not a setting of the run, so it is asked for the estimate at the end, and not written.
+DEVICE = "device"
+DEVICE_QUESTION = "GPU to estimate for, a card or its memory in GB (4090, 24)"
+DEVICE_HELP = "Only the estimate below is for it: training uses the GPU of its machine."
 
 
 def run_session(file: Path, talk: Talk) -> bool:
@@ -50,7 +53,7 @@ def run_session(file: Path, talk: Talk) -> bool:
         talk.say("Nothing was written.")
         return False
     existed = file.exists()
-    save(file, render_config(_written(draft)))
+    save(file, render_config(draft.values))
     talk.say()
     talk.tell(f"Written: {file}" + (f" (before: {backup_of(file)})" if existed else ""), "green")
     show_next_steps(draft, talk)
@@ -128,11 +131,12 @@ def _usable(draft: Draft, talk: Talk) -> Draft:
 def review(draft: Draft, talk: Talk) -> bool:
     """Show all settings, and ask again for settings that the user names, until the answer is yes or no."""
     owners = {question.key: question for question in QUESTIONS}
+    device = ask_device(talk)
     declined: Mapping[str, Any] = {}
     while True:
         # None removes a key.
         draft.change(dict.fromkeys(stale_keys(draft, {})))
-        is_refused, remedy = _show(draft, talk)
+        is_refused, remedy = _show(draft, device, talk)
         # The user confirms a remedy before it is applied.
         if remedy and remedy != declined and not talk.defaults:
             words = ", ".join(f"{key} {json.dumps(value)}" for key, value in remedy.items())
@@ -144,11 +148,32 @@ def review(draft: Draft, talk: Talk) -> bool:
         if draft.file.exists():
             act = f"Replace {draft.file}, and keep the old file as {backup_of(draft.file).name}"
         named = talk.choose(
-            f"{act}? (or name a setting to change)", list(owners), default=talk.defaults or not is_refused
+            f"{act}? (or name a setting to change)", [*owners, DEVICE], default=talk.defaults or not is_refused
         )
         if not named:
             return named is None
-        _ask_again(owners[named], draft, talk)
+        if named == DEVICE:
+            device = ask_device(talk)
+        else:
+            _ask_again(owners[named], draft, talk)
+
+
+def ask_device(talk: Talk) -> AskedDevice:
+    """The GPU to estimate for; by default that of this machine."""
+    here = "that of this machine" if find_device().is_gpu else "none"
+    for _ in range(PATIENCE):
+        answer = "" if talk.defaults else talk.read_line(f"  {DEVICE_QUESTION} [{here}]: ")
+        if not answer or answer.lower() in (NONE, *NOTHING):
+            return HERE
+        if answer == HELP:
+            talk.say(f"    {DEVICE_HELP}", "cyan")
+            continue
+        problems = Problems()
+        device = problems.take(read_card_or_memory(answer))
+        if not problems:
+            return device
+        talk.refuse("; ".join(problem.message for problem in problems))
+    return HERE
 
 
 def _ask_again(question: Question, draft: Draft, talk: Talk) -> None:
@@ -176,18 +201,13 @@ def _proposals(draft: Draft) -> dict[str, Any]:
     return {question.key: question.propose(draft) for question in asked if question.propose is not None}
 
 
-def _written(draft: Draft) -> dict[str, Any]:
-    """The values to write to the file."""
-    return {key: value for key, value in draft.values.items() if key != DEVICE_MEMORY or key in draft.loaded}
-
-
-def _show(draft: Draft, talk: Talk) -> tuple[bool, Mapping[str, Any]]:
+def _show(draft: Draft, device: AskedDevice, talk: Talk) -> tuple[bool, Mapping[str, Any]]:
     """Show all settings and the plan's verdict; returns whether training will refuse them, and a remedy."""
     # Imported here, since importing the plan would delay the first question.
     from simpletuner.annexes.wizard.verdict import judge
 
-    _show_settings(_written(draft), draft, talk)
-    lines, problems = judge(draft, draft.values.get(DEVICE_MEMORY))
+    _show_settings(draft.values, draft, talk)
+    lines, problems = judge(draft, device)
     for line in lines:
         talk.tell(f"  {line}", "cyan")
     shown = dict.fromkeys([*draft.judgement.problems, *problems])

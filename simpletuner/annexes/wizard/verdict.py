@@ -15,27 +15,30 @@ from simpletuner.annexes.wizard.session import example_datasets
 from simpletuner.atomic import write_json
 from simpletuner.budget.budget import Budget
 from simpletuner.budget.device import gigabytes
+from simpletuner.config.device import AskedDevice
 from simpletuner.config.sources import DATASET_FILE, Arguments, configured
 from simpletuner.errors import ConfigError, Problem, Problems, counted
 from simpletuner.validation.clip_writer import write_mp4
 
-NO_GPU = "There is no GPU here. To estimate for another machine, set plan_device_memory_gb to the memory of its GPU."
+NO_GPU = "There is no GPU here. For an estimate name device below, or later run simpletuner plan --device 4090."
 
 
-def judge(draft: Draft, device_gigabytes: float | None) -> tuple[list[str], list[Problem]]:
+def judge(draft: Draft, asked: AskedDevice) -> tuple[list[str], list[Problem]]:
     """Sentences about memory and time, and the problems that training would report.
 
     Without a dataset file, the plan is for a single sample of the family's usual size.
+
+    Args:
+        asked: the device to estimate for.
     """
     problems = Problems()
     has_data = Path(draft.dataset_file).expanduser().is_file()
     with TemporaryDirectory() as folder:
         datasets = draft.dataset_file if has_data else str(provisional_dataset(draft, Path(folder)))
         settings: list[tuple[str, object]] = [("data_backend_config", datasets)]
-        if device_gigabytes is not None:
-            settings.append(("plan_device_memory_gb", device_gigabytes))
+        base = configured(draft.values)
         try:
-            budget = weigh_plan(Arguments(settings, {}, collect_cached, problems, configured(draft.values)))
+            budget = weigh_plan(Arguments(settings, {}, collect_cached, problems, base, device=asked))
         except ConfigError:  # its problems are among those of the arguments
             return [], problems
     device = budget.device

@@ -70,7 +70,7 @@ def workspace(tmp_path_factory: pytest.TempPathFactory) -> Workspace:
     """Two configs: one with problems, one that needs more memory than there is."""
     folder = tmp_path_factory.mktemp("accessible").resolve()
     made = Workspace.create(folder / "project", folder)
-    made.write_config(pretrained_model_name_or_path=None, plan_device_memory_gb=12)
+    made.write_config(pretrained_model_name_or_path=None, model_type="full", mixed_precision="no")
     shutil.copytree(made.path("config"), made.path("config/large"), ignore=shutil.ignore_patterns("multi*"))
     made.write_config(my_own_key=1, train_batch_size="two")
     return made

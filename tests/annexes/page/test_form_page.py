@@ -446,12 +446,12 @@ def test_plan_is_live_and_answers_what_if(no_gpu: None, page: Any, workspace: Wo
 def test_a_remedy_is_applied_with_one_click_and_waits_to_be_saved(page: Any, workspace: Workspace) -> None:
     page.get_by_role("button", name="Remove my_own_key").click()
     expect(page.locator("#problems")).not_to_contain_text("my_own_key")
-    workspace.write_config(my_own_key=None, plan_device_memory_gb=12)
+    workspace.write_config(my_own_key=None)
     page.reload()
-    told = page.locator("#problems li", has_text="Memory: ")
-    expect(told).to_contain_text("This would fit: ")
+    page.get_by_label("Plan for a card").fill("12")
+    told = page.locator("#plan .told p", has_text="This would fit: ")
     told.get_by_role("button", name="Apply").click()
-    expect(page.locator("#verdict")).to_have_text("fits")
+    expect(page.locator("#verdict")).to_have_text("would fit")
     expect(told).to_have_count(0)
     page.locator("#search").fill("e")  # in every tab
     changed = [each.get_attribute("data-key") for each in page.locator(".field.changed").all()]

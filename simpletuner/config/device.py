@@ -1,0 +1,75 @@
+"""The device that a plan is asked about: part of the question, and never a setting of a run. Imports no torch."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator
+
+from simpletuner.config.load import build_group
+from simpletuner.config.option import Group, option
+from simpletuner.config.values import Gigabytes, parse_text
+from simpletuner.errors import Problems, Reading
+
+MOST_GIGABYTES = 1e6
+LEAST_NAME = 1000  # a number below is memory in GB; cards have four digits
+
+
+def parse_card(value: object) -> object:
+    """The name of a card without vendor and series: `RTX 4090` is `4090`."""
+    words = str(parse_text(value)).lower().replace("-", " ").split()
+    return "-".join(word for word in words if word not in ("nvidia", "geforce", "rtx"))
+
+
+Card = Annotated[
+    Literal[
+        "b200", "h200", "h100", "h100-pcie", "a100", "a30", "l40s", "l40", "pro-6000", "6000-ada", "a6000", "a5000",
+        "a4000", "a40", "5090", "5080", "5070-ti", "5070", "5060-ti", "5060", "4090", "4080", "4070-ti-super",
+        "4070-ti", "4070-super", "4070", "4060-ti", "4060", "3090", "3080-ti", "3080", "3070-ti", "3070", "3060-ti",
+        "3060", "a10", "l4", "t4",
+    ],
+    BeforeValidator(parse_card),
+]  # fmt: skip
+
+
+class AskedDevice(Group):
+    """The device to plan for; without an answer, the device of this machine"""
+
+    device: Card | None = option(None)
+    """Plan for this card, with its speed, and with its memory unless device_memory is set."""
+    device_memory: Gigabytes | None = option(None, gt=0, le=MOST_GIGABYTES)
+    """Plan for a GPU with this much memory in GB, as cards are labelled."""
+
+    @property
+    def is_elsewhere(self) -> bool:
+        """Whether the plan is for another device than that of this machine."""
+        return self.device is not None or self.device_memory is not None
+
+    @property
+    def flags(self) -> list[str]:
+        """The same question on a command line."""
+        answers = {"--device": self.device, "--device-memory": self.device_memory}
+        return [f"{flag}={answer}" for flag, answer in answers.items() if answer is not None]
+
+
+HERE = AskedDevice()
+
+
+def read_asked_device(card: object = None, memory: object = None) -> Reading[AskedDevice]:
+    """The device that a command is asked about, from the values of `--device` and `--device-memory`."""
+    answers = {"device": card, "device_memory": memory}
+    given: dict[str, Any] = {key: value for key, value in answers.items() if value is not None}
+    problems = Problems()
+    asked = problems.take(build_group(AskedDevice, given))
+    for problem in problems:
+        yield replace(problem, where=f"--{problem.where.replace('_', '-')}")
+    return asked
+
+
+def read_card_or_memory(answer: str) -> Reading[AskedDevice]:
+    """The device in one answer: a card (`h100`, `RTX 4090`), or memory in GB (`24`), which is below 1000."""
+    number = answer.upper().removesuffix("GB").strip()
+    if number.replace(".", "", 1).isdecimal() and float(number) < LEAST_NAME:
+        return (yield from read_asked_device(memory=number))
+    return (yield from read_asked_device(card=answer))
