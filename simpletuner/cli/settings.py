@@ -24,10 +24,10 @@ if TYPE_CHECKING:
 # click passes unknown options through; the option schema parses them as settings.
 PASS_THROUGH = {"allow_extra_args": True, "ignore_unknown_options": True}
 # `--device` and `--device-memory`: questions for a plan, which no config stores.
-CardAsked = Annotated[str | None, typer.Option("--device", metavar="CARD", help="Plan for a card: h100, 4090, ...")]
+CardAsked = Annotated[str | None, typer.Option("--device", metavar="CARD", help="Card to plan for: h100.")]
 MemoryAsked = Annotated[
     str | None,
-    typer.Option("--device-memory", "--device_memory", metavar="GB", help="Plan for this much GPU memory."),
+    typer.Option("--device-memory", "--device_memory", metavar="GB", help="GPU memory to plan for."),
 ]
 Cached = Annotated[bool, typer.Option("--cached", help="Use the files of remote datasets that are already downloaded.")]
 
