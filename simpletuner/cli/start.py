@@ -66,22 +66,27 @@ def start(
     if made.held_out:
         files = f"{made.held_out} of {made.material.usable} files"
         print(f"Held out: {files}, to compare checkpoints on them (hold_out in multidatabackend.json).", flush=True)
-    run, output = f"env={made.name}", str(made.config()["output_dir"])
-    # If the dataset prepends the trigger words to captions, written captions must not begin with them.
-    words = ["--trigger", made.phrase] if made.phrase and made.captioned_as else []
-    commands = [["caption", run, *words]] if caption else []
-    if dry_run:
-        commands += [["plan", run, *arguments.device.flags]]
-    else:
-        commands += [["train", run], ["sweep", output, "--strengths", STRENGTHS]]
-    _run(commands)
+    _run(_commands(made, captions=caption, only_plans=dry_run))
     if dry_run:
         return
+    output = str(made.config()["output_dir"])
     print(f"The LoRA: {output}/{LORA_FILE}")
     if made.held_out and (best := _best(Path(output))):
         files = f"the {made.held_out} files that were held out, and so could not be memorised"
         print(f"Lowest loss on {files}: {best}")
     print("Columns of the sheet are checkpoints, rows are strengths; docs/CHOOSING.md explains what to look for.")
+
+
+def _commands(made: Start, *, captions: bool, only_plans: bool) -> list[list[str]]:
+    """The commands that follow the config."""
+    run = f"env={made.name}"
+    # If the dataset prepends the trigger words to captions, written captions must not begin with them.
+    words = ["--trigger", made.phrase] if made.phrase and made.captioned_as else []
+    first = [["caption", run, *words]] if captions else []
+    if only_plans:
+        return [*first, ["plan", run, *made.device.flags]]
+    output = str(made.config()["output_dir"])
+    return [*first, ["train", run], ["sweep", output, "--strengths", STRENGTHS]]
 
 
 def _check_training(made: Start) -> None:
