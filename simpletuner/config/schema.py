@@ -600,7 +600,7 @@ class DatasetDefaults(SharedKeys):
     allow_dataset_oversubscription: Flag = option(False)
     """If repeats is unset, raise it until a batch is full."""
     override_dataset_config: Flag = option(False)
-    """Accept a changed dataset."""
+    """Continue a run with a changed dataset, even with one that has none of its files."""
     data_backend_sampling: Literal["auto-weighting", "uniform"] = option("auto-weighting")
     """Choose datasets by size x probability, or by probability alone."""
     conditioning_multidataset_sampling: Literal["random", "combined"] = option("random")

@@ -41,6 +41,9 @@ PROFILES = "converted to sRGB"
 # Keys whose change does not fit the trained weights or optimizer state; other settings may be changed deliberately.
 LORA = ("lora_rank", "lora_alpha", "lora_init_type", "use_dora", "lora_type", "lokr_factor", "lora_plus_ratio")
 FIXED = frozenset({"optimizer", "mixed_precision", *LoraConfig.model_fields}) - {"lora_dropout"}
+# Of the digests of files in a manifest: 10 digits of 10,000 files take 110 kB, and the chance that two lists of 10,000
+# other files have one in common is 1 in 10,000.
+DIGITS, FILES_RECORDED = 10, 10_000
 OPTIMIZER = "optimizer_config."  # before the name of an optimizer's setting, whichever key sets it
 
 
@@ -126,6 +129,7 @@ def identify(plan: Plan) -> Identity:
         num_processes=config.launch.data_processes,
         seed=plan.seed,
         datasets=fingerprint(plan.trained),
+        files=file_digests(plan.trained),
         versions=package_versions(),
         weights=weight_identities(plan.source),
         settings=mathematics(plan) | dataset_mathematics(plan.trained),
@@ -292,11 +296,34 @@ def _check_conversions(datasets: Sequence[Dataset], checkpoint: Checkpoint) -> I
             yield warning(dataset.id, f"{message} They are exact from here on; another output_dir starts anew.")
 
 
+def file_digests(datasets: Sequence[Dataset]) -> str:
+    """The beginnings of the SHA-256 of the trained files, sorted.
+
+    Of many files, the lowest ones. A hash is as good as random, so this is a sample that any list with the same files
+    contains.
+    """
+    digests = {sample.content[:DIGITS] for dataset in datasets for sample in dataset.samples}
+    return " ".join(sorted(digests)[:FILES_RECORDED])
+
+
+def _check_files(plan: Plan, checkpoint: Checkpoint) -> Iterator[Problem]:
+    """Refuse datasets that have no file of the checkpoint's: they are more likely meant for another run."""
+    known = set(checkpoint.manifest.identity.files.split())  # older checkpoints lack it
+    today = {sample.content[:DIGITS] for dataset in plan.trained for sample in dataset.samples}
+    if not known or known & today or plan.config.datasets.override_dataset_config:
+        return
+    message = f"has none of the files that {checkpoint.path} was trained on. For other data, choose another output_dir"
+    if plan.config.model.model_type == "lora" and plan.config.lora.lora_type == "standard":
+        message += f" (init_lora={checkpoint.path} starts from this LoRA there)"
+    yield Problem("data_backend_config", f"{message}; override_dataset_config continues this run with them.")
+
+
 def has_same_data(plan: Plan) -> Reading[bool]:
     """Whether the sample order can continue where the checkpoint stopped."""
     if plan.resume is None:
         return True
     identity, name = plan.resume.manifest.identity, plan.resume.path.name
+    yield from _check_files(plan, plan.resume)
     yield from _check_settings(dataset_mathematics(plan.trained), plan.resume)
     yield from _check_conversions(plan.trained, plan.resume)
     epoch, progress = plan.resume.manifest.epoch, plan.resume.manifest.progress

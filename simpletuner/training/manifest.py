@@ -43,6 +43,7 @@ class Identity:
     Attributes:
         seed: seed of the run, kept on resume even if it was drawn.
         datasets: fingerprint of the samples.
+        files: digests of the trained files, or of a sample of them, separated by blanks; empty in older checkpoints.
         versions: versions of the relevant packages.
         weights: content hash of every model involved, by its role; empty in older checkpoints.
         settings: keys that change the mathematics, with their effective values.
@@ -64,6 +65,7 @@ class Identity:
     order: dict[str, Any] = field(default_factory=dict)
     origins: dict[str, str] = field(default_factory=dict)
     num_processes: int = 1
+    files: str = ""
 
 
 @dataclass(frozen=True)

@@ -129,7 +129,7 @@ def test_the_plan_says_what_is_left(workspace: Workspace, capsys: Capture) -> No
     workspace.write_datasets([pictures(repeats=1), TEXTS])
     assert workspace.run("plan") == 0
     shown = capsys.readouterr().out
-    assert "continues from checkpoint-6 (step 6); 16 steps are left: epochs 2 to 3 of today's data" in shown
+    assert "continues from step 6 (checkpoint-6); 16 steps are left: epochs 2 to 3 of today's data" in shown
     assert "the datasets are not those of checkpoint-6; epoch 2 starts over." in shown
 
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+from hashlib import sha256
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -16,6 +18,7 @@ from simpletuner.models.adapter import PreviewRequest, TextRequest
 from simpletuner.models.kandinsky5.blocks import TextPadding
 from simpletuner.models.kandinsky5.image import StockPipeline
 from simpletuner.models.kandinsky5.loading import load_processor
+from simpletuner.plan import resume
 from simpletuner.training.manifest import NOTE_FILE
 from tests.fidelity.family import make_adapter
 from tests.tiny import PIPELINES, make_checkpoint
@@ -165,3 +168,70 @@ def test_a_run_goes_on_in_half_precision(trained: Workspace) -> None:
     assert trained.train("mixed_precision=fp16", "max_train_steps=5") == 0
     assert trained.train("mixed_precision=no", "max_train_steps=6") == 0
     assert [row["step"] for row in trained.metrics()] == [1, 2, 3, 4, 5, 6]
+
+
+def add_other_pictures(run: Workspace, folder: str = "other") -> None:
+    """Make the dataset one of pictures that the run has not seen."""
+    run.add_pictures(f"datasets/{folder}", 8, seed=5)
+    run.write_datasets([{**DATASETS[0], "instance_data_dir": f"datasets/{folder}"}, DATASETS[1]])
+
+
+@pytest.mark.parametrize("kind", ["lora", "lokr", "full"])
+def test_other_data_are_refused_in_the_folder_of_a_run(
+    tmp_path: Path, filled: Workspace, capsys: pytest.CaptureFixture[str], kind: str
+) -> None:
+    kinds = {"lora": {}, "lokr": {"lora_type": "lokr"}, "full": {"model_type": "full", "learning_rate": 1e-4}}
+    run = filled.copy(tmp_path / kind, **kinds[kind], **SHORT)
+    assert run.train() == 0
+    add_other_pictures(run)
+    capsys.readouterr()
+    assert run.train("max_train_steps=4") == 2
+    message = capsys.readouterr().err
+    assert "has none of the files that output/checkpoint-2 was trained on" in message
+    assert "choose another output_dir" in message
+    assert ("init_lora=output/checkpoint-2" in message) == (kind == "lora")
+    assert len(run.metrics()) == 2, "nothing is lost"
+
+
+@pytest.mark.parametrize(
+    "remedy",
+    [["override_dataset_config=true"], ["output_dir=second"], ["output_dir=second", "init_lora=output/checkpoint-4"]],
+)
+def test_each_remedy_for_other_data_trains(trained: Workspace, remedy: list[str]) -> None:
+    add_other_pictures(trained)
+    assert trained.train("max_train_steps=5", *remedy) == 0
+
+
+def test_data_that_keep_a_file_of_the_run_go_on(trained: Workspace) -> None:
+    add_other_pictures(trained)
+    kept, renamed = trained.path("datasets/pictures/p0.png"), trained.path("datasets/other/elsewhere.png")
+    renamed.write_bytes(kept.read_bytes())
+    renamed.with_suffix(".txt").write_text("a picture")
+    assert trained.train("max_train_steps=5") == 0
+
+
+def test_checkpoints_of_earlier_versions_are_continued_with_other_data(
+    trained: Workspace, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = trained.path("output/checkpoint-4/manifest.json")
+    content = json.loads(path.read_text())
+    del content["identity"]["files"]
+    path.write_text(json.dumps(content))
+    add_other_pictures(trained)
+    assert trained.train("max_train_steps=5") == 0
+    assert "the datasets are not those of checkpoint-4" in capsys.readouterr().out
+
+
+def test_a_sample_of_many_files_is_part_of_any_list_that_has_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(resume, "FILES_RECORDED", 20)
+    contents = [sha256(bytes([number])).hexdigest() for number in range(200)]
+
+    def digests(contents: list[str]) -> set[str]:
+        dataset: Any = SimpleNamespace(samples=[SimpleNamespace(content=content) for content in contents])
+        return set(resume.file_digests([dataset]).split())
+
+    recorded = digests(contents)
+    assert len(recorded) == 20
+    assert recorded <= {content[: resume.DIGITS] for content in reversed(contents)}
+    assert digests(contents[::-1]) == recorded
+    assert recorded & {content[: resume.DIGITS] for content in contents[:100]}
