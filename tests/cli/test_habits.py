@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 
 from simpletuner.cli.help import settings_help
+from simpletuner.config.sources import parse_arguments
+from simpletuner.plan.build import make_plan
 from tests.complaints import complaint
 from tests.workspace import Workspace
 
@@ -68,13 +70,14 @@ def test_an_output_folder_is_answered_with_its_configuration(workspace: Workspac
 
 @pytest.mark.slow(1)
 @pytest.mark.parametrize("resumed", ["1", "01", "checkpoint-1"])
-def test_a_step_names_its_checkpoint(workspace: Workspace, capsys: Capture, resumed: str) -> None:
+def test_a_step_names_its_checkpoint(workspace: Workspace, resumed: str) -> None:
     assert workspace.train("max_train_steps=2", "checkpoint_step_interval=1") == 0
-    capsys.readouterr()
 
-    assert workspace.run("plan", "max_train_steps=3", f"resume_from_checkpoint={resumed}") == 0
+    with workspace.inside():
+        plan = make_plan(parse_arguments(["max_train_steps=3", f"resume_from_checkpoint={resumed}"]))
 
-    assert "continues from checkpoint-1 (step 1)" in capsys.readouterr().out
+    assert plan.resume is not None
+    assert plan.resume.path.name == "checkpoint-1"
 
 
 @pytest.mark.slow(1)
