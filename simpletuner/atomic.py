@@ -18,7 +18,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from functools import cache
+from functools import cache, partial
 from io import RawIOBase
 from itertools import chain, count
 from pathlib import Path
@@ -44,29 +44,37 @@ STRAY_FILE = re.compile(rf"\..+\.[0-9a-f]{{12}}{re.escape(TEMPORARY_SUFFIX)}")
 DISK_FULL_WORDS = ("no space left on device", "disk quota exceeded", "not enough space on the disk")
 
 
-def write_atomically(path: Path, content: bytes | str, *, durable: bool = True) -> None:
+PRIVATE = 0o600  # mode of a file that only its owner can read
+KEPT_MODES = 0o777
+
+
+def write_atomically(path: Path, content: bytes | str, *, durable: bool = True, private: bool = False) -> None:
     """Write a whole file, text as UTF-8.
 
     Args:
         path: the file; its folder is created if missing.
         content: the whole content.
         durable: fsync, to survive a power cut. Not needed for files whose damage is detected and repaired on reading.
+        private: only the owner can read the file, which may hold secrets.
 
     Raises:
         DiskFullError: no space or quota left; an existing file is kept.
     """
-    with open_atomically(path, durable=durable) as file:
+    with open_atomically(path, durable=durable, private=private) as file:
         file.write(content.encode() if isinstance(content, str) else content)
 
 
-def write_json(path: Path, value: Any, *, durable: bool = True) -> None:
+def write_json(path: Path, value: Any, *, durable: bool = True, private: bool = False) -> None:
     """Write indented JSON with `write_atomically`, ending with a newline."""
-    write_atomically(path, json.dumps(value, indent=2, ensure_ascii=False) + "\n", durable=durable)
+    text = json.dumps(value, indent=2, ensure_ascii=False) + "\n"
+    write_atomically(path, text, durable=durable, private=private)
 
 
 @contextmanager
-def open_atomically(path: Path, *, durable: bool = True) -> Iterator[BinaryIO]:
+def open_atomically(path: Path, *, durable: bool = True, private: bool = False) -> Iterator[BinaryIO]:
     """A context with a writable binary file, renamed to `path` when the block ends without an exception.
+
+    The file has the permissions of the one that it replaces.
 
     Raises:
         DiskFullError: as in `write_atomically`.
@@ -75,8 +83,13 @@ def open_atomically(path: Path, *, durable: bool = True) -> Iterator[BinaryIO]:
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(6)}{TEMPORARY_SUFFIX}")
     with writing_to(path):
         path.parent.mkdir(parents=True, exist_ok=True)
+        mode = PRIVATE if private else _mode_of(path)
+        # Set when the file is created: a secret must not be readable for a moment.
+        opener = None if mode is None else partial(os.open, mode=mode)
         try:
-            with temporary.open("xb") as file:
+            with open(temporary, "xb", opener=opener) as file:
+                if mode is not None:
+                    temporary.chmod(mode)  # `os.open` subtracts the umask
                 yield file
                 file.flush()
                 if durable:
@@ -87,6 +100,14 @@ def open_atomically(path: Path, *, durable: bool = True) -> Iterator[BinaryIO]:
             raise
     if durable:
         _flush(path.parent)  # makes the rename durable
+
+
+def _mode_of(path: Path) -> int | None:
+    """The permissions of a file; None if it does not exist."""
+    try:
+        return path.stat().st_mode & KEPT_MODES
+    except OSError:
+        return None
 
 
 def write_whole(file: RawIOBase, content: bytes) -> None:

@@ -230,3 +230,10 @@ def test_a_folder_caught_between_two_renames_comes_back(tmp_path: Path) -> None:
         (tmp_path / name).mkdir()
     sweep_folders(tmp_path, re.compile(r"checkpoint-\d+|pipeline"))
     assert {path.name for path in tmp_path.iterdir()} == {"pipeline", "checkpoint-6", "mine-tmp"}
+
+
+def test_a_file_keeps_its_permissions_when_it_is_replaced(tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+    path.touch(0o600)
+    write_json(path, {"webhook_config": []})
+    assert path.stat().st_mode & 0o777 == 0o600

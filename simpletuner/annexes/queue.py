@@ -119,9 +119,9 @@ class Queue:
 
     @contextmanager
     def _change(self) -> Iterator[Write]:
-        """Lock the file against other servers; yields a function that writes the jobs."""
+        """Lock the file against other servers; yields a function that writes the jobs, whose settings may be secret."""
         with changing(self.file):
-            yield lambda jobs: write_atomically(self.file, JOBS.dump_json(list(jobs), indent=2))
+            yield lambda jobs: write_atomically(self.file, JOBS.dump_json(list(jobs), indent=2), private=True)
 
     def add(self, command: Command, folder: str, **more: Any) -> Job:
         """Append a job."""

@@ -30,14 +30,13 @@ from simpletuner.models.lora_keys import LORA_FILE
 from simpletuner.redaction import redact
 from simpletuner.reporting.metrics import METRICS_FILE, parse_row
 from simpletuner.reporting.pace import clock
-from simpletuner.run.lock import LOCK_FILE, Owner, read_owner
+from simpletuner.run.lock import LOCK_FILE, STARTED_FILE, Owner, read_owner
 from simpletuner.training.lineage import continuation
 from simpletuner.training.manifest import find_checkpoints, result_step
 
 Status = Literal["idle", "starting", "running", "completed", "error", "cancelled", "interrupted", "broken"]
 CONSOLE_FILE = "console.log"
 PROMPT = "$ simpletuner "  # prefix of the line in console.log with the command of a session
-STARTED_FILE = "started.json"  # the page's last start: config, settings, and the id of the event before it
 PART = 1 << 18  # bytes read at a time; maximum length of a line
 CONSOLE_PART = 1 << 16
 RECENT = 200

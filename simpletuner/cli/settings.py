@@ -48,9 +48,10 @@ def command_settings(tokens: list[str], *, cached: bool = False) -> Arguments:
     Args:
         cached: use only downloaded files of remote datasets.
     """
-    from simpletuner.config.sources import parse_arguments
+    from simpletuner.config.sources import parse_arguments, secret_settings
 
     arguments = parse_arguments(tokens)
+    arguments.settings += secret_settings()
     arguments.collect = partial(_collect_remote, fetches=not cached)
     return arguments
 

@@ -3,6 +3,7 @@ variables, and files, located by name, as a packaged example, or in the default 
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import tomllib
@@ -22,6 +23,8 @@ if TYPE_CHECKING:
     from simpletuner.data.entries import Collect
 
 EXTRA_ARGUMENTS = "TRAINER_EXTRA_ARGS"
+# A JSON object: settings of a process that the page starts which a command line would show to every user.
+SECRET_SETTINGS = "SIMPLETUNER_SECRET_SETTINGS"
 # Origins of settings that are in no file: the command line, and function arguments.
 COMMAND_LINE, ARGUMENTS = "command line", "config"
 # Arguments that select the config and are not settings, mapped to the name they are stored under.
@@ -149,6 +152,18 @@ def _choice_of_configuration(token: str) -> str:
         return f"is not a setting. Did you mean example={token}?"
     folder = home_path(token)
     return describe_folder(folder) if os.path.isdir(folder) else ""  # noqa: PTH112 - Path's may raise
+
+
+def is_secret(key: str) -> bool:
+    """Whether the value of a setting may be a secret, so that it must not be on a command line."""
+    option = option_names().get(plain_key(key))
+    return option is None or option.may_hold_secret
+
+
+def secret_settings() -> list[tuple[str, object]]:
+    """The settings that were passed to this process apart from its command line."""
+    text = os.environ.get(SECRET_SETTINGS)
+    return list(json.loads(text).items()) if text else []
 
 
 def _stray(token: str) -> Problem:

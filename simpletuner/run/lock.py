@@ -31,6 +31,8 @@ from simpletuner.reporting.pace import clock
 logger = logging.getLogger(__name__)
 
 LOCK_FILE = "run.lock"
+# Beside the lock, the last start from the page: config, settings, and the id of the event before it.
+STARTED_FILE = "started.json"
 # ABANDONED_SECONDS has room for twelve refreshes, so a few that fail do not lose the lock.
 REFRESH_SECONDS = 15.0
 # Longer than a change may take to appear on other machines, and longer than C code usually blocks the owner's threads.

@@ -172,7 +172,7 @@ def test_a_full_disk_starts_nothing_and_loses_nothing(
 ) -> None:
     queue.add("train", "a")
 
-    def full(path: Path, content: bytes) -> None:
+    def full(path: Path, content: bytes, *, private: bool) -> None:
         raise DiskFullError("no space left")
 
     before = queue.file.read_bytes()

@@ -119,7 +119,7 @@ def test_captions_are_used_or_it_is_said_how(layout: str, capsys: Capture) -> No
     assert {key: entry[key] for key in read if key in entry} == {key: keys[key] for key in read if key in keys}
     prompt = "zkt woman" if keys is TRIGGER_ALONE else "zkt woman,"
     assert entry["instance_prompt"] == prompt
-    assert main(["plan", "env=cat", "plan_device_memory_gb=80"]) == 0
+    assert main(["plan", "env=cat", "--device-memory=80"]) == 0
     assert "(1.0): 2\n" in capsys.readouterr().out
 
 

@@ -29,17 +29,24 @@ from simpletuner.annexes.page import project as served
 from simpletuner.annexes.page.files import Configuration
 from simpletuner.annexes.page.project import Project, Refusal, project_of, read_object
 from simpletuner.annexes.payloads import EVENTS_FILE, last_id
-from simpletuner.annexes.runs import ACTIVE, CONSOLE_FILE, PROMPT, STARTED_FILE, Run
+from simpletuner.annexes.runs import ACTIVE, CONSOLE_FILE, PROMPT, Run
 from simpletuner.atomic import write_json
 from simpletuner.config.load import canonical
 from simpletuner.config.schema import all_options
-from simpletuner.config.sources import DATASET_FILE, ENV_VARIABLES, example_names, read_config_file
+from simpletuner.config.sources import (
+    DATASET_FILE,
+    ENV_VARIABLES,
+    SECRET_SETTINGS,
+    example_names,
+    is_secret,
+    read_config_file,
+)
 from simpletuner.distributed import requests
 from simpletuner.errors import UserError, did_you_mean, result_of
 from simpletuner.models.lora_keys import LORA_FILE
-from simpletuner.redaction import redact
+from simpletuner.redaction import redact, redact_settings
 from simpletuner.reporting.metrics import METRICS_FILE
-from simpletuner.run.lock import LOCK_FILE, refuse_if_alive
+from simpletuner.run.lock import LOCK_FILE, STARTED_FILE, refuse_if_alive
 
 # Limits of the search for runs below a folder; a --root may be a whole disk.
 DEPTH, FOLDERS = 4, 2000
@@ -113,14 +120,17 @@ class Runs:
         run, file = self.started_by(name, settings), self.project.config_file(name)
         # The command line parses lists and objects from JSON.
         texts = {key: value if isinstance(value, str) else json.dumps(value) for key, value in settings.items()}
-        options = [f"--{key}={text}" for key, text in texts.items()]
+        options = [f"--{key}={text}" for key, text in texts.items() if not is_secret(key)]
+        secrets = {key: text for key, text in texts.items() if is_secret(key)}
         # Two concurrent clicks must not both see a free folder.
         with self._lock:
             refuse_if_busy(run)
             after = last_id(run.folder / EVENTS_FILE)
             # Read before the process starts: later events belong to the new session.
-            write_json(run.folder / STARTED_FILE, {"config": name, "settings": dict(settings), "after": after})
-            run.child = self.spawn(run.folder / CONSOLE_FILE, ["train", served.chosen_by(name, file), *options])
+            started = {"config": name, "settings": dict(settings), "after": after}
+            write_json(run.folder / STARTED_FILE, started, private=True)
+            arguments = ["train", served.chosen_by(name, file), *options]
+            run.child = self.spawn(run.folder / CONSOLE_FILE, arguments, secrets)
         return run
 
     def started_by(self, name: str, settings: Mapping[str, Any]) -> Run:
@@ -162,10 +172,18 @@ class Runs:
                 here[RESUME] = "latest"
         return {**run.settings, **here, **more}
 
-    def spawn(self, console: Path, arguments: list[str]) -> subprocess.Popen[bytes]:
-        """Start a command as a process that outlives this one; its output is appended to a file."""
+    def spawn(
+        self, console: Path, arguments: list[str], secrets: Mapping[str, str] | None = None
+    ) -> subprocess.Popen[bytes]:
+        """Start a command as a process that outlives this one; its output is appended to a file.
+
+        Args:
+            secrets: settings that are passed in the environment, which other users cannot read.
+        """
         # Without variables that select a config: the command line names one.
         environment = {key: value for key, value in os.environ.items() if key not in ENV_VARIABLES}
+        if secrets:
+            environment[SECRET_SETTINGS] = json.dumps(secrets)
         with console.open("ab") as file:
             file.write(redact(f"{PROMPT}{shlex.join(arguments)}\n").encode())
             file.flush()
@@ -187,7 +205,9 @@ class Runs:
             raise Refusal(400, "A new run needs the config and the LoRA of a run that has ended.")
         file = self.project.new_config(name)
         datasets = {"data_backend_config": str(self._existing(run.config).with_name(DATASET_FILE))}
-        settings = datasets | Configuration.saved(self.project, run.config, run.settings).values
+        # Secrets that were given to the run are not copied into a file.
+        given = {key: value for key, value in run.settings.items() if redact_settings({key: value}) == {key: value}}
+        settings = datasets | Configuration.saved(self.project, run.config, given).values
         write_json(file, {**settings, "init_lora": str(run.folder / LORA_FILE), "output_dir": f"output/{name}"})
         return name
 

@@ -22,7 +22,7 @@ from simpletuner.distributed.requests import FOLDER as REQUESTS
 from simpletuner.errors import Interrupted, UserError, counted
 from simpletuner.reporting.events import UPLOADING, CheckpointSaved, Event, EventStream, Uploaded
 from simpletuner.run.companions import LEDGER_FILE, Companion, Ledger, Task, strike
-from simpletuner.run.lock import LOCK_FILE
+from simpletuner.run.lock import LOCK_FILE, STARTED_FILE
 from simpletuner.training.manifest import (
     AVERAGE_FOLDER,
     PIPELINE_FOLDER,
@@ -261,8 +261,8 @@ LOADED = (
     "transformer/*",
     "transformer_ema/*",
 )
-# Not copied with the output folder: caches, and files of this machine.
-LEFT_OUT = ("cache", REQUESTS, LOCK_FILE, LEDGER_FILE)
+# Not copied with the output folder: caches, and files of this machine, which may hold secrets.
+LEFT_OUT = ("cache", REQUESTS, LOCK_FILE, LEDGER_FILE, STARTED_FILE)
 MODIFIED = "modified"  # metadata of an object: mtime of its file in nanoseconds, by this machine's clock
 FORBIDDEN = {
     401: "the hub does not accept the token (log in with `hf auth login`, or set HF_TOKEN), so it cannot write",

@@ -21,7 +21,7 @@ from simpletuner.annexes.page.control import ask, refuse_if_busy
 from simpletuner.annexes.page.live import drawn
 from simpletuner.annexes.page.project import Refusal
 from simpletuner.annexes.payloads import EVENTS_FILE, EventLog, Payloads, last_id
-from simpletuner.annexes.runs import CONSOLE_FILE, STARTED_FILE, Run, Tail
+from simpletuner.annexes.runs import CONSOLE_FILE, Run, Tail
 from simpletuner.distributed.requests import take_requests
 from simpletuner.reporting.events import (
     UPLOADING,
@@ -35,7 +35,7 @@ from simpletuner.reporting.events import (
     Uploaded,
 )
 from simpletuner.reporting.metrics import METRICS_FILE, MetricsFile
-from simpletuner.run.lock import LOCK_FILE, lock_output, this_process
+from simpletuner.run.lock import LOCK_FILE, STARTED_FILE, lock_output, this_process
 from tests.processes import PATIENCE
 
 SESSION = """
