@@ -87,6 +87,7 @@ def run_plan(
         if plan.resume:
             events.say(f"Continuing from {plan.resume.path.name}")
         held.enter_context(closing(loader))
+        world.barrier()  # all have read the checkpoint, which the start of a branch may move
         recorded = world.on_main(lambda: begin_records(plan, events, companions, state.global_step))
         # However the run ends, a checkpoint or preview in progress is completed first.
         writing, decoding = (held.enter_context(ThreadPoolExecutor(1)) for _ in range(2))

@@ -104,7 +104,9 @@ def _restore(checkpoint: Checkpoint, assembly: Assembly, loader: BatchLoader, *,
         if technique.name in content["techniques"]:  # otherwise it has been enabled since and starts now
             technique.load_state_dict(content["techniques"][technique.name])
     ema = assembly.trained.ema
-    if ema is not None and content["ema"] is not None:
+    if ema is not None and content["ema"] is None:
+        ema.restart()  # turned on since; otherwise it would average the weights of step 0 until its first update
+    elif ema is not None:
         refuse_not_finite(content["ema"]["average"], f"The moving average in {checkpoint.path}")
         ema.load_state_dict(content["ema"])
     loader.load_state_dict(content["loader"] if same_data else loader.beginning())

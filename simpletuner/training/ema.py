@@ -112,6 +112,11 @@ class Ema:
             local(average).copy_(local(as_sharded(state["average"][name], average)))
         self._updates, self.decay_value = state["updates"], state["decay_value"]
 
+    def restart(self) -> None:
+        """Start from the parameters as they are now."""
+        for name, average in self.average.items():
+            local(average).copy_(local(self._parameters[name].detach()))
+
     def _decay(self, global_step: int) -> float:
         """min((1 + n) / (10 + n), ema_decay) with n = global_step - 1; 0, a copy, in the first update and before
         ema_warmup_steps."""

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from safetensors.torch import load_file
 
 from simpletuner.headers import METADATA, read_header
 from simpletuner.models.adapter import PreviewRequest, TextRequest
@@ -168,6 +169,14 @@ def test_a_run_goes_on_in_half_precision(trained: Workspace) -> None:
     assert trained.train("mixed_precision=fp16", "max_train_steps=5") == 0
     assert trained.train("mixed_precision=no", "max_train_steps=6") == 0
     assert [row["step"] for row in trained.metrics()] == [1, 2, 3, 4, 5, 6]
+
+
+def test_an_average_that_is_turned_on_later_starts_from_the_trained_weights(trained: Workspace) -> None:
+    """Its first update would be in step 100, and the run ends before."""
+    assert trained.train("max_train_steps=5", "use_ema=true", "ema_update_interval=100") == 0
+    before = load_file(trained.path("output/checkpoint-4/pytorch_lora_weights.safetensors"))
+    averaged = load_file(trained.path("output/ema/pytorch_lora_weights.safetensors"))
+    assert all(torch.equal(averaged[name], weight) for name, weight in before.items())
 
 
 def add_other_pictures(run: Workspace, folder: str = "other") -> None:
