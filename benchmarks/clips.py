@@ -22,7 +22,7 @@ from benchmarks.timing import arguments, compare, interleave, show
 from simpletuner.data.clip_frames import CONVERSION
 from simpletuner.data.clips import frames_of, probe_clip
 
-RATE, FRAMES = 24, 72
+RATE = 24
 SIZES = {"480p": (832, 480), "720p": (1280, 720)}
 KINDS = {"H.264": ("libx264", "yuv420p"), "10-bit HEVC": ("libx265", "yuv420p10le")}
 # The plain loop's time in units of ours is at least .95.
@@ -32,6 +32,7 @@ BAR = 1 / 0.95
 def main() -> None:
     parser = arguments(__doc__.splitlines()[0] if __doc__ else None, rounds=5)
     parser.add_argument("--only", choices=SIZES, nargs="+", default=[*SIZES])
+    parser.add_argument("--frames", type=int, default=72)
     options = parser.parse_args()
     variants: dict[str, Callable[[], None]] = {}
     names = [f"{kind}, {size}" for kind in KINDS for size in options.only]
@@ -39,15 +40,15 @@ def main() -> None:
         for name in names:
             kind, size = name.split(", ")
             path = Path(folder) / f"{name}.mp4"
-            write(path, *KINDS[kind], SIZES[size])
+            write(path, *KINDS[kind], SIZES[size], options.frames)
             variants[f"{name}, plain"] = partial(read_plainly, path)
-            variants[f"{name}, ours"] = partial(read, path)
+            variants[f"{name}, ours"] = partial(read, path, options.frames)
         seconds = interleave(variants, options.rounds, time.process_time)
     ratios = [compare(name, seconds, f"{name}, ours", f"{name}, plain", BAR) for name in names]
     show("CPU time of reading clips / plain loop", ratios, options)
 
 
-def write(path: Path, codec: str, pixel_format: str, size: tuple[int, int]) -> None:
+def write(path: Path, codec: str, pixel_format: str, size: tuple[int, int], frames: int) -> None:
     """Noise that moves over a gradient."""
     numbers = np.random.default_rng(0)
     width, height = size
@@ -57,7 +58,7 @@ def write(path: Path, codec: str, pixel_format: str, size: tuple[int, int]) -> N
         stream = container.add_stream(codec, rate=RATE, options=options)
         stream.width, stream.height = size
         stream.pix_fmt = pixel_format
-        for index in range(FRAMES):
+        for index in range(frames):
             pixels = np.ascontiguousarray(texture[:, 4 * index : 4 * index + width].astype(np.uint8))
             frame = VideoFrame.from_ndarray(pixels, format="rgb24")
             frame.pts = index
@@ -74,9 +75,9 @@ def read_plainly(path: Path) -> None:
             frame.to_ndarray(format="rgb24", interpolation=CONVERSION, threads=1)
 
 
-def read(path: Path) -> None:
+def read(path: Path, frames: int) -> None:
     """Read every frame as caching does."""
-    for _ in frames_of(path, FRAMES, RATE, probe_clip(path)):
+    for _ in frames_of(path, frames, RATE, probe_clip(path)):
         pass
 
 

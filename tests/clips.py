@@ -193,16 +193,16 @@ def animated(path: Path) -> None:
     first.save(path, save_all=True, append_images=others, duration=50, loop=0)
 
 
-def write_interlaced(path: Path, codec: str, frames: int = 25, **options: str) -> None:
+def write_interlaced(path: Path, codec: str, size: tuple[int, int] = (WIDTH, HEIGHT), **options: str) -> None:
     """A bar that moves by four pixels from field to field; two fields are the even and odd rows of a frame."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with av.open(str(path), "w") as container:
         stream = container.add_stream(codec, rate=25, options={"flags": "+ilme+ildct", **options})
-        stream.width, stream.height = WIDTH, HEIGHT
+        stream.width, stream.height = size
         stream.pix_fmt = "yuv422p10le" if codec == "prores_ks" else "yuv420p"
         stream.codec_context.bit_rate = 4_000_000
-        for index in range(frames):
-            pixels = np.zeros((HEIGHT, WIDTH, 3), dtype=np.uint8)
+        for index in range(25):
+            pixels = np.zeros((size[1], size[0], 3), dtype=np.uint8)
             for field_number in (0, 1):
                 left = 4 * ((2 * index + field_number) % 20)
                 pixels[field_number::2, left : left + 12] = 255

@@ -34,6 +34,8 @@ TAGS: dict[str, Any] = {} if int(av.__version__.split(".")[0]) >= 19 else {"meta
 # FFmpeg's formats for clips and, for a better message, for pictures and sound. No playlists: they open further files.
 CLIP_FORMATS = "mov,matroska,avi,mpeg,mpegts,mpegvideo,flv,asf,ogg,rm,mxf,dv,ivf,nut,gif"
 FORMATS = f"{CLIP_FORMATS},wav,png_pipe,jpeg_pipe,webp_pipe,bmp_pipe,tiff_pipe"
+# First boxes of an MP4 that is a part of a stream; it is described in another file.
+SEGMENTS = (b"styp", b"sidx", b"moof")
 # Decoders that read transparency; those that FFmpeg prefers for the same codecs skip it.
 TRANSPARENT = {"vp8": "libvpx", "vp9": "libvpx-vp9"}
 # Bytes by which a format is recognised, and control characters of texts: containers hold others in these bytes.
@@ -120,6 +122,8 @@ def opened(path: Path) -> Iterator[ClipFile]:
             raise
         if error.errno == errno.ENOSYS:
             raise UnsupportedError(f"is in a format that cannot be decoded here: {_reason(error)}") from error
+        if head_of(path)[4:8] in SEGMENTS:
+            raise UnsuitableError("is a segment of a stream, which cannot be decoded without its beginning") from error
         # FFmpeg reports damaged data as I/O errors too: if the whole file can be read, the data is damaged.
         content_hash(path)
         raise UndecodableError(f"cannot be decoded: {_reason(error)}") from error

@@ -105,17 +105,25 @@ def held_until(clip: ClipFile) -> float:
 def _deinterlaced(frames: Iterable[VideoFrame]) -> Iterator[VideoFrame]:
     """Frames without the combs of interlaced ones: one frame for two fields, at its time."""
     graph: Graph | None = None
+    layout = ""
     for frame in frames:
+        # A graph takes frames of one size and format, which broadcasts change in the middle.
+        if graph is not None and _layout_of(frame) != layout:
+            yield from _pushed(graph, None)
+            graph = None
         if graph is None and frame.interlaced_frame:
             graph = _deinterlacer(frame)
+            layout = _layout_of(frame)
         if graph is None:
             yield frame
         else:
-            graph.vpush(frame)
-            yield from _finished(graph)
+            yield from _pushed(graph, frame)
     if graph is not None:
-        graph.vpush(None)
-        yield from _finished(graph)
+        yield from _pushed(graph, None)
+
+
+def _layout_of(frame: VideoFrame) -> str:
+    return f"{frame.width}x{frame.height} {frame.format.name}"
 
 
 def _deinterlacer(frame: VideoFrame) -> Graph:
@@ -129,7 +137,9 @@ def _deinterlacer(frame: VideoFrame) -> Graph:
     return graph
 
 
-def _finished(graph: Graph) -> Iterator[VideoFrame]:
+def _pushed(graph: Graph, frame: VideoFrame | None) -> Iterator[VideoFrame]:
+    """The frames that are finished after another one; None ends them."""
+    graph.vpush(frame)
     while True:
         try:
             yield graph.vpull()

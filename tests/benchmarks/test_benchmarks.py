@@ -19,7 +19,7 @@ from tests.workspace import Workspace
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 SMALLEST = {
     "chain": "--size tiny --clips 1",
-    "clips": "--rounds 1 --only 480p",
+    "clips": "--rounds 1 --only 480p --frames 4",
     "data_wait": "--size tiny --steps 2",
     "host": "--rounds 1 --only stock fast",
     "startup": "--only help",

@@ -111,6 +111,14 @@ def test_text_is_no_damaged_clip(name: str, tmp_path: Path) -> None:
         probe_clip(tmp_path / name)
 
 
+def test_a_segment_of_a_stream_is_no_damage(tmp_path: Path) -> None:
+    write_clip(tmp_path / "whole.mp4", container={"movflags": "frag_keyframe+empty_moov"})
+    content = (tmp_path / "whole.mp4").read_bytes()
+    (tmp_path / "segment.mp4").write_bytes(content[content.index(b"moof") - 4 :])
+    with pytest.raises(UnsuitableError, match="is a segment of a stream"):
+        probe_clip(tmp_path / "segment.mp4")
+
+
 def test_what_ffmpeg_does_not_implement_is_no_damage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_clip(tmp_path / "a.avi", seconds=0.25)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from collections.abc import Callable
 from itertools import pairwise, product
 from pathlib import Path
 
@@ -15,8 +16,8 @@ from PIL import Image
 
 from simpletuner.data import clip_decord, clip_facts, clips
 from simpletuner.data.buckets import Geometry
-from simpletuner.data.clip_file import UndecodableError, UnsupportedError
-from simpletuner.data.clip_frames import CONVERSION, _Painter, read_with_av
+from simpletuner.data.clip_file import UndecodableError, UnsupportedError, opened
+from simpletuner.data.clip_frames import CONVERSION, _deinterlaced, _Painter, read_with_av
 from simpletuner.data.clips import ClipFacts, fit_clip, frames_of, probe_clip
 from simpletuner.data.files import MediaError, UnsuitableError
 from tests.clips import (
@@ -138,6 +139,18 @@ def test_interlaced_clips_are_deinterlaced_at_the_rate_of_frames(name: str, tmp_
     assert not any(np.array_equal(*neighbours) for neighbours in pairwise(frames)), "none is repeated"
 
 
+def test_an_interlaced_clip_may_change_its_size(tmp_path: Path) -> None:
+    path, parts = tmp_path / "broadcast.ts", b""
+    codec, options = INTERLACED["interlaced.ts"]
+    for size in ((WIDTH, HEIGHT), (WIDTH // 2, HEIGHT // 2)):
+        write_interlaced(path, codec, size=size, **options)
+        parts += path.read_bytes()
+    path.write_bytes(parts)
+    with opened(path) as clip:
+        sizes = [(frame.width, frame.height) for frame in _deinterlaced(clip.frames())]
+    assert sizes == [(WIDTH, HEIGHT)] * 25 + [(WIDTH // 2, HEIGHT // 2)] * 25
+
+
 def test_a_packet_of_one_field_is_no_frame(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path, shown = tmp_path / "fields.ts", clip_facts._shown
     codec, options = INTERLACED["interlaced.ts"]
@@ -216,24 +229,46 @@ def test_side_data_that_pyav_has_no_name_for_is_left_alone(orientation: int, tmp
         assert np.abs(np.subtract(seen, wanted)).max() <= 12
 
 
-@pytest.mark.parametrize("error", [UndecodableError("cannot be decoded"), UnsupportedError("is in a new format")])
-def test_decord_reads_what_pyav_cannot(error: MediaError, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("decord")
-    path = tmp_path / "a.mp4"
-    write_clip(path)
-
+def fail_with(error: Exception) -> Callable[[Path], ClipFacts]:
     def fail(path: Path) -> ClipFacts:
         raise error
 
-    monkeypatch.setattr(clip_facts, "read_facts", fail)
+    return fail
+
+
+@pytest.mark.slow(2)
+def test_decord_reads_what_pyav_cannot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("decord")
+    path = tmp_path / "a.mp4"
+    write_clip(path)
+    monkeypatch.setattr(clip_facts, "read_facts", fail_with(UndecodableError("cannot be decoded")))
     facts = probe_clip(path)
     assert (facts.width, facts.height, facts.reader) == (WIDTH, HEIGHT, "decord")
     assert facts.frames_at(24) == 48
     by_av = [np.asarray(frame).astype(int) for frame in read_with_av(path, facts.moments(48, 24))]
     assert np.abs(read_clip(path, 48, 24) - by_av).mean() < 3
-    path.write_bytes(path.read_bytes()[:1000])
-    with pytest.raises(type(error)):
-        probe_clip(path)
+
+
+@pytest.mark.parametrize(
+    ("error", "is_asked"),
+    [
+        (UndecodableError("cannot be decoded"), True),
+        (UnsupportedError("is in a new format"), True),
+        (UnsuitableError("is HDR"), False),
+        (MediaError("is truncated"), False),
+    ],
+)
+def test_decord_is_asked_only_for_what_pyav_cannot_decode(
+    error: MediaError, is_asked: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    facts = ClipFacts(WIDTH, HEIGHT, 1, 24, reader="decord")
+    answers = [facts, None]
+    monkeypatch.setattr(clip_facts, "read_facts", fail_with(error))
+    monkeypatch.setattr(clip_decord, "read_facts_with_decord", lambda path: answers.pop(0))
+    if is_asked:
+        assert probe_clip(Path("a.mp4")) == facts
+    with pytest.raises(type(error), match=str(error)):
+        probe_clip(Path("a.mp4"))
 
 
 def test_a_clip_that_decord_is_asked_for_is_never_read_by_pyav(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
