@@ -36,7 +36,7 @@ from simpletuner.data.entries import (
 )
 from simpletuner.data.files import LeftOutError
 from simpletuner.data.masks import check_mask_sizes, check_masks, measure_masks
-from simpletuner.data.overlooked import split_texts, unused_captions
+from simpletuner.data.overlooked import split_texts, unread_repeats, unused_captions
 from simpletuner.data.sample import CLIP, EXPECTED, PICTURE, Rejected, Sample
 from simpletuner.errors import Problem, Problems, Reading, counted, did_you_mean, shorten, warning, within
 
@@ -153,6 +153,7 @@ class _Builder:
         if not has_error(entry.id, self.problems):
             self.problems.extend(unused_captions(entry, dataset))
         self.problems.extend(split_texts(dataset))
+        self.problems.extend(unread_repeats(entry, dataset))
         self.problems.extend(warn_of_enlarged(dataset))
         self.problems.extend(warn_of_conversions(dataset))
         self.problems.extend(_check_speed(dataset, self.context.spec.frame_rate))

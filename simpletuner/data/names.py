@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import unicodedata
 from collections.abc import Iterable, Mapping, Sequence
 
@@ -28,6 +29,10 @@ SYSTEM_FOLDERS = frozenset({
     "$recycle.bin", "recycler", "system volume information",  # Windows
     "lost+found",  # Linux
 })  # fmt: skip
+
+# Folders of kohya's scripts: repeats and words. Cameras name folders 100_FUJI, by three digits and five characters.
+CONCEPT_FOLDER = re.compile(r"([1-9]\d{0,2})_(\S.*)")
+CAMERA_FOLDER = re.compile(r"\d{3}_[0-9A-Z]{4}")
 
 # Why a file is not used: the category, and a text that continues the name.
 Reason = tuple[str, str]
@@ -75,6 +80,14 @@ def unread_format(name: str) -> str | None:
     if suffix in UNREAD_CLIPS:
         return f"is a clip in a format that is not read ({suffix}); convert it to .mp4"
     return None
+
+
+def concept_of(folder: str) -> tuple[int, str] | None:
+    """Repeats and words of a folder named like `10_zkt woman`, else None."""
+    match = CONCEPT_FOLDER.fullmatch(folder)
+    if match is None or CAMERA_FOLDER.fullmatch(folder):
+        return None
+    return int(match[1]), " ".join(match[2].replace("_", " ").split())
 
 
 def match_captions(media: Sequence[str], texts: Iterable[str]) -> tuple[dict[str, str], dict[str, Reason]]:

@@ -10,7 +10,7 @@ from simpletuner.config.datasets import DatasetConfig
 from simpletuner.data.dataset import Dataset
 from simpletuner.data.discovery import Scan
 from simpletuner.data.entries import FIXED_PROMPTS
-from simpletuner.data.names import composed, pair_key, suffix_of
+from simpletuner.data.names import composed, concept_of, pair_key, suffix_of
 from simpletuner.data.sample import UNCAPTIONED
 from simpletuner.errors import Problem, counted, shorten, warning
 
@@ -49,6 +49,26 @@ def unused_captions(entry: DatasetConfig, dataset: Dataset) -> Iterator[Problem]
     is_fatal = lacks_captions and not dataset.samples
     for message in messages:
         yield Problem(f"{entry.id}.caption_strategy", message, is_fatal, kind="captions")
+
+
+def unread_repeats(entry: DatasetConfig, dataset: Dataset) -> Iterator[Problem]:
+    """Warn that the repeats in the names of folders, such as `10_zkt woman`, are not read.
+
+    Args:
+        entry: the dataset's entry with its defaults filled in.
+    """
+    if entry.repeats is not None:
+        return
+    folders = {str((dataset.root / sample.name).parent) for sample in dataset.samples}
+    for folder in sorted(folders):
+        title = Path(folder).resolve().name
+        concept = concept_of(title)
+        if concept is None or concept[0] == 1:
+            continue
+        message = f"the repeats and words of the folder {title!r} are not read from its name: set repeats to"
+        advice = "for several such folders, make an entry for each. `simpletuner start` does that"
+        yield warning(f"{entry.id}.repeats", f"{message} {concept[0] - 1}; {advice}.")
+        return
 
 
 def foreign_captions(root: Path, listing: Scan) -> list[str]:

@@ -163,3 +163,66 @@ def test_captions_for_the_rest_of_a_table_are_not_written_where_nobody_reads_the
     put("cat", {"metadata.jsonl": rows("a.jpg")})
     assert main(["start", "cat", "--yes", "--dry-run", "--caption"]) == 2
     assert "--caption writes .txt files, and captions are read from a metadata table" in capsys.readouterr().err
+
+
+def concepts(folder: str, *arguments: str) -> list[dict[str, Any]]:
+    """The entries of pictures that a dry run writes for a folder, without a trigger unless one is given."""
+    assert main(["start", folder, "--yes", "--dry-run", *arguments]) == 0
+    entries = json.loads(Path("config", folder, "multidatabackend.json").read_text())
+    return [entry for entry in entries if entry["dataset_type"] == "image"]
+
+
+def prompt_of(folder: str) -> str:
+    config: dict[str, Any] = json.loads(Path("config", folder, "config.json").read_text())
+    return str(config["validation_prompt"])
+
+
+@pytest.mark.parametrize("place", ["kohya/10_zkt woman", "kohya/img/10_zkt woman"])
+def test_repeats_and_words_of_a_folder_are_taken(place: str, capsys: Capture) -> None:
+    put(place, {})
+    put("kohya/reg/1_woman", {})
+
+    (entry,) = concepts("kohya")
+
+    assert (entry["instance_data_dir"], entry["repeats"]) == (place, 9)
+    assert (entry["caption_strategy"], entry["instance_prompt"]) == ("instanceprompt", "zkt woman")
+    assert prompt_of("kohya") == "a photo of zkt woman on a beach at sunset"
+    told = capsys.readouterr().out
+    assert "'10_zkt woman': 2 files, seen 10 times in an epoch (repeats 9); the words 'zkt woman'." in told
+    assert "Not trained: 2 files outside of such folders or in regularisation folders (reg/1_woman/a.jpg" in told
+    assert main(["plan", "env=kohya", "--device-memory=80"]) == 0
+    assert "2 of 2 files used" in capsys.readouterr().out
+
+
+def test_each_folder_of_kohya_is_a_dataset_with_its_words_or_captions(capsys: Capture) -> None:
+    put("kohya/10_zkt woman", {"c.caption": "on a chair"}, ("c.jpg",))
+    put("kohya/4_qxz_dog", {}, ("a.jpg", "b.jpg", "c.jpg"))
+
+    dog, woman = concepts("kohya")
+
+    assert (dog["instance_data_dir"], dog["repeats"], dog["instance_prompt"]) == ("kohya/4_qxz_dog", 3, "qxz dog")
+    assert (woman["instance_data_dir"], woman["repeats"]) == ("kohya/10_zkt woman", 9)
+    assert (woman["caption_strategy"], woman["instance_prompt"]) == ("textfile", "zkt woman,")
+    assert main(["plan", "env=kohya", "--device-memory=80"]) == 0
+    assert "3 of 3 files used" in capsys.readouterr().out
+
+
+def test_trigger_words_that_are_given_win_over_those_of_the_folder() -> None:
+    put("kohya/10_zkt woman", {})
+    (entry,) = concepts("kohya", "--trigger", "qxz, a woman")
+    assert (entry["repeats"], entry["instance_prompt"]) == (9, "qxz, a woman")
+
+
+def test_a_folder_of_kohya_may_be_given_itself() -> None:
+    put("10_zkt woman", {})
+    assert main(["start", "10_zkt woman", "--yes", "--dry-run", "--name", "zkt"]) == 0
+    entry = json.loads(Path("config/zkt/multidatabackend.json").read_text())[0]
+    assert (entry["instance_data_dir"], entry["repeats"]) == ("10_zkt woman", 9)
+    assert entry["instance_prompt"] == "zkt woman"
+
+
+def test_folders_of_dates_and_cameras_are_no_concepts() -> None:
+    for folder in ("set/2024_summer", "set/100_FUJI", "set/001_cats"):
+        put(folder, {})
+    (entry,) = concepts("set")
+    assert (entry["instance_data_dir"], entry["instance_prompt"]) == ("set", "zkt")

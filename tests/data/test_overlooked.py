@@ -159,3 +159,30 @@ def test_a_text_that_is_split_is_named_in_every_plan(context: DataContext, photo
 @pytest.mark.parametrize("kind", ALTERNATIVES)
 def test_alternatives_are_not_taken_for_one_text(kind: str) -> None:
     assert not is_one_text([line.strip() for line in ALTERNATIVES[kind].split("\n")])
+
+
+@pytest.mark.parametrize(
+    ("folder", "advice"),
+    [
+        ("10_zkt woman", "the folder '10_zkt woman' are not read from its name: set repeats to 9;"),
+        ("3_a_cat", "set repeats to 2;"),
+        ("1_zkt", ""),
+        ("cats", ""),
+        ("2024_summer", ""),
+        ("001_cats", ""),
+        ("100_FUJI", ""),  # of a camera
+    ],
+)
+@pytest.mark.parametrize("is_root", [False, True])
+def test_repeats_in_the_name_of_a_folder_are_not_lost_in_silence(
+    folder: str, advice: str, is_root: bool, context: DataContext, tmp_path: Path
+) -> None:
+    pictures.photograph(tmp_path / folder / "a.png", (64, 64))
+    root = tmp_path / folder if is_root else tmp_path
+
+    _, problems = build(context, root, caption_strategy="filename")
+    _, none = build(context, root, caption_strategy="filename", repeats=4)
+
+    assert [problem.where for problem in problems] == (["set.repeats"] if advice else [])
+    assert advice in "".join(map(str, problems))
+    assert not none

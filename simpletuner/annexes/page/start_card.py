@@ -117,9 +117,10 @@ def answered(project: Project, material: Material, body: dict[str, Any]) -> Star
         name=str(body.get("name") or free).strip(),
         material=material,
         purpose=purpose,
-        trigger=str(body.get("trigger") or TRIGGER).strip() if purpose != "edit" else "",
+        trigger=str(body.get("trigger") or material.words or TRIGGER).strip() if purpose != "edit" else "",
         example=material.models[model],
-        captions=body.get("captions") is True or bool(material.captioned),
+        # Files of a concept without captions are captioned by its words.
+        captions=body.get("captions") is True or (bool(material.captioned) and not material.concepts),
         root=project.folder,
     )
 

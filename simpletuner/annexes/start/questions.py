@@ -46,7 +46,7 @@ def ask(
     problems.raise_if_fatal()
     purposes = {purpose: Recipe.of(purpose).title for purpose in material.purposes}
     purpose = _choose(talk, "What should be learned?", purposes, given["purpose"])
-    trigger = (given["trigger"] or "").strip() or _ask_trigger(talk, purpose)
+    trigger = (given["trigger"] or "").strip() or material.words or _ask_trigger(talk, purpose)
     captioned, values = captions or not material.uncaptioned, _as_json(settings)
     starts = {
         model: Start(name, material, purpose, trigger, example, captioned, values, device=device)
@@ -62,7 +62,7 @@ def ask(
 
 def _name_exceptions(talk: Talk, material: Material, words: str) -> None:
     """Name the captions without the words that most captions contain."""
-    captions = material.captions
+    captions = material.parts[0].captions
     unnamed = captions.without(words)
     if unnamed:
         count = f"{len(unnamed)} of {counted(len(captions.texts), 'caption')}"
@@ -104,7 +104,8 @@ def _check(material: Material, name: str, given: Mapping[str, str | None], *, ca
     for option, names in (("purpose", material.purposes), ("model", [*material.models])):
         if (value := given[option]) is not None and value not in names:
             yield Problem("", f"--{option} {not_one_of(value, names)}")
-    yield from _check_captions(material, given["model"], captions=captions)
+    for part in material.parts:
+        yield from _check_captions(part, given["model"], captions=captions)
 
 
 def _check_captions(material: Material, model: str | None, *, captions: bool) -> Iterator[Problem]:

@@ -20,6 +20,7 @@ from unicodedata import category
 from simpletuner.annexes.figures import duration
 from simpletuner.annexes.fitting.ready import needs_consent, ready_plan
 from simpletuner.annexes.start.captions import LOOKED_AT, MOST_NAMED, FolderCaptions
+from simpletuner.annexes.start.concepts import Concept, find_concepts, together
 from simpletuner.atomic import write_json
 from simpletuner.budget.budget import Budget
 from simpletuner.budget.device import find_device
@@ -65,6 +66,8 @@ class Material:
         holds_clips: the files are clips.
         sources: the folder of source pictures, for edits.
         others: files of the less frequent kind (clips or pictures), which are not trained.
+        concepts: folders named as kohya's scripts expect, those with most files first.
+        taken: sentences about what was taken from their names.
     """
 
     folder: Path
@@ -72,6 +75,8 @@ class Material:
     holds_clips: bool = False
     sources: Path | None = None
     others: Sequence[str] = ()
+    concepts: Sequence[Concept] = ()
+    taken: Sequence[str] = ()
 
     @classmethod
     def of(cls, folder: Path) -> Material:
@@ -93,8 +98,29 @@ class Material:
             hint = f" It has a config: simpletuner train --config {config}." if config.is_file() else ""
             raise UserError(" ".join([f"{folder} contains no pictures and no clips.{hint}", *_unread(pictures)]))
         if len(clips.files) > len(pictures.files):
-            return cls(folder, clips, holds_clips=True, others=pictures.files)
-        return cls(folder, pictures, others=clips.files)
+            return cls(folder, clips, holds_clips=True, others=pictures.files)._divided()
+        return cls(folder, pictures, others=clips.files)._divided()
+
+    def _divided(self) -> Material:
+        """The files of the concepts, if there are any."""
+        concepts, notes = find_concepts(self.folder, self.files)
+        if not concepts:
+            return self
+        return replace(self, files=together(self.files, concepts), concepts=concepts, taken=notes)
+
+    def of_concept(self, concept: Concept) -> Material:
+        """The files of a concept alone."""
+        return replace(self, folder=self.folder / concept.folder, files=concept.inner, concepts=(), taken=())
+
+    @cached_property
+    def parts(self) -> list[Material]:
+        """The files of each concept, or else all files."""
+        return [self.of_concept(concept) for concept in self.concepts] or [self]
+
+    @property
+    def words(self) -> str:
+        """The words of the concept with most files; empty without concepts."""
+        return self.concepts[0].words if self.concepts else ""
 
     @classmethod
     def of_entry(cls, entry: Mapping[str, Any]) -> Material:
@@ -226,7 +252,8 @@ class Material:
             others = "pictures" if self.holds_clips else "clips"
             advice = f"A run learns from pictures or from clips: to train {others}, put them into a separate folder."
             notes.append(f"Not trained, {others}: {shorten(self.others, MOST_NAMED)}. {advice}")
-        return [*notes, *_unread(self.files), *self.captions.notes()]
+        captions = [note for part in self.parts for note in part.captions.notes()]
+        return [*notes, *self.taken, *_unread(self.files), *captions]
 
 
 def _unread(files: Scan) -> Iterator[str]:
@@ -350,12 +377,19 @@ class Start:
     def captioned_as(self) -> str:
         """The words for the learned concept that most captions already contain; empty if they contain none."""
         words = dict.fromkeys([self.phrase, self.trigger, self.trigger.partition(",")[0]])
-        return next((text for text in words if text and self.material.captions.mention(text)), "")
+        return next((text for text in words if text and self.material.parts[0].captions.mention(text)), "")
+
+    @cached_property
+    def parts(self) -> list[Start]:
+        """A run for each concept, or else this run; the trigger is for the concept with most files."""
+        triggers = [self.trigger, *(concept.words for concept in self.material.concepts[1:])]
+        parts = zip(self.material.parts, triggers, strict=True)
+        return [replace(self, material=part, trigger=trigger) for part, trigger in parts]
 
     @property
     def held_out(self) -> int:
         """The number of files to hold out; their loss shows which checkpoint generalises best."""
-        files, measured = self.material.usable, self.recipe.settings.get("num_eval_images", MOST_HELD_OUT)
+        files, measured = self.material.parts[0].usable, self.recipe.settings.get("num_eval_images", MOST_HELD_OUT)
         return min(files // HELD_OUT_SHARE, measured) if files >= ENOUGH_FILES else 0
 
     @property
@@ -397,13 +431,21 @@ class Start:
             trained["id"] = f"my-{self.material.noun}"
         longest = read_example(self.example).get("validation_num_video_frames", 1)
         trained = self.material.fitted(trained, self.spec, longest)
-        trained["instance_data_dir"] = self._written(self.material.folder)
-        trained |= {"hold_out": self.held_out} if self.held_out else {}
-        trained |= self._captions()
+        entries = [part._trained(trained) for part in self.parts]
+        entries[0] |= {"hold_out": self.held_out} if self.held_out else {}
+        for number, (entry, concept) in enumerate(zip(entries, self.material.concepts, strict=False), start=1):
+            entry["repeats"] = concept.repeats - 1
+            if len(entries) > 1:
+                entry["id"] = f"{entry['id']}-{number}"
+                entry.pop("cache_dir_vae", None)  # each needs a folder of its own
         if self.material.sources:
             others[0]["instance_data_dir"] = self._written(self.material.sources)
         # Keys of the dataset would override the same keys of the command line.
-        return [{key: value for key, value in trained.items() if key not in self.settings}, *others]
+        return [{key: entry[key] for key in entry if key not in self.settings} for entry in entries] + others
+
+    def _trained(self, entry: Mapping[str, Any]) -> dict[str, Any]:
+        """The entry with the folder and the captions of this material."""
+        return {**entry, "instance_data_dir": self._written(self.material.folder), **self._captions()}
 
     def _previews(self, config: Mapping[str, Any]) -> dict[str, Any]:
         """The size and the interval of previews: each has its checkpoint, and all take about a fifth of the run.
@@ -427,9 +469,14 @@ class Start:
         interval = preview_interval(steps, config["checkpoint_step_interval"], rounds)
         return {"validation_resolution": size, "validation_step_interval": interval}
 
+    @property
+    def _has_captions(self) -> bool:
+        """Whether the files, or most files of a concept, have captions or will get some."""
+        return self.captions or len(self.material.captioned) > len(self.material.uncaptioned)
+
     def _captions(self) -> dict[str, Any]:
         """Dataset keys that put the words for the learned concept into captions."""
-        if self.phrase and not self.captions:
+        if self.phrase and not self._has_captions:
             return {"caption_strategy": "instanceprompt", "instance_prompt": self.phrase}
         keys = self.material.captions.keys
         is_named = not self.phrase or self.captioned_as
