@@ -67,9 +67,14 @@ def to_srgb(xyz: Floats) -> NDArray[np.uint8]:
     return np.rint(encoded * 255).astype(np.uint8)
 
 
-def rgb_in_srgb(pixels: NDArray[np.uint8], primaries: Chromaticities, gamma: float) -> NDArray[np.uint8]:
-    """What 8-bit pixels of an `rgb_profile` are in sRGB."""
-    return to_srgb((pixels / 255.0) ** gamma @ colorants(primaries).T)
+def rgb_in_srgb(pixels: NDArray[np.uint8], primaries: Chromaticities, gamma: float | None) -> NDArray[np.uint8]:
+    """What 8-bit pixels of an `rgb_profile` are in sRGB; without a gamma, their curve is that of sRGB."""
+    values = pixels / 255.0
+    if gamma is None:
+        linear = np.where(values <= 0.04045, values / 12.92, ((values + 0.055) / 1.055) ** 2.4)
+    else:
+        linear = values**gamma
+    return to_srgb(linear @ colorants(primaries).T)
 
 
 def grey_in_srgb(levels: NDArray[np.uint8], gamma: float) -> NDArray[np.uint8]:

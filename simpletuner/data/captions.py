@@ -23,6 +23,7 @@ from simpletuner.config.datasets import CaptionShuffle, DatasetConfig
 from simpletuner.config.values import named_by, read_json, read_text
 from simpletuner.data.chance import generator
 from simpletuner.data.discovery import FileFacts, Folder
+from simpletuner.data.encodings import encoding_advice
 from simpletuner.data.files import LARGEST_CAPTION, LeftOutError, UnreadableError, read_file
 from simpletuner.data.sample import UNCAPTIONED
 from simpletuner.data.tables import CaptionTable, match_rows, read_metadata, read_parquet
@@ -252,7 +253,8 @@ def read_caption_text(path: Path) -> str:
     except UnreadableError as error:
         raise bad_caption(f"has a caption file that {error}") from error
     except UnicodeDecodeError as error:
-        raise bad_caption(f"has a caption file that is not UTF-8 text (byte {error.start})") from error
+        advice = encoding_advice(content)
+        raise bad_caption(f"has a caption file that is not UTF-8 text (byte {error.start}): {advice}") from error
     if "\0" in text:  # UTF-16 without a mark decodes as UTF-8, with a NUL next to every Latin letter
         raise bad_caption("has a caption file with NUL characters: UTF-16 without a byte order mark? Save it as UTF-8")
     return text.replace("\r\n", "\n").replace("\r", "\n")

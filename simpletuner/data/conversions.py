@@ -28,9 +28,9 @@ def warn_of_conversions(dataset: Dataset) -> Iterator[Problem]:
         return
     pictures = [sample.name for sample in dataset.samples if converted(sample)]
     if pictures:
-        message = f"{counted(len(pictures), 'picture')} ({shorten(pictures, 3)}) are converted to sRGB, or cropped or"
-        cause = "turned, as their files ask; earlier versions did not do so, and what they cached of these is not used"
-        yield warning(dataset.id, f"{message} {cause} again. {REMOVE}")
+        named = f"{counted(len(pictures), 'picture')} ({shorten(pictures, 3)})"
+        cause = "is applied, which earlier versions did not do. They are encoded again; what was cached is not used."
+        yield warning(dataset.id, f"the colour profile or crop stored in {named} {cause} {REMOVE}")
     clips = sum(sample.clip is not None for sample in dataset.samples)
     if clips:
         message = f"the latents of {counted(clips, 'clip')} are made again: colours are exact now, and were up to three"

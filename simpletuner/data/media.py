@@ -26,6 +26,7 @@ from PIL import ExifTags, Image, ImageCms, ImageFile, TiffImagePlugin, Unidentif
 from simpletuner.data.boxes import shown_properties
 from simpletuner.data.buckets import Geometry
 from simpletuner.data.colour import check_profile_range, check_range, space_of, to_srgb
+from simpletuner.data.display_p3 import DISPLAY_P3, display_p3
 from simpletuner.data.files import (
     LARGEST_PICTURE,
     MediaError,
@@ -257,6 +258,8 @@ def _conversion(data: bytes, picture: Image.Image, kind: str) -> ImageCms.ImageC
         primaries, curve = codes
         # A profile, if there is one, describes the colours more exactly than the number.
         check_range([curve], [] if profile else [primaries], "pictures", "sRGB")
+        if primaries == DISPLAY_P3:
+            profile = profile or display_p3()
     if not profile:
         return None
     check_profile_range(profile)

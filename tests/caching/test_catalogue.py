@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import shutil
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from safetensors import safe_open
 
 from simpletuner.caching import keys
-from simpletuner.caching.keys import hash_text
+from simpletuner.caching.catalogue import picture_fingerprint
+from simpletuner.caching.keys import digest, hash_text
+from simpletuner.data.buckets import Geometry
+from simpletuner.data.sample import Sample
 from simpletuner.models import weight_files
 from tests.workspace import DATASETS, Workspace
 
@@ -25,6 +30,14 @@ def test_a_picture_in_two_datasets_is_cached_in_both(workspace: Workspace) -> No
     ]
     assert counts == [8, 8]
     assert workspace.run("cache", "explain", str(workspace.path("datasets/again/p0.png"))) == 0
+
+
+def test_a_conversion_is_part_of_a_picture_in_a_prompt() -> None:
+    plain = Sample("before", "a.png", Path(), "a" * 64, (8, 8), Geometry("1.0", (8, 8), (8, 8), (0, 0)))
+    converted = replace(plain, conversions=("converted to sRGB",))
+    fingerprint = digest({"content": "a" * 64, "size": (8, 8), "resized": (8, 8), "crop": (0, 0)})
+    assert picture_fingerprint(plain) == fingerprint, "older entries stay valid"
+    assert picture_fingerprint(converted) != fingerprint
 
 
 def test_each_dataset_decides_whether_its_entries_are_compressed(workspace: Workspace) -> None:

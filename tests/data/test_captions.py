@@ -69,6 +69,29 @@ def test_unusable_caption_files_say_why(content: bytes | None, reason: str, word
     assert raised.value.reason == reason
 
 
+@pytest.mark.parametrize(
+    ("text", "encoding"),
+    [
+        ("une fenêtre à midi", "WINDOWS-1252"),
+        ("café", "WINDOWS-1252"),
+        ("рыжий кот, zkt", "WINDOWS-1251"),
+        ("窓辺の猫、写真", "SHIFT_JIS"),
+        ("一只红色的猫睡在窗边", "GB18030"),
+        ("창문에서 자는 고양이", "EUC-KR"),
+    ],
+)
+def test_a_text_that_is_not_utf8_names_its_likely_encoding(text: str, encoding: str, tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_bytes(text.encode(encoding))
+    with pytest.raises(LeftOutError, match=f"seems to be {encoding} .'{text}'.*iconv -f {encoding} -t UTF-8"):
+        captions("a.png", tmp_path, {"a.png": "a.txt"}, caption_strategy="textfile")
+
+
+def test_bytes_of_no_likely_encoding_are_to_be_saved_as_utf8(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_bytes(b"\x80\xff" * 9)
+    with pytest.raises(LeftOutError, match=r"not UTF-8 text .byte 0.: save it as UTF-8"):
+        captions("a.png", tmp_path, {"a.png": "a.txt"}, caption_strategy="textfile")
+
+
 def test_file_names_are_captions(tmp_path: Path) -> None:
     assert captions("sub/a_red__house.png", tmp_path, caption_strategy="filename") == ("a red house",)
     name = unicodedata.normalize("NFD", "café.png")

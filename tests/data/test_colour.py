@@ -171,6 +171,15 @@ def test_wide_colours_without_a_profile_are_refused() -> None:
         inspect(cicp(saved(scene()), 9, 1))
 
 
+@pytest.mark.parametrize("kind", ["AVIF", "PNG"])
+def test_the_number_of_display_p3_is_applied_as_its_profile(kind: str) -> None:
+    data = saved(scene(), kind, **({"quality": 100, "subsampling": "4:4:4"} if kind == "AVIF" else {}))
+    stored = np.asarray(decode(data))
+    numbered = cicp(data, 12, 13) if kind == "PNG" else nclx(data, 12, 13)
+    assert differ(decode(numbered), profiles.rgb_in_srgb(stored, profiles.DISPLAY_P3, None)) <= 1
+    assert inspect(numbered).conversions == ("converted to sRGB",)
+
+
 @pytest.mark.parametrize("kind", ["AVIF", "HEIF"])
 def test_codes_of_sdr_are_read(kind: str) -> None:
     assert inspect(nclx(saved(scene(), kind), 1, 13)).conversions == ()
