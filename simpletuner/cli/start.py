@@ -64,7 +64,7 @@ def start(
     made.save()
     print(f"Written: {made.folder}/config.json, multidatabackend.json and user_prompt_library.json", flush=True)
     if made.held_out:
-        files = f"{made.held_out} of {made.material.usable} files"
+        files = f"{made.held_out} of {made.usable} files"
         print(f"Held out: {files}, to compare checkpoints on them (hold_out in multidatabackend.json).", flush=True)
     _run(_commands(made, captions=caption, only_plans=dry_run))
     if dry_run:

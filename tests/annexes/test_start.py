@@ -26,6 +26,7 @@ from simpletuner.cli.start import _check_training
 from simpletuner.data.clips import ClipFacts
 from simpletuner.data.discovery import Scan
 from simpletuner.errors import ConfigError, Problem
+from simpletuner.models.registry import FAMILIES
 from tests.clips import write_clip
 
 Capture = pytest.CaptureFixture[str]
@@ -171,22 +172,66 @@ def test_a_few_pictures_among_clips_are_named_and_the_clips_are_trained(
     assert "Not trained, pictures: 0.png." in told
 
 
+LARGE = [(1024, 1024)]
+
+
+@pytest.mark.parametrize("small", [0, 1, 2, 3, 6, 7, 13, 25])
+@pytest.mark.parametrize("size", [(640, 480), (451, 300), (900, 600)])
+def test_small_files_are_the_exception_and_do_not_shrink_the_rest(small: int, size: tuple[int, int]) -> None:
+    material = Material(Path(), Scan())
+    material.__dict__["named_sizes"] = {f"{number:02}": size for number in range(small)}
+    material.named_sizes.update({str(number): (3024, 4032) for number in range(100 + small, 125)})
+    fit = material.fit({"resolution": 1024, "crop_aspect": "square"}, FAMILIES["kandinsky5-image"], 1)
+    own = max(256, min(size) // 64 * 64)
+    assert fit.resolution == (1024 if small <= 6 else own)
+    assert len(fit.small) == (small if small <= 6 else 0)
+    notes = " ".join(fit.notes())
+    assert ("Left out: " in notes) == (1 <= small <= 6)
+    assert ("Trained at " in notes) == (small > 6)
+    if fit.small:
+        assert f"{small} of 25 pictures (00" in notes
+        assert notes.endswith(f"add resolution={own}.")
+
+
 @pytest.mark.parametrize(
-    ("sizes", "square", "trained"),
+    ("sizes", "square", "trained", "left_out"),
     [
-        ([(2000, 1500)], True, 1024),
-        ([(1024, 1024)] * 19 + [(300, 300)], True, 1024),  # one file of twenty is enlarged
-        ([(1024, 1024)] * 9 + [(900, 700)] * 2, True, 640),
-        ([(960, 960)], True, 1024),  # by so little that nobody sees it
-        ([(512, 288)], False, 384),
-        ([(90, 90)], True, 256),
-        ([], True, 1024),
+        ([(2000, 1500)], True, 1024, 0),
+        (LARGE * 19 + [(300, 300)], True, 1024, 1),
+        ([(960, 960)], True, 1024, 0),  # enlarged by so little that nobody sees it
+        ([(512, 288)], False, 384, 0),
+        ([(90, 90)], True, 256, 0),
+        ([], True, 1024, 0),
     ],
 )
-def test_few_files_are_enlarged(sizes: list[tuple[int, int]], square: bool, trained: int) -> None:
+def test_few_files_are_enlarged(sizes: list[tuple[int, int]], square: bool, trained: int, left_out: int) -> None:
     material = Material(Path(), Scan())
-    material.__dict__["sizes"] = sizes
-    assert material.resolution(1024, square=square) == trained
+    material.__dict__["named_sizes"] = {str(number): size for number, size in enumerate(sizes)}
+    entry = {"resolution": 1024, "crop_aspect": "square" if square else "preserve"}
+    fit = material.fit(entry, FAMILIES["kandinsky5-image"], 1)
+    assert (fit.resolution, len(fit.small)) == (trained, left_out)
+
+
+def test_small_files_are_left_out_of_the_plan_and_said(commands: list[list[str]], capsys: Capture) -> None:
+    put_pictures(Path("cat"), 22, captions=0, size=(1100, 1200))
+    put_pictures(Path("small"), 3, captions=0, size=(640, 480))
+    for path in Path("small").iterdir():
+        path.rename(f"cat/small-{path.name}")
+    assert main(["start", "cat", "--yes", "--dry-run"]) == 0
+    told = capsys.readouterr().out
+    assert "Left out: 3 of 25 pictures (small-0.png, small-1.png, small-2.png) are smaller than 1024x1024" in told
+    config, (trained, _) = written("cat"), written("cat", "multidatabackend.json")
+    assert (trained["resolution"], trained["minimum_image_size"]) == (1024, 930)
+    assert (trained["hold_out"], config["validation_resolution"]) == (2, "1024x1024")
+    assert main(["plan", "env=cat", "--device-memory=80"]) == 0
+    told = capsys.readouterr().out
+    assert "20 of 25 files used" in told
+    assert "2 of 2 files used" in told
+    assert "enlarged" not in told
+    # The remedy of the note.
+    assert main(["start", "cat", "--yes", "--dry-run", "--name", "all", "resolution=448"]) == 0
+    assert "Left out" not in capsys.readouterr().out
+    assert "minimum_image_size" not in written("all", "multidatabackend.json")[0]
 
 
 def test_unusable_files_are_neither_held_out_nor_counted(commands: list[list[str]], capsys: Capture) -> None:
@@ -434,13 +479,27 @@ def test_a_run_is_longer_with_more_files_within_bounds() -> None:
 
 
 @pytest.mark.parametrize(
-    ("frames", "trained"), [([30, 81, 81], 29), ([1, 30, 81], 29), ([1], 1), ([30] + [81] * 19, 81), ([200], 81)]
+    ("frames", "trained", "left_out"),
+    [
+        ([30, 30, 81], 29, 0),
+        ([30] * 4 + [81] * 36, 81, 4),
+        ([1, 30, 81], 29, 1),
+        ([1], 1, 0),
+        ([30] + [81] * 19, 81, 1),
+        ([200], 81, 0),
+    ],
 )
-def test_few_clips_are_too_short(frames: list[int], trained: int) -> None:
+def test_short_clips_are_the_exception(frames: list[int], trained: int, left_out: int) -> None:
     material = Material(Path(), Scan(), holds_clips=True)
     # At their own rate, so that the seconds are the frames.
-    material.__dict__["clips"] = [ClipFacts(64, 48, number / 16, 16.0) for number in frames]
-    assert material.frames(SimpleNamespace(frame_rate=16, frame_stride=4), 81) == trained
+    clips = {str(number): ClipFacts(64, 48, count / 16, 16.0) for number, count in enumerate(frames)}
+    material.__dict__["_clips"] = clips
+    entry = {"resolution": 64, "video": {}}
+    fit = material.fit(entry, SimpleNamespace(frame_rate=16, frame_stride=4), 81)
+    assert (fit.frames, len(fit.short)) == (trained, left_out)
+    notes = " ".join(fit.notes())
+    assert ("Trained on " in notes) == (trained < 81)
+    assert (f"Left out: {left_out} of {len(frames)} clips" in notes) == (left_out > 0)
 
 
 def test_what_fits_comes_first(monkeypatch: pytest.MonkeyPatch, commands: list[list[str]], capsys: Capture) -> None:

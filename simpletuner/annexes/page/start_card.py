@@ -59,8 +59,9 @@ def look(request: Request, body: dict[str, Any]) -> Response:
     """
     project, drafts = project_of(request), dict[str, Any]()
     material = material_in(project, body)
-    for model in material.models:
-        start = answered(project, material, {**body, "model": model})
+    starts = {model: answered(project, material, {**body, "model": model}) for model in material.models}
+    usual = next(iter(starts.values()))  # of the model that is proposed
+    for model, start in starts.items():
         # Without keys of files beside the config, which a draft's plan does not have.
         values = {key: value for key, value in start.config().items() if key not in FILES}
         drafts[model] = {"config": start.name, "values": values, "datasets": start.datasets()}
@@ -70,7 +71,7 @@ def look(request: Request, body: dict[str, Any]) -> Response:
         "folder": files.shown(project, material.folder),
         "name": start.name,
         "described": material.describe(),
-        "notes": material.notes(),
+        "notes": [*material.notes(), *usual.fit.notes()],
         "files": len(material.captioned) + len(material.uncaptioned),
         "uncaptioned": len(material.uncaptioned),
         "held_out": start.held_out,

@@ -55,6 +55,8 @@ def ask(
     }
     made = starts[_choose_model(talk, starts, given["model"])]
     _check_settings(made)
+    for note in made.fit.notes():
+        talk.refuse(note)
     if made.captioned_as:
         _name_exceptions(talk, material, made.captioned_as)
     return made

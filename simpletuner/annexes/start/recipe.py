@@ -21,6 +21,7 @@ from simpletuner.annexes.figures import duration
 from simpletuner.annexes.fitting.ready import needs_consent, ready_plan
 from simpletuner.annexes.start.captions import LOOKED_AT, MOST_NAMED, FolderCaptions
 from simpletuner.annexes.start.concepts import Concept, find_concepts, together
+from simpletuner.annexes.start.sizes import Fit, fit_length, fit_size, rounded_size
 from simpletuner.atomic import write_json
 from simpletuner.budget.budget import Budget
 from simpletuner.budget.device import find_device
@@ -29,7 +30,7 @@ from simpletuner.config.schema import render_config
 from simpletuner.config.sources import EXAMPLES, Arguments, configured
 from simpletuner.config.values import similar_path
 from simpletuner.data.buckets import PixelGrid
-from simpletuner.data.clips import CLIP_SUFFIXES, ClipFacts, fitting_frames, probe_clip
+from simpletuner.data.clips import CLIP_SUFFIXES, ClipFacts, probe_clip
 from simpletuner.data.discovery import Scan, is_readable, scan
 from simpletuner.data.files import MediaError
 from simpletuner.data.media import PICTURE_SUFFIXES, probe
@@ -51,9 +52,6 @@ CLIPS = ("kandinsky5-video-lite-lora", "sanavideo-lora", "kandinsky5-video-pro-l
 PURPOSES = {"subject": PICTURES[0], "style": PICTURES[0], "motion": CLIPS[0], "edit": EDITS[0]}
 # Names of the folders with pictures before and after an edit.
 PAIRS = (("before", "after"), ("source", "target"), ("input", "output"))
-SMALL_ONES = 10  # percent of files that may be smaller or shorter than the trained size
-UNSEEN_ENLARGEMENT = 1.1
-SIZE_STEP, SMALLEST_SIZE = 64, 256  # of the resolution; below it, models render little
 
 
 @dataclass(frozen=True)
@@ -195,32 +193,38 @@ class Material:
         return [*self._clips.values()]
 
     @cached_property
+    def named_sizes(self) -> dict[str, tuple[int, int]]:
+        """Width and height by file."""
+        clips = {name: (clip.width, clip.height) for name, clip in self._clips.items()}
+        return {**self._pictures, **clips}
+
+    @property
     def sizes(self) -> list[tuple[int, int]]:
         """Width and height of the files, smallest first."""
-        return sorted((*self._pictures.values(), *((clip.width, clip.height) for clip in self.clips)), key=math.prod)
+        return sorted(self.named_sizes.values(), key=math.prod)
 
     @property
     def usable(self) -> int:
         """The number of trainable files: all except unreadable ones among the first `LOOKED_AT`."""
         return len(self.files.files) - len(self.unusable)
 
-    def resolution(self, largest: int, *, square: bool) -> int:
-        """The resolution, as the edge of a square of equal area, such that few files are enlarged.
+    def fit(self, entry: Mapping[str, Any], spec: FamilySpec, longest: int) -> Fit:
+        """The size and length that suit these files.
 
         Args:
-            square: files are cropped to squares.
+            entry: the dataset entry of the model's example.
+            longest: maximum number of frames.
         """
-        edges = sorted(min(size) if square else math.isqrt(math.prod(size)) for size in self.sizes) or [largest]
-        edge = edges[len(edges) * SMALL_ONES // 100]
-        # Slight enlargement is better than a size that the model was not trained at.
-        is_enough = edge * UNSEEN_ENLARGEMENT >= largest
-        return largest if is_enough else min(largest, max(SMALLEST_SIZE, edge // SIZE_STEP * SIZE_STEP))
-
-    def frames(self, spec: FamilySpec, longest: int) -> int:
-        """The number of frames to train, such that few clips are too short; stills are ignored."""
-        lengths = sorted(clip.frames_at(spec.frame_rate or 1) for clip in self.clips)
-        lengths = [length for length in lengths if length > spec.frame_stride] or lengths or [longest]
-        return fitting_frames(min(longest, lengths[len(lengths) * SMALL_ONES // 100]), spec.frame_stride)
+        square, wanted = entry.get("crop_aspect") == "square", entry["resolution"]
+        edges = {name: min(size) if square else math.isqrt(math.prod(size)) for name, size in self.named_sizes.items()}
+        resolution, small = fit_size(edges, wanted)
+        smallest = rounded_size(min(edges.values(), default=wanted))
+        fit = Fit(self.noun, len(edges), resolution, wanted, small, smallest=smallest)
+        if "video" not in entry:
+            return fit
+        lengths = {name: clip.frames_at(spec.frame_rate or 1) for name, clip in self._clips.items()}
+        frames, short = fit_length(lengths, longest, spec.frame_stride)
+        return replace(fit, frames=frames, wanted_frames=longest, short=short)
 
     def fitted(self, entry: Mapping[str, Any], spec: FamilySpec, longest: int) -> dict[str, Any]:
         """A dataset entry with a resolution and a length that suit these files.
@@ -228,11 +232,12 @@ class Material:
         Args:
             longest: maximum number of frames.
         """
-        resolution = self.resolution(entry["resolution"], square=entry.get("crop_aspect") == "square")
-        fitted = {**entry, "resolution": resolution}
+        fit = self.fit(entry, spec, longest)
+        fitted = {**entry, "resolution": fit.resolution}
+        if fit.minimum_size:
+            fitted["minimum_image_size"] = fit.minimum_size
         if "video" in entry:
-            frames = self.frames(spec, longest)
-            fitted["video"] = {**entry["video"], "num_frames": frames, "min_frames": frames}
+            fitted["video"] = {**entry["video"], "num_frames": fit.frames, "min_frames": fit.frames}
         return fitted
 
     def describe(self) -> str:
@@ -386,16 +391,44 @@ class Start:
         parts = zip(self.material.parts, triggers, strict=True)
         return [replace(self, material=part, trigger=trigger) for part, trigger in parts]
 
+    @cached_property
+    def entry(self) -> dict[str, Any]:
+        """The dataset entry of the example, for these files."""
+        entry: dict[str, Any] = dict(read_example(self.example, "multidatabackend.json")[0])
+        if self.is_demo:  # its entry is for its packaged files
+            del entry["minimum_image_size"]
+            entry["id"] = f"my-{self.material.noun}"
+        return entry
+
+    @property
+    def longest(self) -> int:
+        """The number of frames that the model is trained with."""
+        frames: int = read_example(self.example).get("validation_num_video_frames", 1)
+        return frames
+
+    @cached_property
+    def fit(self) -> Fit:
+        """The size and length of the trained files; with the user's resolution, no file is left out for its size."""
+        fit = self.material.fit(self.entry, self.spec, self.longest)
+        if "resolution" in self.settings:
+            return replace(fit, resolution=fit.wanted, small=())
+        return fit
+
+    @property
+    def usable(self) -> int:
+        """The number of files that are trained or held out."""
+        return self.material.usable - len(self.fit.left_out)
+
     @property
     def held_out(self) -> int:
         """The number of files to hold out; their loss shows which checkpoint generalises best."""
-        files, measured = self.material.parts[0].usable, self.recipe.settings.get("num_eval_images", MOST_HELD_OUT)
+        files, measured = self.parts[0].usable, self.recipe.settings.get("num_eval_images", MOST_HELD_OUT)
         return min(files // HELD_OUT_SHARE, measured) if files >= ENOUGH_FILES else 0
 
     @property
     def steps(self) -> int:
         """The length of the run."""
-        steps = self.recipe.steps(self.material.usable - self.held_out)
+        steps = self.recipe.steps(self.usable - self.held_out)
         return min(steps, read_example(self.example)["max_train_steps"]) if self.is_demo else steps
 
     def config(self) -> dict[str, Any]:
@@ -418,19 +451,14 @@ class Start:
         if self.held_out:
             config |= {"eval_steps_interval": config["checkpoint_step_interval"], "eval_timesteps": 8}
         if self.material.holds_clips:
-            longest = config["validation_num_video_frames"]
-            config["validation_num_video_frames"] = self.material.frames(self.spec, longest)
+            config["validation_num_video_frames"] = self.fit.frames
         return {**config, **self.settings}
 
     def datasets(self) -> list[dict[str, Any]]:
         """The content of the dataset file."""
-        trained, *others = read_example(self.example, "multidatabackend.json")
+        _, *others = read_example(self.example, "multidatabackend.json")
         others = [entry for entry in others if not entry.get("is_regularisation_data")]  # the demo's clips
-        if self.is_demo:  # its entry is for its packaged files
-            del trained["minimum_image_size"]
-            trained["id"] = f"my-{self.material.noun}"
-        longest = read_example(self.example).get("validation_num_video_frames", 1)
-        trained = self.material.fitted(trained, self.spec, longest)
+        trained = self.material.fitted(self.entry, self.spec, self.longest)
         entries = [part._trained(trained) for part in self.parts]
         entries[0] |= {"hold_out": self.held_out} if self.held_out else {}
         for number, (entry, concept) in enumerate(zip(entries, self.material.concepts, strict=False), start=1):
@@ -441,7 +469,8 @@ class Start:
         if self.material.sources:
             others[0]["instance_data_dir"] = self._written(self.material.sources)
         # Keys of the dataset would override the same keys of the command line.
-        return [{key: entry[key] for key in entry if key not in self.settings} for entry in entries] + others
+        overridden = {*self.settings, *(["minimum_image_size"] if "resolution" in self.settings else [])}
+        return [{key: entry[key] for key in entry if key not in overridden} for entry in entries] + others
 
     def _trained(self, entry: Mapping[str, Any]) -> dict[str, Any]:
         """The entry with the folder and the captions of this material."""

@@ -1,0 +1,120 @@
+"""The size and length at which the files of a folder are trained, and the few that are left out for it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from simpletuner.data.clips import fitting_frames
+from simpletuner.errors import counted, shorten
+
+# Percent of files that may be smaller or shorter than what is trained. They are the exception, and left out; if there
+# are more, all files are trained at what most of them have.
+MOST_LEFT_OUT = 25
+MOST_NAMED = 3  # files that are left out, by name
+UNSEEN_ENLARGEMENT = 1.1
+SIZE_STEP, SMALLEST_SIZE = 64, 256  # of the resolution; below it, models render little
+
+
+@dataclass(frozen=True)
+class Fit:
+    """What suits the files of a folder.
+
+    Attributes:
+        noun: pictures or clips.
+        files: number of files that were looked at.
+        resolution: the edge of a square of the trained area; `wanted` is that of the model.
+        small: files that are left out because they are smaller.
+        frames: length of the trained clips; `wanted_frames` is that of the model; 1 for pictures.
+        short: clips that are left out because they are shorter.
+        smallest: a resolution that enlarges no file.
+    """
+
+    noun: str
+    files: int
+    resolution: int
+    wanted: int
+    small: Sequence[str] = ()
+    frames: int = 1
+    wanted_frames: int = 1
+    short: Sequence[str] = ()
+    smallest: int = SMALLEST_SIZE
+
+    @property
+    def left_out(self) -> set[str]:
+        """The files that are left out."""
+        return {*self.small, *self.short}
+
+    @property
+    def minimum_size(self) -> int:
+        """The size below which files are left out; 0 if none is."""
+        return int(self.resolution / UNSEEN_ENLARGEMENT) if self.small else 0
+
+    def notes(self) -> Iterator[str]:
+        """A sentence for everything that is not as the model has it, with the remedy."""
+        if self.resolution < self.wanted:
+            yield (
+                f"Trained at {self.resolution}x{self.resolution} pixels: too many of the {self.noun} are smaller than "
+                f"{self.wanted}x{self.wanted}. For that size, take the small ones out of the folder, or enlarge them "
+                f"with resolution={self.wanted}."
+            )
+        if self.small:
+            yield (
+                f"Left out: {self._share(self.small)} smaller than {self.resolution}x{self.resolution}, and would be "
+                f"learned as blur. To train them too, at a smaller size for all, add resolution={self.smallest}."
+            )
+        if self.frames < self.wanted_frames:
+            yield (
+                f"Trained on {counted(self.frames, 'frame')} of each clip instead of {self.wanted_frames}: too many "
+                "clips are shorter. For longer ones, take the short clips out of the folder."
+            )
+        if self.short:
+            yield (
+                f"Left out: {self._share(self.short)} shorter than {counted(self.frames, 'frame')}. To train them "
+                "too, lower num_frames and min_frames in multidatabackend.json."
+            )
+
+    def _share(self, names: Sequence[str]) -> str:
+        verb = "is" if len(names) == 1 else "are"
+        return f"{len(names)} of {self.files} {self.noun} ({shorten(names, MOST_NAMED)}) {verb}"
+
+
+def fit_size(edges: Mapping[str, int], wanted: int) -> tuple[int, list[str]]:
+    """The trained resolution, and the files that are left out because they are smaller.
+
+    Args:
+        edges: by file, the edge of the square that can be cut from it, or that has its area.
+        wanted: resolution of the model.
+    """
+    usual = _exceeded_by_most(edges.values(), wanted)
+    # Slight enlargement is better than a size that the model was not trained at.
+    resolution = wanted
+    if usual * UNSEEN_ENLARGEMENT < wanted:
+        resolution = min(wanted, rounded_size(usual))
+    if usual * UNSEEN_ENLARGEMENT < resolution:
+        return resolution, []  # all are tiny, and enlarged
+    return resolution, [name for name, edge in edges.items() if edge * UNSEEN_ENLARGEMENT < resolution]
+
+
+def fit_length(lengths: Mapping[str, int], wanted: int, stride: int) -> tuple[int, list[str]]:
+    """The number of trained frames, and the clips that are left out because they are shorter.
+
+    Args:
+        lengths: frames by clip, at the frame rate of the model.
+        wanted: frames that the model is trained with.
+        stride: of the frames that make a latent frame.
+    """
+    moving = {name: length for name, length in lengths.items() if length > stride} or lengths
+    frames = fitting_frames(min(wanted, _exceeded_by_most(moving.values(), wanted)), stride)
+    return frames, [name for name, length in lengths.items() if length < frames]
+
+
+def rounded_size(edge: int) -> int:
+    """A resolution that does not enlarge a file with this edge, but for tiny ones."""
+    return max(SMALLEST_SIZE, edge // SIZE_STEP * SIZE_STEP)
+
+
+def _exceeded_by_most(values: Iterable[int], otherwise: int) -> int:
+    """The value that at most `MOST_LEFT_OUT` percent are below."""
+    ordered = sorted(values)
+    return ordered[len(ordered) * MOST_LEFT_OUT // 100] if ordered else otherwise
