@@ -68,7 +68,7 @@ class PrecisionConfig(Group):
     quantized_matmul: Flag = option(
         False,
         requires=when(base_model_precision=("int8", "int8-quanto", "fp8", "fp8-quanto")),
-        excludes=when(model_type="full", because="it multiplies frozen weights; use model_type lora"),
+        excludes=when(model_type="full", because="it multiplies frozen weights, and it has none; leave it out"),
     )
     """Multiply by the quantised weights of int8-quanto or fp8-quanto without unpacking them; activations and gradients
     are rounded to the same type. Gradients differ by a percent or more; a run prints the error."""
@@ -190,7 +190,8 @@ def check_products(config: PrecisionConfig) -> Iterator[Problem]:
         return
     allowed = ", ".join(name for name, each in QUANTISATIONS.items() if each.multiplies and not each.always)
     message = f"multiplies weights stored as {allowed}, not {config.base_model_precision!r}: {_why_not(stored)}."
-    yield Problem("quantized_matmul", message)
+    advice = "Leave it out." if stored is not None else "Leave it out, or set base_model_precision int8-quanto."
+    yield Problem("quantized_matmul", f"{message} {advice}")
 
 
 def _why_not(stored: Quantisation | None) -> str:

@@ -142,7 +142,9 @@ def check_source(name: str, source: str, keys: Mapping[str, Any]) -> Iterator[Pr
             yield Problem(f"{name}.{key}", f"is required with type {source}.")
     for foreign, group in SOURCES.items():
         for key in sorted(group.model_fields.keys() & keys.keys() if foreign != source else ()):
-            yield Problem(f"{name}.{key}", f"needs type {foreign}; the type is {source}.")
+            needed = " and ".join(REQUIRED[foreign])
+            message = f"is for type {foreign}, which needs {needed}, too; the type is {source}. Leave it out."
+            yield Problem(f"{name}.{key}", message)
     if source != "local" and keys.get("instance_data_dir"):
         yield Problem(f"{name}.instance_data_dir", f"is for type local; with type {source} files are downloaded.")
     if keys.get("streaming"):

@@ -197,7 +197,7 @@ class OptimizerConfig(Group):
             )
             & when("max_grad_norm"),
             when(mixed_precision="fp16", because="a step that overflows could not be skipped as a whole. Use bf16"),
-            unless(num_processes=1, because="processes average gradients before they update. Use fsdp_enable"),
+            unless(num_processes=1, because="processes average gradients before they update. Leave it out"),
         ),
     )
     """Update each weight as soon as its gradient is ready, then free the gradient: less memory for full fine-tunes,
@@ -302,7 +302,10 @@ class OffloadConfig(Group):
         excludes=(
             when("enable_model_cpu_offload", because="one streams the blocks, the other moves them all"),
             when("fsdp_enable", because="FSDP shards the weights that group offload would stream"),
-            when(model_type="full", because="only frozen weights stream, and it has none; set offload auto"),
+            when(
+                model_type="full",
+                because="only frozen weights stream, and it has none; leave it out and set offload auto",
+            ),
         ),
     )
     """Keep frozen weights of the transformer in host memory and stream them block by block; same results."""
@@ -328,7 +331,13 @@ class OffloadConfig(Group):
     offload_block_inputs: Flag = recomputed(False, label="Offload Block Inputs")
     """Keep the block inputs saved by gradient checkpointing in host memory (CUDA)."""
     offload_optimizer_state: Flag = option(
-        False, requires=when("optimizer_release_gradients", because="it updates one weight at a time", fatal=True)
+        False,
+        requires=(
+            when(model_type="full", fatal=True),
+            when(
+                "optimizer_release_gradients", because="it updates one weight of a full fine-tune at a time", fatal=True
+            ),
+        ),
     )
     """Keep optimizer state in host memory and copy it to the device for updates (CUDA); same results."""
     enable_model_cpu_offload: Flag = previewed(False, common=True)

@@ -82,11 +82,19 @@ def samples_compiled(config: RunConfig) -> bool:
 
 def graph_key(launch: LaunchConfig) -> str | None:
     """The key that enables CUDA graphs, or None. A graph replays fixed addresses, so its tensors must not move."""
+    return next(iter(graph_keys(launch)), None)
+
+
+def graph_keys(launch: LaunchConfig) -> dict[str, str]:
+    """The keys that enable CUDA graphs, and what to set instead."""
     if launch.dynamo_backend == "no":
-        return None
+        return {}
+    keys = {}
+    if launch.dynamo_backend == "cudagraphs":
+        keys["dynamo_backend"] = "use inductor"
     if launch.dynamo_mode in GRAPH_MODES:
-        return "dynamo_mode"
-    return "dynamo_backend" if launch.dynamo_backend == "cudagraphs" else None
+        keys["dynamo_mode"] = "use max-autotune-no-cudagraphs, or leave it out"
+    return keys
 
 
 def has_compiler() -> bool:

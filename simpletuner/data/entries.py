@@ -223,14 +223,19 @@ def _rules(config: DatasetConfig) -> Iterator[tuple[bool, str, str]]:
     # Report one mistake once.
     foreign_column = not wrong_column and strategy in ("csv", "huggingface") and config.type != strategy
     wrong_backend = backend == "huggingface" and config.type != "huggingface"
-    column = f"{config.type!r} has captions in a column: caption_strategy {config.type} or instanceprompt."
+    column = f"{config.type!r} has captions in a column: caption_strategy {config.type},"
+    column += " or instanceprompt with instance_prompt."
+    foreign = f"{strategy!r} is for type {strategy}, not {config.type}; use textfile or filename."
     table = "'parquet' needs the object parquet with the path of the table."
-    yield wrong_backend, "metadata_backend", "'huggingface' needs type huggingface."
+    parquet_backend = "'parquet' needs metadata_backend parquet"
+    if parquet is None:
+        parquet_backend += " and the object parquet with the path of the table"
+    yield wrong_backend, "metadata_backend", f"'huggingface' is for type huggingface, not {config.type}; use discovery."
     yield backend == "parquet" and parquet is None, "metadata_backend", table
     # A chained comparison: true if the strategy is parquet and the backend is not.
-    yield strategy == "parquet" != backend, "caption_strategy", "'parquet' needs metadata_backend parquet."
+    yield strategy == "parquet" != backend, "caption_strategy", f"{parquet_backend}."
     yield wrong_column, "type", column
-    yield foreign_column, "caption_strategy", f"{strategy!r} needs type {strategy}."
+    yield foreign_column, "caption_strategy", foreign
     yield strategy == "metadata" and config.type != "local", "caption_strategy", "'metadata' needs type local."
     windows = (("epoch", config.start_epoch, config.end_epoch), ("step", config.start_step, config.end_step))
     for unit, start, end in windows:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from operator import itemgetter
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -60,8 +61,15 @@ def unmet(config: RunConfig) -> Iterator[NoEffect]:
     """Keys, set or not, whose requirements do not hold."""
     for key, option in all_options().items():
         # A group's switch precedes the conditions of a key; one reason is enough.
-        if lacking := next((each for each in option.requires if not each.holds(config.flat)), None):
-            yield NoEffect(key, lacking.lacking, lacking.fatal)
+        lacking = [condition for condition in option.requires if not condition.holds(config.flat)]
+        if not lacking:
+            continue
+        fatal = [condition for condition in lacking if condition.fatal]
+        if fatal and lacking[0].fatal:  # whoever meets one is not refused for the next
+            reason = next((condition.reason for condition in fatal if condition.reason), "")
+            yield NoEffect(key, f"needs {' and '.join(map(str, fatal))}{reason}.", fatal=True)
+        else:
+            yield NoEffect(key, lacking[0].lacking)
 
 
 def conflicts(config: RunConfig) -> Iterator[Problem]:
@@ -116,8 +124,12 @@ def worth_reporting(problems: Iterable[Problem], config: RunConfig) -> list[Prob
         key = problem.where
         if not isinstance(problem, NoEffect):
             kept.setdefault((key, problem.message), problem)
-        elif config.is_explicit(key) and settings[key] != options[key].default and key not in wrong:
-            kept.setdefault((key,), problem)  # one reason for a key; others by their message
+        elif not config.is_explicit(key) or settings[key] == options[key].default:
+            continue
+        elif problem.fatal or key not in wrong:
+            way_out = " Otherwise leave it out." if problem.fatal else ""
+            # One reason for a key; others by their message.
+            kept.setdefault((key,), replace(problem, message=problem.message + way_out))
     return list(kept.values())
 
 
@@ -380,7 +392,7 @@ def check_datasets(plan: Plan) -> Iterator[Problem]:
     for technique in config.techniques_in_use:
         yield from technique.check_datasets(config, datasets)
     for dataset in datasets:
-        yield from _check_resolution(config, dataset)
+        yield from _check_resolution(plan, dataset)
         yield from _check_cropping(dataset)
         yield from _check_noise_levels(config, dataset)
         if dataset.config.slider_strength:
@@ -452,15 +464,17 @@ def _check_slider(config: RunConfig, dataset: Dataset) -> Iterator[Problem]:
         yield Problem(key, f"cannot be combined with {with_it}: not all that it changes scales with the strength.")
 
 
-def _check_resolution(config: RunConfig, dataset: Dataset) -> Iterator[Problem]:
+def _check_resolution(plan: Plan, dataset: Dataset) -> Iterator[Problem]:
     """A resolution in pixels that looks like megapixels."""
     resolution, kind = dataset.config.resolution, dataset.config.resolution_type
     if resolution is not None and resolution < SMALLEST_RESOLUTION and kind != "area":
+        largest = (plan.spec.largest_side / 1000) ** 2  # megapixels
+        advice = "for megapixels set resolution_type area" if resolution <= largest else f"use {SMALLEST_RESOLUTION}"
         message = (
-            f"{resolution:g} is in pixels, since resolution_type is {kind}; for megapixels set resolution_type area. "
+            f"{resolution:g} is in pixels, since resolution_type is {kind}; {advice}. "
             "(i_know_what_i_am_doing allows it.)"
         )
-        yield Problem(f"{dataset.id}.resolution", message, fatal=not config.run.i_know_what_i_am_doing)
+        yield Problem(f"{dataset.id}.resolution", message, fatal=not plan.config.run.i_know_what_i_am_doing)
 
 
 def _check_cropping(dataset: Dataset) -> Iterator[Problem]:

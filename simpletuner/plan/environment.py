@@ -11,7 +11,7 @@ from typing import Any
 
 from simpletuner.config.optimizers import OPTIMIZERS, optimizer_name, trained_precision
 from simpletuner.config.schema import PLAIN_PRECISIONS, RunConfig, all_options
-from simpletuner.config.speed import graph_key
+from simpletuner.config.speed import graph_keys
 from simpletuner.config.values import TRUE_WORDS, parse_flag
 from simpletuner.distributed.world import launched, number_in
 from simpletuner.errors import Problem, Reading, UserError, did_you_mean, warning
@@ -146,11 +146,12 @@ def _check_shards(config: RunConfig) -> Iterator[Problem]:
 
 def check_offload(config: RunConfig) -> Iterator[Problem]:
     """Report CUDA graphs with offloading, since graphs need fixed addresses, and the cost of offloading to disk."""
-    settings, graphs, disk = config.flat, graph_key(config.launch), "group_offload_to_disk_path"
+    settings = config.flat
+    disk = "group_offload_to_disk_path"
     moving = [key for key in ("enable_group_offload", "offload_block_inputs") if settings[key]]
-    if graphs is not None and moving:
-        message = f"{settings[graphs]!r} cannot be combined with {moving[0]}: CUDA graphs work at fixed addresses, and"
-        yield Problem(graphs, f"{message} offloaded tensors move; use dynamo_mode max-autotune-no-cudagraphs or none.")
+    for key, advice in graph_keys(config.launch).items() if moving else ():
+        message = f"{settings[key]!r} cannot be combined with {moving[0]}: CUDA graphs work at fixed addresses, and"
+        yield Problem(key, f"{message} offloaded tensors move; {advice}.")
     folder = settings[disk]
     if folder is None or not all_options()[disk].has_effect(settings):
         return

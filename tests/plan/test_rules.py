@@ -87,7 +87,9 @@ def test_what_an_option_requires(key: str, lacking: When) -> None:
     unmet_settings = {**met, **state(lacking, holds=False)}
     told = (lacking.lacking, lacking.fatal)
     assert (key, *told) in [(each.where, each.message, each.fatal) for each in unmet(config(unmet_settings))]
-    assert reports({**unmet_settings, key: on(option)}, key) == [told] or key == ERROR_SAYS_MORE
+    way_out = " Otherwise leave it out." if lacking.fatal else ""
+    reported = (lacking.lacking + way_out, lacking.fatal)
+    assert reports({**unmet_settings, key: on(option)}, key) == [reported] or key == ERROR_SAYS_MORE
     assert key not in [each.where for each in unmet(config(met))]
     assert reports(unmet_settings, key) == []
     assert reports({**unmet_settings, key: option.default}, key) == [], "the default asks for nothing else"
