@@ -161,6 +161,7 @@ def test_pruning_counts_the_checkpoints_of_the_line(run: Workspace) -> None:
     assert checkpoints(run.path("output/branches/1")) == ["checkpoint-4", "checkpoint-5", "checkpoint-6"]
 
 
+@THOROUGH
 def test_checkpoints_of_earlier_versions_are_one_line_by_their_steps(run: Workspace) -> None:
     for path in run.path("output").glob("checkpoint-*/manifest.json"):
         content = json.loads(path.read_text())
@@ -229,7 +230,8 @@ def test_a_branch_killed_while_files_move_is_still_the_branch(run: Workspace, st
     assert checkpoints(run.path("output/branches/1")) == ["checkpoint-4", "checkpoint-5", "checkpoint-6"]
 
 
-@pytest.mark.parametrize("moves", [pytest.param(1, marks=THOROUGH), pytest.param(3, marks=THOROUGH), 5])
+@THOROUGH
+@pytest.mark.parametrize("moves", [1, 3, 5])
 def test_a_return_killed_while_files_move_is_completed(
     run: Workspace, old: Workspace, tmp_path: Path, moves: int
 ) -> None:

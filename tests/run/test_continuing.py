@@ -142,12 +142,18 @@ def test_rates_steps_and_intervals_go_on_silently(trained: Workspace, capsys: py
     assert "was trained with" not in capsys.readouterr().out
 
 
+THOROUGH = pytest.mark.thorough
 OPTIMIZER_KEYS = [
     ({"adam_weight_decay": 0.5}, "weight_decay: output/checkpoint-4 was trained with 0.01, not 0.5"),
-    ({"adam_beta1": 0.5}, "beta1: output/checkpoint-4 was trained with 0.9, not 0.5"),
-    ({"optimizer_beta1": 0.9, "optimizer_beta2": 0.5}, "beta2: output/checkpoint-4 was trained with 0.999, not 0.5"),
-    ({"adam_epsilon": 0.1}, "eps: output/checkpoint-4 was trained with 1e-08, not 0.1"),
-    ({"optimizer_config": "weight_decay=0.5"}, "weight_decay: output/checkpoint-4 was trained with 0.01, not 0.5"),
+    ({"optimizer_config": "eps=0.1"}, "eps: output/checkpoint-4 was trained with 1e-08, not 0.1"),
+    *(
+        pytest.param(change, f"{name}: output/checkpoint-4 was trained with {words}", marks=THOROUGH)
+        for change, name, words in (
+            ({"adam_beta1": 0.5}, "beta1", "0.9, not 0.5"),
+            ({"optimizer_beta1": 0.9, "optimizer_beta2": 0.5}, "beta2", "0.999, not 0.5"),
+            ({"adam_epsilon": 0.1}, "eps", "1e-08, not 0.1"),
+        )
+    ),
 ]
 
 
@@ -240,7 +246,7 @@ def test_a_sample_of_many_files_is_part_of_any_list_that_has_them(monkeypatch: p
         return set(resume.file_digests([dataset]).split())
 
     recorded = digests(contents)
+    rest = {content[: resume.DIGITS] for content in contents} - recorded
     assert len(recorded) == 20
-    assert recorded <= {content[: resume.DIGITS] for content in reversed(contents)}
+    assert max(recorded) < min(rest), "the same files whatever their order and whatever else is there"
     assert digests(contents[::-1]) == recorded
-    assert recorded & {content[: resume.DIGITS] for content in contents[:100]}
