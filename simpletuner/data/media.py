@@ -57,6 +57,7 @@ PICTURE_SUFFIXES = frozenset({
 DAMAGE = (OSError, SyntaxError, ValueError, EOFError, struct.error, zlib.error)
 # Words by which the same errors report an intact file that the reader does not support.
 UNSUPPORTED = re.compile(r"\bun(supported|known|recogni[sz]ed)\b|not (supported|available|implemented)|too large", re.I)
+RESAVE = "save it as .png or .jpg"
 # Formats of which Pillow reads every variant, so that an unidentified header is a damaged one.
 FULLY_READ = frozenset({"PNG", "WEBP"})
 # Compressions of TIFF that libtiff may have been built without; it then fails as on damaged data.
@@ -115,14 +116,14 @@ def inspect(source: Path | bytes) -> PictureFacts:
             # tags ImageWidth and ImageLength
             width, height = picture.tag_v2[256], picture.tag_v2[257]
         transform = _conversion(data, picture, kind)
+        orientation = _orientation(data, picture, kind)
         # Part of the cache key: a change of wording would re-encode these pictures.
         conversions = {
             "converted to sRGB": transform is not None,
             "cropped to its clean aperture": aperture is not None,
             "shown on white": is_deep_and_transparent(picture),
-            "turned by EXIF alone": _is_turned_by_xmp(picture),
+            "turned by EXIF alone": orientation is None and _turned_by_xmp(picture),
         }
-        orientation = _orientation(data, picture, kind)
         if orientation in SIDEWAYS:
             width, height = height, width
         return PictureFacts(width, height, tuple(name for name, applies in conversions.items() if applies))
@@ -146,7 +147,7 @@ def decode(source: Path | bytes, background: str = "white") -> Image.Image:
         aperture = _aperture(data, picture, kind)
         picture.load()
         # Pillow applies the orientation tag of a TIFF when it decodes the file.
-        turn = None if kind == "TIFF" else UPRIGHT.get(_orientation(data, picture, kind))
+        turn = None if kind == "TIFF" else UPRIGHT.get(_orientation(data, picture, kind) or 1)
         shown = picture if aperture is None else picture.crop(aperture)
         rgb = flatten(shown, background, transform)
         return rgb if turn is None else rgb.transpose(turn)
@@ -198,7 +199,7 @@ def _opened_as(kind: str, data: bytes) -> Iterator[Image.Image]:
     except UnidentifiedImageError as error:
         if kind in FULLY_READ:
             raise MediaError("is damaged: its header cannot be read") from error
-        raise UnsuitableError(f"is {kind} of a kind that cannot be read here, or its header is damaged") from error
+        raise UnsuitableError(f"has a {kind} header that is damaged or of a kind that is not read; {RESAVE}") from error
     except DAMAGE as error:
         raise _blame(error, picture) from error
 
@@ -212,22 +213,25 @@ def _blame(error: Exception, picture: Image.Image | None) -> Exception:
     reason = describe(error)
     compression = picture.info.get("compression") if picture else None
     if compression in OPTIONAL_COMPRESSIONS:
-        return UnsuitableError(f"cannot be decoded here: it is damaged, or {compression} is not supported ({reason})")
+        return UnsuitableError(
+            f"is damaged, or its compression {compression} is not supported here; {RESAVE} ({reason})"
+        )
     if UNSUPPORTED.search(reason):
-        return UnsuitableError(f"cannot be decoded here, although it may be intact: {reason}")
+        return UnsuitableError(f"cannot be decoded here, although it may be intact; {RESAVE} ({reason})")
     if "truncated" in reason.lower():
         return MediaError(f"is truncated: {reason}")
     return MediaError(f"is damaged: {reason}")
 
 
-def _orientation(data: bytes, picture: Image.Image, kind: str) -> int:
-    """The EXIF orientation, 1 to 8; 1 if it is missing or the EXIF data is broken."""
+def _orientation(data: bytes, picture: Image.Image, kind: str) -> int | None:
+    """The EXIF orientation, 1 to 8; None if it is missing or the EXIF data is broken."""
     if kind == "PNG" and not png_has_orientation(data):
-        return 1  # to look for it, Pillow would decode the whole picture
+        return None  # to look for it, Pillow would decode the whole picture
     try:
-        return int(picture.getexif().get(ExifTags.Base.Orientation, 1))
+        with DECODING.for_picture(picture.size):
+            return int(picture.getexif()[ExifTags.Base.Orientation])
     except Exception:  # noqa: BLE001 - whatever broken metadata raise, the pixels may be intact
-        return 1
+        return None
 
 
 def _drop_xmp(picture: Image.Image) -> None:
@@ -237,11 +241,11 @@ def _drop_xmp(picture: Image.Image) -> None:
             picture.info[XMP_DROPPED] = picture.info.pop(key)
 
 
-def _is_turned_by_xmp(picture: Image.Image) -> bool:
-    """Whether earlier versions took the orientation from XMP."""
+def _turned_by_xmp(picture: Image.Image) -> bool:
+    """Whether its XMP holds an orientation, which earlier versions obeyed where EXIF holds none."""
     xmp = picture.info.get(XMP_DROPPED, b"")
     text = xmp.encode("utf-8", "replace") if isinstance(xmp, str) else xmp
-    return XMP_TURN.search(text) is not None and "exif" not in picture.info
+    return XMP_TURN.search(text) is not None
 
 
 def _conversion(data: bytes, picture: Image.Image, kind: str) -> ImageCms.ImageCmsTransform | None:

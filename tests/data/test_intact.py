@@ -21,7 +21,7 @@ from simpletuner.data.boxes import shown_properties
 from simpletuner.data.files import DeviceError, MediaError, UnsuitableError
 from simpletuner.data.media import decode, inspect, probe
 from simpletuner.data.room import BYTES_PER_PIXEL, Room
-from tests.pictures import HEIGHT, RED, WIDTH, scene
+from tests.pictures import HEIGHT, ORIENTATION, RED, WIDTH, corners, scene
 
 pillow_heif.register_heif_opener()  # to write such files
 
@@ -216,6 +216,15 @@ def test_an_orientation_in_xmp_turns_nothing(kind: str) -> None:
     data = saved(scene(), kind, **settings)
     assert b"tiff:Orientation" in data
     assert probe(data) == decode(data).size == (WIDTH, HEIGHT)
+    assert inspect(data).conversions == ("turned by EXIF alone",)
+
+
+def test_exif_counts_where_xmp_contradicts_it() -> None:
+    exif = Image.Exif()
+    exif[ORIENTATION] = 3
+    data = saved(scene(), "JPEG", xmp=XMP, exif=exif)
+    assert corners(decode(data))[3][0] > 150, "red is at the bottom right"
+    assert inspect(data).conversions == ()
 
 
 @pytest.mark.parametrize(("background", "level"), [("white", 255), ("black", 0)])
