@@ -9,12 +9,14 @@ import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import FrameType
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from simpletuner.cli.sample import sweep_folder
 from simpletuner.cli.settings import CardAsked, MemoryAsked, ask_about, refuse_question
+from simpletuner.distributed.requests import handling
 from simpletuner.errors import ConfigError, Problem, UserError
 
 if TYPE_CHECKING:
@@ -139,9 +141,26 @@ def _run(commands: Sequence[Sequence[str]]) -> None:
     try:
         for number, command in enumerate(commands):
             print(f"$ {shown[number]}", flush=True)
-            if code := subprocess.call([sys.executable, "-m", "simpletuner", *command]):
+            if code := call([sys.executable, "-m", "simpletuner", *command]):
                 when = "Once that is fixed, go on with" if code == UserError.exit_code else "To go on"
                 print(f"Stopped. {when}: {' && '.join(shown[number:])}", file=sys.stderr)
                 raise typer.Exit(code if code > 0 else 128 - code)  # negative: killed by that signal
     finally:
         signal.signal(signal.SIGINT, before)
+
+
+def call(command: Sequence[str]) -> int:
+    """Run a command, pass SIGTERM on to it, and return its exit code once it has saved what it does."""
+    children: list[subprocess.Popen[bytes]] = []
+    asked: list[int] = []
+
+    def pass_on(number: int, frame: FrameType | None) -> None:
+        asked.append(number)
+        for child in children:
+            child.send_signal(number)
+
+    with handling({signal.SIGTERM: pass_on}):
+        children.append(subprocess.Popen(command))
+        if asked:  # while the command was being started
+            pass_on(signal.SIGTERM, None)
+        return children[0].wait()

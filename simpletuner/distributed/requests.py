@@ -8,9 +8,11 @@ touch output/requests/preview              render previews now
 
 from __future__ import annotations
 
+import math
 import signal
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -23,6 +25,7 @@ FOLDER = "requests"
 Request = Literal["stop", "stop_at_epoch_end", "save", "preview"]
 REQUESTS: tuple[Request, ...] = get_args(Request)
 Handler = Callable[[int, FrameType | None], None] | signal.Handlers
+ECHO_SECONDS = 1.0
 STOPPING = "Stopping after this step. Ctrl-C again stops at once and loses everything since the last checkpoint."
 
 
@@ -66,7 +69,7 @@ def signals_as_interrupt() -> Iterator[None]:
     def interrupt(number: int, frame: FrameType | None) -> None:
         raise KeyboardInterrupt
 
-    handlers: dict[int, Handler] = {signal.SIGTERM: interrupt}
+    handlers: dict[int, Handler] = {signal.SIGTERM: without_echo(interrupt)}
     if sys.platform != "win32":
         handlers[signal.SIGHUP] = signal.SIG_IGN
     with handling(handlers):
@@ -86,12 +89,33 @@ def stop_on_interrupt(stop: Stop, announce: Callable[[], object]) -> Iterator[No
         stop.request()
         for each, handler in previous.items():
             # Ignored by the parent, as in a script's background job: the second must work as the first did.
-            signal.signal(each, signal.default_int_handler if handler is signal.SIG_IGN else handler)
+            again = signal.default_int_handler if handler is signal.SIG_IGN else handler
+            if each == signal.SIGTERM and callable(again):
+                again = without_echo(again, time.monotonic())
+            signal.signal(each, again)
         # In another thread: the signal may have interrupted this one in the middle of a write.
         threading.Thread(target=announce, daemon=True).start()
 
     with handling(dict.fromkeys(previous, ask)):
         yield
+
+
+def without_echo(handler: Callable[[int, FrameType | None], object], last: float = -math.inf) -> Handler:
+    """A handler that ignores a signal shortly after the last one.
+
+    A signal to a whole group of processes reaches a process twice if its parent, such as a launcher, passes it on.
+
+    Args:
+        last: when there was one, on the monotonic clock.
+    """
+
+    def handle(number: int, frame: FrameType | None) -> None:
+        nonlocal last
+        before, last = last, time.monotonic()
+        if last - before > ECHO_SECONDS:
+            handler(number, frame)
+
+    return handle
 
 
 @contextmanager

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import subprocess
 import sys
 import time
 from collections.abc import Sequence
@@ -21,6 +20,7 @@ from simpletuner.annexes.start.receive import receive
 from simpletuner.annexes.start.recipe import Material, Recipe, Start, checkpoint_interval, preview_interval
 from simpletuner.budget import device
 from simpletuner.budget.drivers import Gpu
+from simpletuner.cli import start
 from simpletuner.cli.app import main
 from simpletuner.cli.start import _check_training
 from simpletuner.data.clips import ClipFacts
@@ -30,7 +30,7 @@ from simpletuner.models.registry import FAMILIES
 from tests.clips import write_clip
 
 Capture = pytest.CaptureFixture[str]
-CALL = subprocess.call
+CALL = start.call
 
 
 def put_pictures(
@@ -56,7 +56,7 @@ def commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[list[str]]
         called.append(list(command[3:]))
         return 0
 
-    monkeypatch.setattr(subprocess, "call", call)
+    monkeypatch.setattr(start, "call", call)
     return called
 
 
@@ -425,7 +425,7 @@ def test_a_failed_command_ends_it_and_says_how_to_go_on(
     put_pictures(Path("cat"), 1)
     rest = "simpletuner train env={0} && simpletuner sweep output/{0} --strengths 0.75,1.0\n"
     for name, code, when in (("a", 130, "To go on"), ("b", 2, "Once that is fixed, go on with")):
-        monkeypatch.setattr(subprocess, "call", lambda command, code=code: code)
+        monkeypatch.setattr(start, "call", lambda command, code=code: code)
         assert main(["start", "cat", "--yes", "--name", name]) == code
         assert f"Stopped. {when}: {rest.format(name)}" in capsys.readouterr().err
 
@@ -461,7 +461,7 @@ def test_ctrl_c_waits_for_the_checkpoint(
     commands: list[list[str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
 ) -> None:
     """A terminal sends it to both; killed too early, training would lose what it saves."""
-    monkeypatch.setattr(subprocess, "call", CALL)
+    monkeypatch.setattr(start, "call", CALL)
     put_pictures(Path("cat"), 1)
     stub = tmp_path / "python"
     # Longer than the quarter of a second that subprocess waits after a KeyboardInterrupt.
@@ -471,6 +471,20 @@ def test_ctrl_c_waits_for_the_checkpoint(
     assert main(["start", "cat", "--yes"]) == 130
     assert Path("saved").exists()
     assert "To go on: simpletuner train env=cat && " in capsys.readouterr().err
+
+
+def test_sigterm_reaches_the_training(
+    commands: list[list[str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A job scheduler ends `start` alone; the training must not go on without it."""
+    monkeypatch.setattr(start, "call", CALL)
+    put_pictures(Path("cat"), 1)
+    stub = tmp_path / "python"
+    stub.write_text("#!/bin/sh\ntrap 'echo > saved; exit 130' TERM\nkill -TERM $PPID; sleep 20 & wait\n")
+    stub.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(stub))
+    assert main(["start", "cat", "--yes"]) == 130
+    assert Path("saved").exists()
 
 
 def test_a_run_is_longer_with_more_files_within_bounds() -> None:

@@ -7,7 +7,7 @@ import threading
 
 import pytest
 
-from simpletuner.distributed.requests import Handler, Stop, stop_on_interrupt
+from simpletuner.distributed.requests import Handler, Stop, signals_as_interrupt, stop_on_interrupt
 from simpletuner.errors import Interrupted
 
 
@@ -39,3 +39,17 @@ def test_the_first_signal_asks_and_the_second_one_interrupts(
         with pytest.raises(KeyboardInterrupt):
             signal.raise_signal(signal.SIGINT)
     assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == handlers
+
+
+def test_a_signal_that_is_passed_on_counts_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A signal to a group of processes reaches a process twice if its parent passes it on."""
+    now = 100.0
+    monkeypatch.setattr("simpletuner.distributed.requests.time.monotonic", lambda: now)
+    stop = Stop()
+    with signals_as_interrupt(), stop_on_interrupt(stop, lambda: None):
+        signal.raise_signal(signal.SIGTERM)
+        signal.raise_signal(signal.SIGTERM)
+        assert stop.requested, "the run stops after this step"
+        now += 2
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGTERM)

@@ -15,7 +15,14 @@ from typing import Any
 import pytest
 import torch
 
-from simpletuner.annexes.processes.joining import connect, first_host, settle_meeting, take_device
+from simpletuner.annexes.processes.joining import (
+    NotJoinedError,
+    connect,
+    first_host,
+    open_store,
+    settle_meeting,
+    take_device,
+)
 from simpletuner.annexes.processes.launching import refuse_shared_gpus
 from simpletuner.annexes.processes.watch import GONE, Watch
 from simpletuner.distributed.world import World, launched
@@ -212,3 +219,16 @@ def test_where_processes_meet() -> None:
 )
 def test_the_first_of_slurms_hosts(nodes: str, first: str) -> None:
     assert first_host(nodes) == first
+
+
+def test_a_port_of_a_silent_program_is_not_waited_for_beyond_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        port = silent.getsockname()[1]
+        monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+        monkeypatch.setenv("MASTER_PORT", str(port))
+        started = time.monotonic()
+        with pytest.raises(
+            NotJoinedError, match=f"127.0.0.1:{port} is held by a program that does not answer process 1"
+        ):
+            open_store(World(1, 2, 1, 2), "env://", started + 0.1)
+        assert time.monotonic() - started < 9

@@ -30,7 +30,7 @@ from simpletuner.errors import Interrupted
 from simpletuner.plan.build import make_plan
 from tests.closeness import ROTATION, distance
 from tests.commands import forked_commands
-from tests.processes import PATIENCE, finish, free_port, printed, run_into, run_together, start, train
+from tests.processes import PATIENCE, finish, free_port, printed, run_as, run_into, run_together, start, train
 from tests.run.test_resume import assert_equal, training_state
 from tests.workspace import DATASETS, Workspace
 
@@ -215,6 +215,14 @@ def test_a_mistake_is_told_once(workspace: Workspace) -> None:
     assert told.count("error: ") == 2, told
     assert "2 problems to fix; nothing was started." in told
     assert printed(workspace, 1) == ""
+
+
+def test_a_process_that_cannot_join_says_so_though_it_is_not_the_first_of_its_machine(workspace: Workspace) -> None:
+    process = workspace.fork(run_as, 1, 2, free_port(), ["train", "start_timeout=1"])
+    assert finish([process]) == [2]
+    (told,) = [line for line in printed(workspace, 1).splitlines() if line.startswith("error: ")]
+    assert told.startswith(f"error: MASTER_ADDR: process 1 on {socket.gethostname()} cannot reach process 0")
+    assert "start_timeout allows more time" in told
 
 
 def test_a_process_of_which_only_one_cannot_train(tmp_path: Path, t2i_checkpoint: Path, workspace: Workspace) -> None:

@@ -11,11 +11,14 @@ import pickle
 import re
 import secrets
 import socket
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from concurrent.futures import Future
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import astuple, dataclass, field
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 from simpletuner.annexes.processes.watch import GRACE_SECONDS, POLL_SECONDS, Beat, Link, Watch
@@ -26,12 +29,17 @@ from simpletuner.errors import Problem, SimpleTunerError, UserError, shorten
 # Processes wait while others save, encode or render, which may take hours; `Watch` detects a process that exits.
 PATIENCE = timedelta(days=30)
 START_SECONDS = 600.0  # within which all processes must join
+SLACK_SECONDS = 3.0  # after which a call with a limit of its own has ended
 # torchrun hosts the store, and reuses it when it restarts the processes.
 KEPT_BY_LAUNCHER, ATTEMPT = "TORCHELASTIC_USE_AGENT_STORE", "TORCHELASTIC_RESTART_COUNT"
 FIRST = "process 0"  # store key: host, address and port of process 0, and the run's key
 LOOPBACK = "127.0.0.1"
 FIRST_PORT, PORTS = 20000, 20000
 SMALL = 4096  # size of the first, fixed-size message of a gather
+
+
+class NotJoinedError(UserError):
+    """This process cannot reach process 0, which therefore cannot say why."""
 
 
 @dataclass(frozen=True)
@@ -128,7 +136,8 @@ def connect(
         prepare: called before the watch may end this process.
 
     Raises:
-        UserError: processes have not joined, or cannot reach each other.
+        UserError: processes have not joined.
+        NotJoinedError: this process cannot reach process 0.
         SimpleTunerError: another process has failed.
     """
     # Imported here so that commands which never train stay free of torch.
@@ -187,7 +196,8 @@ def open_store(place: World, meeting_point: str, deadline: float) -> Any:
         deadline: on the monotonic clock.
 
     Raises:
-        UserError: the address cannot be reached, or the port is in use.
+        UserError: the port is in use.
+        NotJoinedError: the address cannot be reached, or a program there does not answer.
     """
     from torch.distributed import FileStore, PrefixStore, TCPStore  # type: ignore[attr-defined] # public, not typed so
 
@@ -198,21 +208,53 @@ def open_store(place: World, meeting_point: str, deadline: float) -> Any:
     while True:
         # Short, so that Ctrl-C is handled in between.
         left = timedelta(seconds=max(1.0, min(10.0, deadline - time.monotonic())))
+        settings: dict[str, Any] = {
+            "is_master": holds,
+            "timeout": left,
+            "wait_for_workers": False,
+            "multi_tenant": True,
+        }
+        here = socket.gethostname()
         try:
-            store = TCPStore(address, port, is_master=holds, timeout=left, wait_for_workers=False, multi_tenant=True)
+            # torch would wait forever for a program that accepts the connection and says nothing.
+            store = _within(deadline, partial(TCPStore, address, port, **settings))
+        except TimeoutError:
+            silent = f"{address}:{port} is held by a program that does not answer process {place.rank} on {here}."
+            raise NotJoinedError(f"MASTER_PORT: {silent} Choose another port.") from None
         except (RuntimeError, ValueError) as error:
-            here, text = socket.gethostname(), str(error).partition("\n")[0]
+            text = str(error).partition("\n")[0]
             if "EADDRINUSE" in text:
                 taken = f"{address}:{port} on {here} is in use by another run or program. Choose another port."
                 raise UserError(f"MASTER_PORT: {taken}") from None
             if time.monotonic() >= deadline:
                 lost = f"process {place.rank} on {here} cannot reach process 0 at {address}:{port}: {text.rstrip('.')}"
                 advice = "Is it running, is this its address, and is the port open? start_timeout allows more time."
-                raise UserError(f"MASTER_ADDR: {lost}. {advice}") from None
+                raise NotJoinedError(f"MASTER_ADDR: {lost}. {advice}") from None
             time.sleep(POLL_SECONDS)
             continue
         store.set_timeout(timedelta(seconds=max(1.0, deadline - time.monotonic())))
         return PrefixStore(f"attempt {os.environ.get(ATTEMPT, '0')}", store)
+
+
+def _within(deadline: float, call: Callable[[], Value]) -> Value:
+    """The result of a call, made in a thread that is left behind if it takes too long.
+
+    Args:
+        deadline: on the monotonic clock. A call that ends by itself gets some seconds more.
+
+    Raises:
+        TimeoutError: it takes longer.
+    """
+    result = Future[Value]()
+
+    def work() -> None:
+        try:
+            result.set_result(call())
+        except Exception as error:  # noqa: BLE001 - raised in the calling thread
+            result.set_exception(error)
+
+    threading.Thread(target=work, name="joining", daemon=True).start()
+    return result.result(max(1.0, deadline - time.monotonic()) + SLACK_SECONDS)
 
 
 def join_watch(place: World, store: Any, limit: float, deadline: float) -> Watch:
@@ -220,7 +262,9 @@ def join_watch(place: World, store: Any, limit: float, deadline: float) -> Watch
 
     Raises:
         UserError: processes are missing, or there are too many.
+        NotJoinedError: process 0 does not come, or cannot be reached.
     """
+    own = f"process {place.rank} on {socket.gethostname()}"
     if place.is_main:
         watch = Watch(0, place.size, secrets.token_hex(8), limit)
         if store.add("first", 1) > 1:
@@ -231,7 +275,8 @@ def join_watch(place: World, store: Any, limit: float, deadline: float) -> Watch
     else:
         while not store.check([FIRST]):  # polled in Python, where Ctrl-C is handled
             if time.monotonic() > deadline:
-                raise UserError("MASTER_ADDR: process 0 did not come in time; start_timeout allows more.")
+                late = f"{own} has waited in vain for process 0; start_timeout allows more time."
+                raise NotJoinedError(f"MASTER_ADDR: {late}")
             time.sleep(POLL_SECONDS / 10)
         host, address, port, key = json.loads(store.get(FIRST))
         watch = Watch(place.rank, place.size, key, limit)
@@ -244,7 +289,9 @@ def join_watch(place: World, store: Any, limit: float, deadline: float) -> Watch
             advice = "Start the same command on every machine, with this one's address; start_timeout allows more time."
             watch.fail(f"{late} {advice}", 2, GRACE_SECONDS)
         watch.close()
-        raise UserError(watch.verdict[0] if watch.verdict else "MASTER_ADDR: process 0 does not respond.")
+        if watch.verdict is None:
+            raise NotJoinedError(f"MASTER_ADDR: process 0 does not respond to {own}.")
+        raise UserError(watch.verdict[0])
     return watch
 
 
@@ -252,7 +299,7 @@ def _reach(host: str, address: str, port: int, deadline: float) -> socket.socket
     """Connect to the watch of process 0, at `address` or else at MASTER_ADDR or its host name.
 
     Raises:
-        UserError: the watch cannot be reached.
+        NotJoinedError: the watch cannot be reached.
     """
     while True:
         for target in [address] if address else dict.fromkeys((os.environ.get("MASTER_ADDR") or host, host)):
@@ -261,7 +308,9 @@ def _reach(host: str, address: str, port: int, deadline: float) -> socket.socket
             except OSError as error:
                 reason = error
         if time.monotonic() > deadline:
-            raise UserError(f"MASTER_ADDR: port {port} of {host}, where process 0 listens, cannot be reached: {reason}")
+            here = socket.gethostname()
+            lost = f"port {port} of {host}, where process 0 listens, cannot be reached from {here}: {reason}"
+            raise NotJoinedError(f"MASTER_ADDR: {lost}")
         time.sleep(1)
 
 

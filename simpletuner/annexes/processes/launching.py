@@ -14,15 +14,21 @@ import signal
 import socket
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager, redirect_stderr, suppress
+from contextlib import ExitStack, contextmanager, redirect_stderr, suppress
 from functools import partial
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, TextIO
 
 import typer
 
-from simpletuner.annexes.processes.joining import START_SECONDS, ConnectedWorld, connect, settle_meeting
+from simpletuner.annexes.processes.joining import (
+    START_SECONDS,
+    ConnectedWorld,
+    NotJoinedError,
+    connect,
+    settle_meeting,
+)
 from simpletuner.annexes.processes.watch import GONE, GRACE_SECONDS, Watch
 from simpletuner.config.launch import LaunchConfig
 from simpletuner.distributed.requests import handling, signals_as_interrupt
@@ -153,7 +159,14 @@ def joined(place: World, start_limit: float = START_SECONDS) -> Iterator[World]:
         if place.is_leader or (place.rank == 1 and LAUNCHER not in os.environ):
             watch.bereft = partial(print, file=terminal, flush=True)
 
-    with connect(place, start_limit=start_limit, prepare=prepare) as world:
+    with ExitStack() as connected:
+        try:
+            world = connected.enter_context(connect(place, start_limit=start_limit, prepare=prepare))
+        except NotJoinedError as error:
+            # Process 0 does not know of it. The first process of a machine has not left the terminal.
+            if not place.is_leader:
+                complain(str(error), error.exit_code, terminal)
+            raise
         try:
             with signals_as_interrupt():
                 refuse_shared_gpus(world, own_gpu())
@@ -225,6 +238,11 @@ class RemoteError(SimpleTunerError):
         self.exit_code = exit_code
 
 
-def complain(message: str, code: int) -> None:
-    """Print the error that ends all processes."""
-    print(redact(f"error: {message}" if code == UserError.exit_code else message), file=sys.stderr, flush=True)
+def complain(message: str, code: int, terminal: TextIO | None = None) -> None:
+    """Print the error that ends all processes, or this one.
+
+    Args:
+        terminal: None prints to the usual place.
+    """
+    text = redact(f"error: {message}" if code == UserError.exit_code else message)
+    print(text, file=terminal or sys.stderr, flush=True)
