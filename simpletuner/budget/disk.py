@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 import shutil
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from simpletuner.budget.budget import Budget
 from simpletuner.budget.device import gigabytes
-from simpletuner.caching.catalogue import FeatureCost
+from simpletuner.caching.catalogue import FeatureCost, LatentEntry
 from simpletuner.config.precision import text_encoder_dtype
 from simpletuner.errors import Problem, warning
 from simpletuner.models.cost import BYTES
@@ -53,11 +53,12 @@ def find_writings(budget: Budget) -> Iterator[Writing]:
 def _cache_writings(budget: Budget, listing: Listing) -> Iterator[Writing]:
     plan = budget.plan
     written = [*listing.ahead.missing, *(each for each in listing.encoded_in_training if each.storage == "ondemand")]
-    # 16 channels in float32.
-    sizes = ((entry, plan.spec.latent_size(*entry.sample.geometry.size, entry.sample.frames)) for entry in written)
-    latents = sum(4.0 * 16 * math.prod(size) * (COMPRESSED if entry.compress else 1.0) for entry, size in sizes)
-    if written:
-        yield Writing("latents", written[0].folder, latents, latents)
+    latents = _latent_bytes(plan, written)
+    redrawn = _redrawn(plan, listing)
+    # Every later epoch adds the latents of its random crops.
+    later = max(0, plan.length.epochs - listing.epoch) * _latent_bytes(plan, redrawn)
+    if latents or later:
+        yield Writing("latents", [*written, *redrawn][0].folder, latents + later, latents)
     features = feature_costs(plan.spec, listing)
     if features.stored:
         yield Writing("features", listing.features.missing[0].folder, features.stored, features.stored)
@@ -67,6 +68,24 @@ def _cache_writings(budget: Budget, listing: Listing) -> Iterator[Writing]:
     texts = float(len(listing.texts.missing) * longest * width * BYTES[text_encoder_dtype(plan.config.precision)])
     if texts:
         yield Writing("text embeddings", text_folder(plan), texts, texts * USUAL_CAPTION)
+
+
+def _latent_bytes(plan: Plan, entries: Sequence[LatentEntry]) -> float:
+    """The size of cached latents: 16 channels in float32."""
+    total = 0.0
+    for entry in entries:
+        size = plan.spec.latent_size(*entry.sample.geometry.size, entry.sample.frames)
+        total += 4.0 * 16 * math.prod(size) * (COMPRESSED if entry.compress else 1.0)
+    return total
+
+
+def _redrawn(plan: Plan, listing: Listing) -> list[LatentEntry]:
+    """The cached latents of an epoch whose random crops every epoch draws anew."""
+    datasets = {dataset.id for dataset in plan.trained if dataset.changes_each_epoch}
+    if not datasets:
+        return []
+    cached = [entry for entry in listing.latents if entry.storage != "never"]
+    return [entry for entry in cached if entry.sample.dataset_id in datasets]
 
 
 def feature_costs(spec: FamilySpec, listing: Listing | None) -> FeatureCost:
@@ -94,4 +113,12 @@ def check_disk(plan: Plan, writings: Iterable[Writing]) -> Iterator[Problem]:
         if at_once > free:
             yield Problem("disk", message, fatal=not plan.config.run.i_know_what_i_am_doing)
         elif total > free:
-            yield warning("disk", f"{message} A lower checkpoints_total_limit needs less.")
+            yield warning("disk", f"{message} {_advice(plan, group)}")
+
+
+def _advice(plan: Plan, group: Sequence[Writing]) -> str:
+    """The setting that lowers the largest part of what is written to a disk."""
+    largest = max(group, key=lambda writing: writing.total)
+    if largest.what == "latents" and any(dataset.changes_each_epoch for dataset in plan.trained):
+        return "Random crops are encoded anew in every epoch; vae_cache_clear_each_epoch false keeps the first."
+    return "A lower checkpoints_total_limit needs less."

@@ -170,3 +170,19 @@ def test_weights_that_wait_on_a_disk_need_room_there_and_none_in_memory(workspac
     assert not any("offloaded weights" in line for line in in_memory)
     assert any("offloaded weights up to 24.0 GB" in line for line in on_disk)
     assert host(in_memory) - host(on_disk) == pytest.approx(24.0, abs=0.1), "blocks of float32"
+
+
+@pytest.mark.parametrize(("crop_style", "grows"), [("random", True), ("center", False)])
+def test_random_crops_of_every_epoch_need_room(
+    workspace: Workspace, capsys: Capture, crop_style: str, grows: bool
+) -> None:
+    dataset = {**DATASETS[0], "crop": True, "crop_aspect": "square", "crop_style": crop_style}
+    workspace.write_datasets([dataset, DATASETS[1]])
+    sizes = []
+    for epochs in (1, 20):
+        capsys.readouterr()
+        assert workspace.run("plan", "--json", "max_train_steps=", f"num_train_epochs={epochs}") == 0
+        written = json.loads(capsys.readouterr().out)["disk"]
+        (latents,) = [writing for writing in written if writing["what"] == "latents"]
+        sizes.append(latents["bytes"])
+    assert sizes[1] == pytest.approx(20 * sizes[0] if grows else sizes[0])
