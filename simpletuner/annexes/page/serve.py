@@ -37,7 +37,7 @@ from simpletuner.annexes.page.parts import reason_for
 from simpletuner.annexes.page.project import UPLOADS, Project, Refusal, read_object
 from simpletuner.annexes.queue import Queue
 from simpletuner.annexes.report.html import FOLDER as REPORT
-from simpletuner.errors import ConfigError, DiskFullError, UserError
+from simpletuner.errors import ConfigError, DiskFullError, UserError, reached_limit
 from simpletuner.reporting.events import EventStream
 
 # Served routes: the page (trainer), events of remote runs (callback), or both (unified).
@@ -186,7 +186,7 @@ def guarded(project: Project, access: Access, mode: Mode, over: threading.Event 
 
 def make_server(
     project: Project, access: Access, mode: Mode = "unified", over: threading.Event | None = None, /, **more: Any
-) -> Server:
+) -> PageServer:
     """A server, not yet running; `more` are options of uvicorn."""
     # A factory, so that a process restarted by --reload can create the application.
     config = Config(
@@ -210,7 +210,26 @@ def make_server(
 
 
 class PageServer(Server):
-    """Aborts event streams and long requests at shutdown, without logging them."""
+    """Aborts event streams and long requests at shutdown, without logging them; logs a limit of open files once."""
+
+    _limit = ""  # that was logged
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        asyncio.get_running_loop().set_exception_handler(self.report)
+        await super().startup(sockets)
+
+    def report(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        """Log an error outside a request, but a limit of the machine only once and without its traceback.
+
+        asyncio meets a limit of open files again for every connection that waits, thousands of times a second.
+        """
+        error = context.get("exception")
+        limit = reached_limit(error) if error is not None else ""
+        if not limit:
+            loop.default_exception_handler(context)
+        elif limit != self._limit:
+            self._limit = limit
+            logging.getLogger(__name__).warning("Connections wait: %s", limit)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         logging.getLogger("uvicorn.error").disabled = True

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import errno
 import os
 import re
 import signal
@@ -251,3 +253,15 @@ def test_run_whose_page_finds_its_port_taken_does_not_begin(
         assert main(["train", "--page-port", str(taken.getsockname()[1])]) == 2
     assert "cannot be used" in capsys.readouterr().err
     assert not (workspace.folder / "output").exists()
+
+
+def test_a_limit_of_open_files_is_logged_once_and_other_errors_as_usual(caplog: pytest.LogCaptureFixture) -> None:
+    server = serve.make_server(Project(Path.cwd()), Access())
+    loop = asyncio.new_event_loop()
+
+    for _ in range(3):
+        server.report(loop, {"message": "accept", "exception": OSError(errno.EMFILE, os.strerror(errno.EMFILE))})
+    server.report(loop, {"message": "a bug", "exception": ValueError("a bug")})
+    loop.close()
+
+    assert [record.message.split(":")[0] for record in caplog.records] == ["Connections wait", "a bug"]
