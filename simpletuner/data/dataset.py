@@ -22,7 +22,7 @@ from simpletuner.data.clips import ClipFacts, ClipRules, frames_of, retry_once
 from simpletuner.data.discovery import FileFacts, Folder, Reasons, save_index
 from simpletuner.data.entries import DataContext
 from simpletuner.data.files import MediaError, UnsuitableError
-from simpletuner.data.names import CAPTION_SUFFIXES, composed, pair_key
+from simpletuner.data.names import CAPTION_SUFFIXES, index_partners, partners_of
 from simpletuner.data.sample import ADVICE, EXPECTED, UNCAPTIONED, LedgerEntry, Rejected, Sample, shape_text
 from simpletuner.errors import Kind, Problem, Problems, counted, shorten, warning
 
@@ -101,20 +101,12 @@ class Dataset:
         return next((each for each in self.partners if each.config.conditioning_type in MASKS), None)
 
     @cached_property
-    def _names(self) -> dict[str, list[str]]:
-        """File names, in NFC with and without their extension."""
-        names: dict[str, list[str]] = {}
-        for name in sorted(self.facts):
-            names.setdefault(pair_key(name), []).append(name)
-        # Last, since a file may be called like another one without its extension.
-        return names | {composed(name): [name] for name in self.facts}
+    def _partners(self) -> dict[str, list[str]]:
+        return index_partners(self.facts)
 
     def names_for(self, source: str) -> Sequence[str]:
-        """Names of the files that may be the partner of a file in another dataset.
-
-        For `cat.jpg`, these are `cat.jpg`, else `cat.jpg.png`, else `cat.png` and all others of its stem.
-        """
-        return self._names.get(composed(source)) or self._names.get(pair_key(source)) or ()
+        """Names of the files that may be the partner of a file in another dataset, see `partners_of`."""
+        return partners_of(source, self._partners)
 
     def name_for(self, source: str) -> str | None:
         """Name of the partner of a file in another dataset, or None."""

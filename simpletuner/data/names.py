@@ -56,6 +56,24 @@ def pair_key(name: str) -> str:
     return composed(stem if stem and "/" not in suffix else name)
 
 
+def index_partners(names: Iterable[str]) -> dict[str, list[str]]:
+    """Names of possible partners, by their names in NFC with and without their extension; see `partners_of`."""
+    ordered = sorted(names)
+    index: dict[str, list[str]] = {}
+    for name in ordered:
+        index.setdefault(pair_key(name), []).append(name)
+    # Last, since a file may be called like another one without its extension.
+    return index | {composed(name): [name] for name in ordered}
+
+
+def partners_of(source: str, index: Mapping[str, list[str]]) -> Sequence[str]:
+    """Names of the files that may be the partner of a file in another dataset.
+
+    For `cat.jpg`, these are `cat.jpg`, else `cat.jpg.png`, else `cat.png` and all others of its stem.
+    """
+    return index.get(composed(source)) or index.get(pair_key(source)) or ()
+
+
 def printable(name: str) -> str:
     """A name that can be printed and written to JSON: bytes that are not UTF-8 are escaped."""
     return name.encode("utf-8", "backslashreplace").decode()

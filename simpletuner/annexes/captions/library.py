@@ -31,7 +31,7 @@ from simpletuner.data.dataset import Dataset
 from simpletuner.data.discovery import FileFacts, Folder, Scan, read_excluded
 from simpletuner.data.entries import FIXED_PROMPTS, DataContext, link_partners
 from simpletuner.data.files import LARGEST_CAPTION, LeftOutError
-from simpletuner.data.names import CAPTION_SUFFIXES, pair_key
+from simpletuner.data.names import CAPTION_SUFFIXES, index_partners, partners_of
 from simpletuner.data.sample import LedgerEntry, Rejected
 from simpletuner.errors import Problems, Reading, UserError, required, result_of, visible
 
@@ -231,10 +231,12 @@ class Library:
 
     def _folders(self, names: Sequence[str]) -> dict[str, Folder]:
         """The folders of the dataset and of its partners, reduced to these files."""
-        folders, keys = {self.entry.id: part_of(self.entry, names, self.listing)}, set(map(pair_key, names))
+        folders = {self.entry.id: part_of(self.entry, names, self.listing)}
         for entry in (self.context.fill(entry) for entry in self.entries if entry.is_conditioning):
             listing = list_files(entry, self.context)
-            folders[entry.id] = part_of(entry, [name for name in listing.files if pair_key(name) in keys], listing)
+            partners = index_partners(listing.files)
+            kept = dict.fromkeys(partner for name in names for partner in partners_of(name, partners))
+            folders[entry.id] = part_of(entry, [*kept], listing)
         return folders
 
     def _bare(self, names: Sequence[str]) -> Iterator[Planned]:

@@ -11,7 +11,7 @@ import base64
 import binascii
 import io
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -40,7 +40,7 @@ from simpletuner.data.discovery import is_readable, scan
 from simpletuner.data.entries import DataContext
 from simpletuner.data.files import MediaError
 from simpletuner.data.media import PICTURE_SUFFIXES, decode
-from simpletuner.data.names import pair_key
+from simpletuner.data.names import composed, index_partners, pair_key, partners_of
 from simpletuner.distributed.world import usable_cores
 from simpletuner.errors import Problem, UserError, required, result_of
 from simpletuner.plan.build import settle_task
@@ -149,7 +149,19 @@ def put_excluded(request: Request, body: dict[str, Any]) -> Response:
         raise Refusal(403, library.fixed)
     path = project_of(request).inside(library.root / library.entry.exclude_files)
     captions.exclude(library.entry, {name_in(library, body)}, path, out=body.get("out") is True)
-    return after_change(request, body)
+    filled = mask_included(request, body)
+    notes = [f"It got a white mask ({filled}), so it is learned whole."] if filled else []
+    return after_change(request, body, *notes)
+
+
+def mask_included(request: Request, body: Mapping[str, Any]) -> int:
+    """Write white masks for files that are used by now and have none; returns their number."""
+    library = opened(request, body)
+    if library.masks is None or library.unpaintable:
+        return 0
+    folder = project_of(request).inside(library.masks.instance_data_dir or "")
+    with _painting:
+        return fill_white(library, folder, without_mask(library, folder, masks_in(folder)))
 
 
 def after_change(request: Request, body: Mapping[str, Any], *notes: str, is_mask: bool = False) -> Response:
@@ -336,27 +348,65 @@ def write_mask(library: Library, folder: Path, name: str, sent: str, seen: str) 
         raise UserError(f"{name} {facts.problem}.")
     content = _as_png(_received(sent, facts.picture_size))
     with _painting:
-        present = scan(folder, PICTURE_SUFFIXES | CLIP_SUFFIXES).files if folder.is_dir() else ()
-        masks = {pair_key(mask): mask for mask in reversed(present)}
-        before = masks.get(pair_key(name), "")
-        path = folder / (before or PurePosixPath(name).with_suffix(".png"))
+        present = masks_in(folder)
+        before = mask_of(name, present)
+        path = folder / mask_name(library, name, before)
         if path.suffix.lower() != ".png":
             raise UserError(f"{path} is a mask in another format: move it away, or convert it to PNG.")
         if (stamp_of(inspected(folder, [before])[before]) if before else "") != seen:
             raise ChangedMeanwhileError(f"{path.name} has changed since it was opened. It was not overwritten.")
-        used = {pair_key(file): file for file in library.listing.files if file not in library.excluded}
-        bare = {key: file for key, file in used.items() if key not in masks and key != pair_key(name)}
-        if len(bare) > MOST_FILLED:
-            message = f"{len(bare):,} files have no mask in {folder}, and every file needs one. Add masks first"
-            raise UserError(f"{message}: the page creates at most {MOST_FILLED:,} white masks.")
+        bare = without_mask(library, folder, [*present, path.relative_to(folder).as_posix()])
         write_atomically(path, content)
-        unmasked = inspected(library.root, list(bare.values()))
-        sizes = {file: fact.picture_size for file, fact in unmasked.items() if fact.problem is None}
-        for file, size in sizes.items():
-            factor = max(1, min(size) // WHITE_SIDE)
-            white = Image.new("L", (size[0] // factor, size[1] // factor), 255)
-            write_atomically(folder / PurePosixPath(file).with_suffix(".png"), _as_png(white), durable=False)
-        return len(sizes)
+        return fill_white(library, folder, bare)
+
+
+def masks_in(folder: Path) -> Sequence[str]:
+    """The names of the masks in a folder."""
+    return scan(folder, PICTURE_SUFFIXES | CLIP_SUFFIXES).files if folder.is_dir() else ()
+
+
+def mask_of(name: str, masks: Iterable[str]) -> str:
+    """The mask of a file, by the rule of training; empty if it has none."""
+    partners = partners_of(name, index_partners(masks))
+    return partners[0] if partners else ""
+
+
+def mask_name(library: Library, name: str, before: str = "") -> str:
+    """The name of a file's mask: after the whole file name where other files have its stem, as `cat.jpg.png`.
+
+    Args:
+        before: the present mask, which is replaced unless it is also that of another file.
+    """
+    is_shared = sum(pair_key(file) == pair_key(name) for file in library.listing.files) > 1
+    if before and (not is_shared or composed(name) in (composed(before), pair_key(before))):
+        return before
+    return f"{name}.png" if is_shared else str(PurePosixPath(name).with_suffix(".png"))
+
+
+def without_mask(library: Library, folder: Path, masks: Sequence[str]) -> list[str]:
+    """The used files that have no mask.
+
+    Raises:
+        UserError: too many files have none.
+    """
+    index = index_partners(masks)
+    used = (file for file in library.listing.files if file not in library.excluded)
+    bare = [file for file in used if not partners_of(file, index)]
+    if len(bare) > MOST_FILLED:
+        message = f"{len(bare):,} files have no mask in {folder}, and every file needs one. Add masks first"
+        raise UserError(f"{message}: the page creates at most {MOST_FILLED:,} white masks.")
+    return bare
+
+
+def fill_white(library: Library, folder: Path, files: Sequence[str]) -> int:
+    """Write white masks, with which files are learned whole; returns their number."""
+    facts = inspected(library.root, files)
+    sizes = {file: fact.picture_size for file, fact in facts.items() if fact.problem is None}
+    for file, size in sizes.items():
+        factor = max(1, min(size) // WHITE_SIDE)
+        white = Image.new("L", (size[0] // factor, size[1] // factor), 255)
+        write_atomically(folder / mask_name(library, file), _as_png(white), durable=False)
+    return len(sizes)
 
 
 def _received(sent: str, size: Size) -> Image.Image:
