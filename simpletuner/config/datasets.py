@@ -16,6 +16,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator
 
 from simpletuner.config import values
+from simpletuner.config.foreign_files import foreign_datasets
 from simpletuner.config.load import Layer, build_group, canonical
 from simpletuner.config.option import Group, Option, accepted, common, describe, option, options_of, when
 from simpletuner.config.remote import BucketKeys, CompositeImage, HubKeys, RowFilter, TableKeys, check_written
@@ -23,7 +24,7 @@ from simpletuner.config.schema import LARGEST_SIZE, Alignment, CaptionStrategy, 
 from simpletuner.config.sources import resolve_alias
 from simpletuner.config.upstream import instead_of
 from simpletuner.config.values import Flag, Integer, Json, Number, PathText, Text, TextList
-from simpletuner.errors import NoEffect, Problem, Problems, Reading, did_you_mean, warning, within
+from simpletuner.errors import NoEffect, Problem, Problems, Reading, did_you_mean, result_of, warning, within
 
 # An epoch plans every pass of every sample in memory; longer runs use more epochs.
 MOST_REPEATS = 10_000
@@ -322,6 +323,10 @@ def read_datasets(path: Path, *, placeholders: dict[str, str]) -> Reading[list[D
     if not path.is_file():
         ways = "`simpletuner start FOLDER` writes one, and docs/DATALOADER.md begins with one."
         yield Problem("data_backend_config", f"the dataset file {str(path)!r} {values.no_file(path)}. {ways}")
+        return []
+    fault = foreign_datasets(path, result_of(values.read_text(path)) or "")
+    if fault:
+        yield Problem("data_backend_config", f"{str(path)!r} {fault}")
         return []
     content = yield from values.read_json(path, list, "a JSON list of datasets")
     if content is None:

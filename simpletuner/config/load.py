@@ -17,7 +17,7 @@ from pydantic_core import ErrorDetails
 
 from simpletuner.config import schema
 from simpletuner.config.option import LIMITS, Group, Option, describe, options_of
-from simpletuner.config.upstream import File, foreign_key_problem
+from simpletuner.config.upstream import File, asks_for_nothing, foreign_key_problem
 from simpletuner.config.values import expand_environment, plain_key, same_value
 from simpletuner.errors import Kind, Problem, Problems, Reading, did_you_mean, nearest, warning
 from simpletuner.redaction import hide_secrets
@@ -115,10 +115,13 @@ def canonical(
     for written, raw in layer.values:
         key = plain_key(written)
         if key not in names:
+            lowered = key.lower()  # a variable of config.env
+            if asks_for_nothing(lowered, raw, file):
+                continue
             unknown_keys += 1
             guesses = names if unknown_keys <= MOST_GUESSED else ()
-            unknown = Problem(written, f"{unknown_key(key, guesses)}{source}", remedy={written: None})
-            yield foreign_key_problem(written, key, raw, source, file, is_typed=layer.last_wins) or unknown
+            unknown = Problem(written, f"{unknown_key(lowered, guesses)}{source}", remedy={written: None})
+            yield foreign_key_problem(written, lowered, raw, source, file, is_typed=layer.last_wins) or unknown
             continue
         name, option = names[key].name, names[key]
         # Planning works without these variables; `check_unset` warns.

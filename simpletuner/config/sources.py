@@ -3,19 +3,22 @@ variables, and files, located by name, as a packaged example, or in the default 
 
 from __future__ import annotations
 
+import difflib
 import json
 import os
 import re
 import tomllib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from simpletuner.config.device import HERE, AskedDevice
+from simpletuner.config.foreign_files import foreign_config
 from simpletuner.config.load import Layer
 from simpletuner.config.schema import option_names
 from simpletuner.config.strays import describe_folder
+from simpletuner.config.upstream import replacement
 from simpletuner.config.values import home_path, plain_key, read_json, read_text
 from simpletuner.errors import ConfigError, Problem, Problems, Reading, did_you_mean, not_one_of, result_of, warning
 
@@ -49,6 +52,12 @@ SHELL_WORD = re.compile(
 )
 # Expansions outside single quotes. Within double quotes, a backslash escapes only these four characters.
 VARIABLE = re.compile(r"\\(?P<escaped>[\"\\$`])|\$(?P<name>\{\w+\}|[A-Za-z_]\w*)|(?P<command>`|\$[({])")
+# Variables of shells, libraries and this program's launcher, which are no settings.
+SHELL_VARIABLES = frozenset(
+    {EXTRA_ARGUMENTS, "CONFIG_PATH", "CONFIG_BACKEND", "CONFIG_TYPE", "ENV", "ACCELERATE_EXTRA_ARGS"}
+)
+SHELL_PREFIXES = ("SIMPLETUNER_", "HF_", "WANDB_", "CUDA_", "NCCL_", "OMP_", "TORCH", "PYTORCH_", "TOKENIZERS_", "AWS_")
+LIKE_A_SETTING = 0.85  # similarity above which a variable is a misspelt setting
 ENV_VARIABLES = ("SIMPLETUNER_ENV", "SIMPLETUNER_ENVIRONMENT", "ENV")
 
 
@@ -226,13 +235,15 @@ def locate(selectors: Mapping[str, str]) -> Reading[Located]:
     name = None if name == "default" else name
     if "example" in selectors:
         path = example_file(selectors["example"])
-    elif name and name.startswith("examples/"):
-        path = example_file(name.removeprefix("examples/"))
     else:
         candidates = _candidates(name, selectors)
-        if not (files := [*filter(os.path.isfile, candidates)]):  # unlike Path.is_file, never raises
+        files = [*filter(os.path.isfile, candidates)]  # unlike Path.is_file, never raises
+        if files:
+            path = files[0]
+        elif name and name.startswith("examples/"):
+            path = example_file(name.removeprefix("examples/"))
+        else:
             raise ConfigError([Problem("config", _not_found(candidates, name))])
-        path = files[0]
     return (yield from located_at(path))
 
 
@@ -268,6 +279,9 @@ def read_config_file(path: Path) -> Reading[Layer]:
     """
     readers: dict[str, Callable[[Path], Reading[Layer | None]]] = {".env": read_env_layer, ".toml": _read_toml_layer}
     problems = Problems()
+    fault = foreign_config(path, result_of(read_text(path)) or "")
+    if fault:
+        raise ConfigError([Problem(str(path), fault)])
     layer = problems.take(readers.get(path.suffix, read_json_layer)(path))
     yield from problems
     # A broken line of a config.env may be any key, so the rest cannot be trusted.
@@ -299,11 +313,25 @@ def _read_toml_layer(path: Path) -> Reading[Layer | None]:
 
 
 def read_env_layer(path: Path) -> Reading[Layer]:
-    """The variables of a config.env that are settings; all others are for the shell."""
+    """The variables of a config.env that are settings, or meant as such; all others are for the shell."""
     known = option_names()
     variables = yield from read_env_file(path)
-    named = [(LAUNCH_VARIABLES.get(name, name.lower()), value) for name, value in variables.items()]
-    return Layer(str(path), [(name, value) for name, value in named if name in known])
+    settings = []
+    for name, value in variables.items():
+        key = LAUNCH_VARIABLES.get(name, name.lower())
+        if key in known:
+            settings.append((key, value))
+        elif _is_meant_as_setting(name, known):
+            settings.append((name, value))  # as written, for the message
+    return Layer(str(path), settings)
+
+
+def _is_meant_as_setting(name: str, known: Iterable[str]) -> bool:
+    """Whether a variable is a setting of another trainer, or a misspelt one of this program."""
+    if name in SHELL_VARIABLES or name.startswith(SHELL_PREFIXES):
+        return False
+    key = name.lower()
+    return bool(replacement(key, "config") or difflib.get_close_matches(key, known, n=1, cutoff=LIKE_A_SETTING))
 
 
 def read_env_file(path: Path) -> Reading[dict[str, str]]:

@@ -1,13 +1,14 @@
-"""Keys of other trainers that do not exist here, with replacements from upstream.toml."""
+"""Keys of other trainers that do not exist here, with replacements from upstream.toml, and SimpleTuner's defaults."""
 
 from __future__ import annotations
 
 import functools
 from typing import Any, Literal
 
-from simpletuner.config.values import FALSE_WORDS, read_toml
+from simpletuner.config.values import FALSE_WORDS, read_toml, same_value
 from simpletuner.errors import Problem
 
+PACKAGE = "simpletuner.config"
 # Values that switch a key off.
 OFF = frozenset({"", "none", "null", "0", "0.0", "[]", "{}"}) | FALSE_WORDS
 # Values of particular keys that request the behaviour of this trainer.
@@ -26,10 +27,48 @@ File = Literal["config", "datasets"]
 
 @functools.cache
 def instead_of(file: File) -> dict[str, str]:
-    """Replacements for keys of a config.json, or for keys and `type` words of a dataset file."""
+    """Replacements for keys of a config.json, or for keys and `type` words of a dataset file.
+
+    A key that ends with `*` stands for all keys that begin like it.
+    """
     # Read lazily: most runs have no foreign key.
-    table = read_toml("simpletuner.config", "upstream.toml")[file]
+    table = read_toml(PACKAGE, "upstream.toml")[file]
     return {key: words for keys, words in table.items() for key in keys.split()}
+
+
+@functools.cache
+def simpletuner_defaults() -> dict[str, Any]:
+    """SimpleTuner's settings with its own defaults; "" means none."""
+    return dict(read_toml(PACKAGE, "simpletuner.toml")["defaults"])
+
+
+@functools.cache
+def simpletuner_variables() -> dict[str, str]:
+    """Variables of SimpleTuner's config.env that are not named like their setting, with the setting."""
+    return dict(read_toml(PACKAGE, "simpletuner.toml")["environment"])
+
+
+def asks_for_nothing(key: str, value: Any, file: File) -> bool:
+    """Whether a key of SimpleTuner has the default that it has there: its config files hold many of these."""
+    defaults = simpletuner_defaults() if file == "config" else {}
+    if key not in defaults:
+        return False
+    default = defaults[key]
+    return same_value(value, default) or (_is_off(key, value) and _is_off(key, default))
+
+
+def replacement(key: str, file: File) -> str:
+    """What to use instead of a key of another trainer; empty if the key is unknown."""
+    table = instead_of(file)
+    if key in table:
+        return table[key]
+    setting = simpletuner_variables().get(key.upper()) if file == "config" else None
+    if setting is not None:
+        return table.get(setting, f"{setting} is its name")
+    for pattern, words in table.items():
+        if pattern.endswith("*") and key.startswith(pattern[:-1]):
+            return words
+    return "it is not supported" if file == "config" and key in simpletuner_defaults() else ""
 
 
 def foreign_key_problem(
@@ -42,12 +81,20 @@ def foreign_key_problem(
     Args:
         is_typed: the key is on the command line, where its user expects an answer.
     """
-    if (instead := instead_of(file).get(key)) is None:
+    instead = replacement(key, file)
+    if not instead:
         return None
-    neutral = (NEUTRAL[key],) if NEUTRAL.get(key, "").isdecimal() else (*OFF, NEUTRAL.get(key))  # 0 may be a strength
-    off = value is None or str(value).strip().lower().removesuffix(".0") in neutral
+    off = _is_off(key, value)
     note = " It is off and is ignored." if off else ""
     if key in WITHOUT_EFFECT and not is_typed:
         off = True
         note = " It is ignored."
     return Problem(written, f"is not a key here: {instead}.{note}{source}", not off, {written: None})
+
+
+def _is_off(key: str, value: Any) -> bool:
+    """Whether a value of a foreign key enables nothing."""
+    neutral = NEUTRAL.get(key)
+    # 0 may be a strength, so where a number is neutral, only that number is.
+    words = (neutral,) if neutral is not None and neutral.isdecimal() else (*OFF, neutral)
+    return value is None or str(value).strip().lower().removesuffix(".0") in words

@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
 
+from simpletuner.config.datasets import dataset_options
 from simpletuner.config.load import Layer, resolve
 from simpletuner.config.schema import option_names
-from simpletuner.config.upstream import NEUTRAL, instead_of
+from simpletuner.config.upstream import NEUTRAL, instead_of, simpletuner_defaults
 from simpletuner.errors import Problem, Problems
 
 REQUIRED = [("model_type", "lora"), ("model_family", "kandinsky5-image")]
 
 
-def told(key: str, value: Any) -> Problem:
+def problems_of(*settings: tuple[str, Any]) -> Problems:
     problems = Problems()
-    problems.take(resolve([Layer("config.json", [*REQUIRED, (key, value)])]))
-    (problem,) = problems
+    problems.take(resolve([Layer("config.json", [*REQUIRED, *settings])]))
+    return problems
+
+
+def told(key: str, value: Any) -> Problem:
+    (problem,) = problems_of((key, value))
     return problem
 
 
@@ -25,16 +31,50 @@ def test_no_key_is_ours_and_theirs() -> None:
     assert not instead_of("config").keys() & option_names().keys()
 
 
+def test_a_key_of_simpletuner_at_its_own_default_asks_for_nothing() -> None:
+    ours = option_names()
+    foreign = {key: value for key, value in simpletuner_defaults().items() if key not in ours}
+    assert len(foreign) > 100
+
+    assert problems_of(*foreign.items()) == []
+
+
+def test_defaults_that_are_written_as_text_ask_for_nothing_either() -> None:
+    ours = option_names()
+    foreign = [(f"--{key}", str(value)) for key, value in simpletuner_defaults().items() if key not in ours]
+
+    assert problems_of(*foreign) == []
+
+
+def test_a_key_of_simpletuner_that_asks_for_something_is_answered() -> None:
+    ours = option_names()
+    foreign = [key for key in simpletuner_defaults() if key not in ours]
+
+    problems = problems_of(*((key, "something") for key in foreign))
+
+    assert [problem.where for problem in problems] == foreign
+    assert all(problem.fatal and "is not a key here: " in problem.message for problem in problems)
+
+
+def test_every_setting_named_instead_exists() -> None:
+    nested = {part for name in dataset_options() for part in name.split(".")}
+    names = {*option_names(), *nested}
+    words = [word for text in instead_of("config").values() for word in re.findall(r"\b[a-z]+(?:_[a-z0-9]+)+\b", text)]
+    outside = {"adamw_bf16"}  # a value
+
+    assert {word for word in words if word not in names} <= outside
+
+
 @pytest.mark.parametrize("value", [False, "false", None, 0, "none", ""])
 def test_a_feature_that_is_off_is_no_error(value: Any) -> None:
-    problem = told("controlnet", value)
+    problem = told("deepspeed", value)
     assert not problem.fatal
     assert "It is off and is ignored. (config.json)" in problem.message
 
 
 @pytest.mark.parametrize("pair", NEUTRAL.items())
 def test_what_is_done_anyway_is_no_error(pair: tuple[str, str]) -> None:
-    assert not told(*pair).fatal
+    assert not problems_of(pair).are_fatal
 
 
 @pytest.mark.parametrize(
@@ -52,6 +92,13 @@ def test_what_is_done_anyway_is_no_error(pair: tuple[str, str]) -> None:
         ("validation_guidance_rescale", 0.7, "validation_guidance"),
         ("evaluation_type", "clip", "eval_steps_interval"),
         ("validation_lycoris_strength", 0.8, "`simpletuner sample --strength` renders"),
+        ("main_process_ip", "10.0.0.1", "ACCELERATE_EXTRA_ARGS"),
+        ("disable_multiline_split", True, "a key of a dataset"),
+        ("max_upscale_threshold", 0.2, "a key of a dataset"),
+        ("parquet_caption_column", "text", "the object parquet of a dataset"),
+        ("context_parallel_size", 2, "sequence_parallel_size"),
+        ("flux_guidance_mode", "random-range", "it is for another family of models"),
+        ("MODEL_NAME", "x/y", "pretrained_model_name_or_path is its name"),
     ],
 )
 def test_a_feature_that_is_on_names_the_nearest_way(key: str, value: Any, words: str) -> None:
