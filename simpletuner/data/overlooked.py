@@ -59,9 +59,9 @@ def unread_repeats(entry: DatasetConfig, dataset: Dataset) -> Iterator[Problem]:
     """
     if entry.repeats is not None:
         return
-    folders = {str((dataset.root / sample.name).parent) for sample in dataset.samples}
+    folders = {sample.name.rpartition("/")[0] for sample in dataset.samples}
     for folder in sorted(folders):
-        title = Path(folder).resolve().name
+        title = (dataset.root / folder).resolve().name
         concept = concept_of(title)
         if concept is None or concept[0] == 1:
             continue

@@ -11,7 +11,7 @@ import pytest
 from simpletuner.config.datasets import DatasetConfig
 from simpletuner.data.build import build_datasets
 from simpletuner.data.captions import is_one_text
-from simpletuner.data.dataset import Dataset
+from simpletuner.data.dataset import Dataset, DatasetFile
 from simpletuner.data.entries import DataContext
 from simpletuner.errors import Problem, Problems
 from tests import pictures
@@ -186,3 +186,12 @@ def test_repeats_in_the_name_of_a_folder_are_not_lost_in_silence(
     assert [problem.where for problem in problems] == (["set.repeats"] if advice else [])
     assert advice in "".join(map(str, problems))
     assert not none
+
+
+@pytest.mark.parametrize(
+    ("text", "written"), [("a.caption", "a.caption"), ("a.png.txt", "a.png.txt"), ("b.txt", "a.txt")]
+)
+def test_a_caption_is_written_where_it_is_read(text: str, written: str, context: DataContext, photos: Path) -> None:
+    (photos / text).write_text("")
+    dataset, _ = build(context, photos, caption_strategy="filename")
+    assert DatasetFile(dataset, "a.png").caption_path == photos / written
