@@ -64,7 +64,7 @@ def test_the_run_is_the_same_and_continues_exactly(ahead: Workspace, key: str, t
     workspace = make(tmp_path / "run", Path(checkpoint), **{key: True})
     assert workspace.run("cache", "fill") == 0
     assert latents(workspace) == set()
-    assert workspace.train("max_train_steps=3") == 0
+    assert workspace.train("max_train_steps=4") == 0
     assert workspace.train() == 0
     assert_same_run(ahead, workspace)
     assert latents(workspace) == (latents(ahead) if key == "vae_cache_ondemand" else set())
