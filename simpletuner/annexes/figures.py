@@ -1,4 +1,4 @@
-"""Figures of a run for displays: pace and remaining time, curves, and events as text. Free of torch."""
+"""Figures of a run for displays: pace and remaining time, curves, stills, and events as text. Free of torch."""
 
 from __future__ import annotations
 
@@ -7,7 +7,11 @@ from array import array
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
+from itertools import islice
+from pathlib import Path
 from typing import Any
+
+from PIL import Image
 
 from simpletuner.config.schema import NOISE_LEVELS
 from simpletuner.reporting import events
@@ -281,3 +285,16 @@ def is_number(value: Any) -> bool:
     """Whether a value is a finite number and not a boolean."""
     # Not isinstance, since true is an int; NaN fails the comparison.
     return type(value) in (float, int) and abs(value) <= sys.float_info.max
+
+
+def still(path: Path) -> Image.Image:
+    """A picture, or the middle frame of a clip."""
+    if path.suffix != ".mp4":
+        with Image.open(path) as picture:
+            return picture.convert("RGB")
+    import av  # imported here, since most displays decode no clips
+
+    with av.open(str(path)) as clip:
+        # `frames` is 0 if the file does not store it.
+        middle = clip.streams.video[0].frames // 2
+        return next(islice(clip.decode(video=0), middle, None)).to_image()

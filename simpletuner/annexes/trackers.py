@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 import numpy as np
-from PIL import Image
 
+from simpletuner.annexes.figures import still
 from simpletuner.config.publishing import tracker_names, wandb_mode, why_missing
 from simpletuner.config.values import read_json
 from simpletuner.errors import result_of
@@ -240,9 +240,8 @@ class TensorboardTracker:
             tag = f"validation/{record.short_name}/{record.index}{'/ema' if record.ema else ''}"
             path = self._output_dir / record.path
             self._writer.add_text(f"{tag}/prompt", record.prompt, step)
-            if not record.is_video:  # tensorboard shows no mp4
-                with Image.open(path) as picture:
-                    self._writer.add_image(tag, np.asarray(picture.convert("RGB")), step, dataformats="HWC")
+            # Tensorboard shows no mp4: a clip leaves its middle frame.
+            self._writer.add_image(tag, np.asarray(still(path)), step, dataformats="HWC")
         self._writer.flush()
 
     def finish(self, exit_code: int = 0) -> None:

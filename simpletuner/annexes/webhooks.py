@@ -22,8 +22,8 @@ from typing import Any
 
 import httpx
 
+from simpletuner.annexes.figures import still
 from simpletuner.annexes.payloads import Payload, Payloads
-from simpletuner.annexes.report.sheet import still
 from simpletuner.config.publishing import Hook
 from simpletuner.config.schema import RunConfig
 from simpletuner.redaction import hide

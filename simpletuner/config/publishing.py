@@ -308,6 +308,11 @@ class TrackingConfig(Group):
     """Run name for trackers."""
 
 
+# What wandb refuses in the name of a project.
+WANDB_REFUSED = "/\\#?%:"
+WANDB_LONGEST = 128  # characters
+
+
 def tracker_names(report_to: str) -> list[str]:
     """The names in a value of `report_to`."""
     return [name.strip().lower() for name in report_to.split(",") if name.strip()] or ["none"]
@@ -327,10 +332,23 @@ def check_trackers(config: TrackingConfig) -> Iterator[Problem]:
     for name in PACKAGES if "all" not in names else ():
         if name in names and (reason := why_missing(name)):
             yield warning("report_to", reason)
+    yield from _check_wandb_name(config.tracker_project_name, names)
     # Names become folders in `logging_dir`.
     for key, name in config.model_dump(exclude={"report_to"}).items():
         if OUTSIDE.match(name):
             yield Problem(key, f"{name!r} points outside logging_dir; it is a name, with no '..' and no '/' in front.")
+
+
+def _check_wandb_name(project: str, names: Sequence[str]) -> Iterator[Problem]:
+    """Report a project name that wandb would refuse when the run starts."""
+    is_used = "wandb" in names or ("all" in names and why_missing("wandb") is None)
+    refused = [sign for sign in WANDB_REFUSED if sign in project]
+    if is_used and refused:
+        message = f"{project!r} has {' '.join(refused)}, which wandb does not take in the name of a project"
+        yield Problem("tracker_project_name", f"{message}; use '-' instead.")
+    elif is_used and len(project) > WANDB_LONGEST:
+        message = f"has {len(project)} characters; wandb takes at most {WANDB_LONGEST} in the name of a project."
+        yield Problem("tracker_project_name", message)
 
 
 def why_missing(name: str) -> str | None:

@@ -11,10 +11,11 @@ import pytest
 from PIL import Image
 
 from simpletuner.annexes.trackers import GuardedTracker, TrackedRun, open_trackers
-from simpletuner.config.publishing import check_trackers, has_wandb_login
+from simpletuner.config.publishing import WANDB_REFUSED, check_trackers, has_wandb_login
 from simpletuner.config.schema import TrackingConfig
 from simpletuner.reporting.events import MediaRendered, PhaseEnded, PhaseStarted, StateChanged, StepReport
 from simpletuner.reporting.metrics import MediaRecord
+from simpletuner.validation.clip_writer import write_mp4
 
 WANDB_VARIABLES = ("WANDB_API_KEY", "WANDB_MODE", "WANDB_DISABLED", "WANDB_BASE_URL", "WANDB_IDENTITY_TOKEN_FILE")
 
@@ -130,6 +131,43 @@ def test_tensorboard_event_file(tmp_path: Path) -> None:
     assert {*events.Tags()["scalars"]} == {*step_done(1).row} - {"timesteps"}, "the numbers of the record"
     assert events.Tags()["images"] == ["validation/glimmer/0"]
     assert events.Tags()["histograms"] == ["timesteps"]
+
+
+def test_a_clip_leaves_a_frame_in_tensorboard(tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    path = "validation_videos/step_1_glimmer_0_32x32.mp4"
+    (tmp_path / path).parent.mkdir()
+    write_mp4(tmp_path / path, [Image.new("RGB", (32, 32), (120, 40, 160))] * 5, 8)
+    [tracker] = open_trackers("tensorboard", run_in(tmp_path))
+
+    tracker(MediaRendered(MediaRecord(1, "glimmer", "a star", path, 32, 32, 5)))
+    tracker(PhaseEnded(PhaseStarted("previews"), 1, 0.1, complete=True))
+    tracker(StateChanged("finished", 1, 1))
+
+    events = EventAccumulator(str(tmp_path / "logs" / "p" / "r"))
+    events.Reload()
+    assert events.Tags()["images"] == ["validation/glimmer/0"]
+
+
+@pytest.mark.parametrize("sign", "/\\\\#?%:")
+def test_a_project_that_wandb_refuses_is_refused_before_the_run(sign: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WANDB_API_KEY", "x" * 40)
+    name = f"my{sign}project"
+
+    for report_to, count in (("wandb", 1), ("all", 1), ("tensorboard", 0), ("none", 0)):
+        settings = TrackingConfig(report_to=report_to, tracker_project_name=name)
+        told = [str(problem) for problem in check_trackers(settings) if "wandb does not take" in problem.message]
+        assert len(told) == count
+
+
+def test_the_names_that_wandb_refuses_are_those_of_its_package() -> None:
+    wandb = pytest.importorskip("wandb")
+    for name in ("x" * 129, *(f"a{sign}b" for sign in WANDB_REFUSED)):
+        with pytest.raises(wandb.errors.UsageError):
+            wandb.Settings(project=name)
+    wandb.Settings(project="x" * 128)
 
 
 class BrokenTracker:

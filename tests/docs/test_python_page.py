@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from simpletuner.annexes.report.sheet import still
+from simpletuner.annexes.figures import still
 from tests.docs.languages import FENCE
 from tests.docs.test_docs import ROOT
 

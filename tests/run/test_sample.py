@@ -13,8 +13,8 @@ import torch
 from PIL import Image
 from safetensors.torch import load_file, save_file
 
-from simpletuner.annexes.figures import Columns
-from simpletuner.annexes.report.sheet import Sheet, still
+from simpletuner.annexes.figures import Columns, still
+from simpletuner.annexes.report.sheet import Sheet
 from simpletuner.reporting.metrics import MediaRecord
 from tests.cards import pretend_to_have
 from tests.workspace import DATASETS, Workspace

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from itertools import accumulate, islice
+from itertools import accumulate
 from operator import attrgetter, itemgetter
 from pathlib import Path
 from textwrap import wrap
@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from PIL import Image, ImageDraw, ImageFont, ImageOps
 
-from simpletuner.annexes.figures import Columns, evaluation_names, evaluation_points
+from simpletuner.annexes.figures import Columns, evaluation_names, evaluation_points, still
 from simpletuner.annexes.report.html import gallery, grid_order, render
 from simpletuner.atomic import open_atomically, write_atomically, write_json
 from simpletuner.config.values import read_stored
@@ -185,16 +185,3 @@ def recipes_in(folder: Path) -> dict[str, dict[str, Any]]:
     newest = sorted(files, key=lambda file: file.stat().st_mtime_ns, reverse=True)[:SAMPLES]
     recipes = {file.name: read_stored(file.with_suffix(".json"), RenderRecipe) for file in newest}
     return {name: asdict(recipe) for name, recipe in recipes.items() if recipe is not None}
-
-
-def still(path: Path) -> Image.Image:
-    """A picture, or the middle frame of a clip."""
-    if path.suffix != ".mp4":
-        with Image.open(path) as picture:
-            return picture.convert("RGB")
-    import av  # imported here, since the page imports this module without decoding clips
-
-    with av.open(str(path)) as clip:
-        # `frames` is 0 if the file does not store it.
-        middle = clip.streams.video[0].frames // 2
-        return next(islice(clip.decode(video=0), middle, None)).to_image()
