@@ -30,7 +30,16 @@ def plan(
     ask_about(arguments, device, device_memory)
     planned = {"num_processes": devices, "num_machines": machines}
     arguments.settings.extend((key, value) for key, value in planned.items() if value is not None)
-    print_plan(arguments, as_json=as_json)
+    if as_json or not arguments.device.is_elsewhere:
+        print_plan(arguments, as_json=as_json)
+        return
+    # Whether a model fits a card can be asked before there are files.
+    from simpletuner.annexes.fitting.nominal import nominal_files
+
+    with nominal_files(arguments) as (nominal, sentence):
+        if sentence:
+            print(f"{sentence}\n")
+        print_plan(nominal)
 
 
 def print_plan(arguments: Arguments, *, as_json: bool = False) -> None:

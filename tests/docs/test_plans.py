@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 
 from tests.docs.languages import DOCS, LANGUAGES
-from tests.docs.plans import SAMPLE, SAMPLED, plan, printed, renewed, write_files
+from tests.docs.plans import SAMPLE, SAMPLED, excerpt, plan, printed, renewed, write_files
 
 
 @pytest.fixture(scope="module")
@@ -31,6 +31,15 @@ def _other_machines(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_plans_are_those_of_today(page: str, files: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(files)
     assert renewed(page).splitlines() == (DOCS / f"{page}.md").read_text(encoding="utf-8").splitlines()
+
+
+@pytest.mark.parametrize(("command", "shown"), SAMPLE.findall((DOCS / "MEMORY.md").read_text(encoding="utf-8")))
+def test_memory_answers_before_there_are_files(
+    command: str, shown: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert excerpt(command, shown) == shown
+    assert [*tmp_path.iterdir()] == []
 
 
 def test_every_sample_of_an_estimate_is_regenerated() -> None:
