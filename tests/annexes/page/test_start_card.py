@@ -130,7 +130,7 @@ def test_names_are_made_safe(name: str, kept: str) -> None:
         ("@eaDir/SYNOPHOTO_THUMB_M.jpg", picture(1), "belongs to the system"),
         ("captions.jsonl", b"{}", "is not a picture, a clip, a caption"),
         ("a.png", b"not a picture", "is not a picture"),
-        ("a.mp4", b"not a clip", "cannot be"),
+        ("a.mp4", b"not a clip", "is named like a clip, but holds text"),
         ("a.png", picture(1)[:60], ""),
     ],
 )
