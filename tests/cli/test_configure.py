@@ -125,7 +125,7 @@ def test_enter_everywhere_writes_a_config_of_known_keys(configure: Configure) ->
 @pytest.mark.parametrize(
     ("recipe", "values"),
     [
-        ("subject", {"model_flavour": "t2i-lite-sft", "max_train_steps": 1500, "offload": "auto", "lora_rank": 16}),
+        ("subject", {"model_flavour": "t2i-lite-sft", "max_train_steps": 1600, "offload": "auto", "lora_rank": 16}),
         ("3", {"model_family": "kandinsky5-image", "max_train_steps": 1000, "checkpoint_step_interval": 125}),
         ("motion", {"model_family": "kandinsky5-video", "model_flavour": "t2v-lite-sft-5s", "lora_rank": 32}),
         ("edit", {"model_flavour": "i2i-lite-sft", "num_eval_images": 2}),
