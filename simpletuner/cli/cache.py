@@ -26,7 +26,7 @@ def fill(context: typer.Context, shard: Shard = "1/1") -> None:
     number, count = map(int, match.groups()) if match else (0, 0)
     if not 1 <= number <= count:
         raise UserError(f"--shard {shard!r} is not a shard; 1/3 is the first of three, 3/3 the last.")
-    plan = planned(context.args)
+    plan = planned(context.args, "caches")
     from simpletuner.caching.catalogue import Share
 
     with logged_events() as events:
@@ -42,7 +42,7 @@ def verify(context: typer.Context) -> None:
 
     A verification stopped by Ctrl-C resumes where it stopped: verifying.json in each cache folder records its progress.
     """
-    plan = planned(context.args)
+    plan = planned(context.args, "caches")
     from simpletuner.annexes.display.progress import shown_events
     from simpletuner.annexes.inspection import Verification, forget_verifications
     from simpletuner.plan.entries import cache_folders
@@ -115,7 +115,7 @@ def explain_file(context: typer.Context, file: str) -> None:
 
 
 def _listing(tokens: list[str]) -> tuple[Plan, Listing]:
-    plan = planned(tokens)
+    plan = planned(tokens, "caches")
     from simpletuner.plan.entries import list_entries, make_catalogue
 
     catalogue = make_catalogue(plan)

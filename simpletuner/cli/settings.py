@@ -75,7 +75,7 @@ def refuse_question(device: str | None, memory: str | None) -> None:
             raise UserError(f"{flag} {value}: {advice}")
 
 
-def planned(tokens: list[str], purpose: Literal["train", "survey"] = "train", *, cached: bool = False) -> Plan:
+def planned(tokens: list[str], purpose: Literal["caches", "survey"], *, cached: bool = False) -> Plan:
     """The plan of the settings on the command line.
 
     Raises:

@@ -38,8 +38,9 @@ from simpletuner.techniques.spec import TechniqueSpec, TrainedData, chosen_techn
 from simpletuner.training.manifest import Checkpoint, result_step
 from simpletuner.validation.prompts import ValidationPrompt, adapter_runs, check_adapters, collect_prompts, fit_sizes
 
-# What a plan is for: a run, pictures from its result, a look at the datasets, or a form that is being filled in.
-Purpose = Literal["train", "sample", "survey", "draft"]
+# What a plan is for: a run, its caches, pictures from its result, a look at the datasets, or a form that is being
+# filled in.
+Purpose = Literal["train", "caches", "sample", "survey", "draft"]
 
 
 def resolve_layers(layers: Sequence[Layer], purpose: Purpose) -> Reading[tuple[RunConfig, FamilySpec | None]]:
@@ -112,6 +113,7 @@ class Plan:
 
     Attributes:
         source: the parts of the model.
+        purpose: what the plan is for, see `make_plan`.
         without_effect: keys that have no effect with these settings, set or not, and why.
         seed: resolved, even if the user did not set one.
         text_caches: the text_embeds entries of the dataset file.
@@ -127,6 +129,7 @@ class Plan:
     spec: FamilySpec
     flavour: Flavour
     source: ModelSource
+    purpose: Purpose = "train"
     # Purposes that train nothing keep these defaults.
     without_effect: Mapping[str, str] = field(default_factory=dict)
     seed: int = 0
@@ -224,16 +227,17 @@ def make_plan(arguments: Arguments, purpose: Purpose = "train", rendering: Rende
     """The road from arguments to a plan, on which every open setting is resolved, and every problem found that shows
     without weights. The purposes differ in the steps that they take:
 
-    | step                                                         | train | survey | sample | draft |
-    |--------------------------------------------------------------|-------|--------|--------|-------|
-    | read the settings, with the defaults of their family         | x     | x      | x      | x     |
-    | launch: environment, processes, entries of the dataset file  | x     | x      |        |       |
-    | find the model: flavour, task, parts, grid of pixels         | x     | x      | x      | x     |
-    | judge the settings by the rules (`checks.findings`)          | x     | x      | x      | x     |
-    | collect what previews render: prompts and sizes              | x     |        | x      | x     |
-    | compare with the layers, and with the checkpoint to continue | x     |        |        |       |
-    | list and measure the files of the datasets                   | x     | x      |        |       |
-    | count the steps                                              | x     |        |        |       |
+    | step                                                         | train | caches | survey | sample | draft |
+    |--------------------------------------------------------------|-------|--------|--------|--------|-------|
+    | read the settings, with the defaults of their family         | x     | x      | x      | x      | x     |
+    | launch: environment, processes, entries of the dataset file  | x     | x      | x      |        |       |
+    | find the model: flavour, task, parts, grid of pixels         | x     | x      | x      | x      | x     |
+    | judge the settings by the rules (`checks.findings`)          | x     | x      | x      | x      | x     |
+    | collect what previews render: prompts and sizes              | x     | x      |        | x      | x     |
+    | compare with the layers, and with the checkpoint to continue | x     | x      |        |        |       |
+    | list and measure the files of the datasets                   | x     | x      | x      |        |       |
+    | count the steps                                              | x     | x      |        |        |       |
+    | refuse to train if no step is left                           | x     |        |        |        |       |
 
     Args:
         arguments: their `problems` receive whatever is wrong or worth knowing.
@@ -261,13 +265,14 @@ def make_plan(arguments: Arguments, purpose: Purpose = "train", rendering: Rende
     reported = checks.worth_reporting(found, plan.config)
     problems.extend(each for each in reported if each.fatal or not known or origins.get(each.where) == arguments.label)
     texts = [entry for entry in entries if entry.is_text_embeds]
-    plan = replace(plan, without_effect=checks.without_effect(found), dataset_file=file, text_caches=texts)
+    plan = replace(plan, purpose=purpose, dataset_file=file, text_caches=texts)
+    plan = replace(plan, without_effect=checks.without_effect(found))
     # So far, settings and headers of weights; from here on, files that the settings name.
     context = DataContext.of(plan.config, plan.spec, plan.flavour.task, arguments.collect)
     if purpose == "survey":
         return _survey(plan, entries, context, problems)
     plan = problems.take(_collect_previews(plan, rendering))
-    return _plan_run(plan, entries, context, problems) if purpose == "train" else plan
+    return _plan_run(plan, entries, context, problems) if purpose in ("train", "caches") else plan
 
 
 def _launch(config: RunConfig, family: str, folder: Path) -> Reading[tuple[RunConfig, Path, list[DatasetConfig]]]:

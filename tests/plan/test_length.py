@@ -159,6 +159,14 @@ def test_a_session_without_a_step_is_refused(
     assert words in complaint(workspace, capsys, "plan", *settings)
 
 
+@pytest.mark.parametrize("command", [("verify",), ("gc",), ("explain", "pictures/p0.png"), ("fill",)])
+def test_caches_are_served_whatever_number_of_steps_is_done(workspace: Workspace, command: tuple[str, ...]) -> None:
+    workspace.write_datasets([pictures(), TEXTS])
+    save_checkpoint(workspace, 6, 2, Progress(2, 1, 12))
+
+    assert workspace.run("cache", *command, "max_train_steps=5") == 0
+
+
 def test_a_finished_run_on_other_data_is_refused(trained: Workspace, capsys: Capture) -> None:
     trained.write_datasets([pictures(), TEXTS])
     told = complaint(trained, capsys, "train")
