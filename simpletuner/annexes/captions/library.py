@@ -36,6 +36,8 @@ from simpletuner.data.sample import LedgerEntry, Rejected
 from simpletuner.errors import Problems, Reading, UserError, required, result_of, visible
 
 PATIENCE = 4.0  # seconds that a search may spend reading captions
+UNREADABLE = "?"  # not empty, so that an unreadable caption does not count as missing
+LINKED = "is a link out of the project; to allow its folder, start the server with --root"
 _facts: dict[Path, dict[str, FileFacts]] = defaultdict(dict)
 
 
@@ -67,11 +69,12 @@ class Shown:
     Attributes:
         card: sizes, crop, captions as they are trained, and why the file is not used.
         stamp: changes with the content of the file.
-        text, tag: content of the caption file and its tag; the text is None without a caption file.
+        text, tag: content of the caption file and its tag; the text is None without a caption file that may be shown.
         locked: why the caption cannot be edited; empty if it can.
         is_excluded: the user excluded the file, and can include it again.
         shares: another file has the same caption file.
         mask: None if the whole file is learned.
+        hidden: why the picture or clip must not be shown; empty if it may.
     """
 
     card: FileCard
@@ -83,6 +86,7 @@ class Shown:
     is_excluded: bool
     shares: bool
     mask: Mask | None
+    hidden: str
 
     @property
     def name(self) -> str:
@@ -102,12 +106,14 @@ class Library:
         entries: all entries of the dataset file, as written.
         context: the run's context.
         is_packaged: the dataset belongs to a packaged example.
+        may_show: whether the page may show the content of a file.
     """
 
     entry: DatasetConfig
     entries: Sequence[DatasetConfig]
     context: DataContext
     is_packaged: bool = False
+    may_show: Callable[[Path], bool] = lambda path: True
 
     @property
     def root(self) -> Path:
@@ -166,6 +172,20 @@ class Library:
         default = str(PurePosixPath(name).with_suffix(CAPTION_SUFFIXES[0]))
         return self.root / self.listing.captions.get(name, default)
 
+    def hidden_caption(self, name: str) -> str:
+        """Why the captions of a file must not be shown; empty if they may."""
+        sources = self.listing.metadata if self.entry.caption_strategy == "metadata" else ()
+        if self.entry.caption_strategy == "textfile" and name in self.listing.captions:
+            sources = (self.listing.captions[name],)
+        return self._why_hidden(sources)
+
+    def _why_hidden(self, names: Sequence[str]) -> str:
+        """Why the first file of these that must not be shown is hidden; empty without one."""
+        for name in names:
+            if not self.may_show(self.root / name):
+                return f"{visible(name)} {LINKED}."
+        return ""
+
     def find(self, words: str, only: str = "") -> tuple[Sequence[str], int]:
         """Search file names and captions; returns the matching files, and how many were not searched in time.
 
@@ -191,10 +211,12 @@ class Library:
     def _text(self, name: str) -> str:
         if self.locked or name not in self.listing.captions:
             return ""
+        if self.hidden_caption(name):
+            return UNREADABLE
         try:
             return read_caption(self.caption_path(name)) or ""
         except LeftOutError:
-            return "?"  # not empty, so that an unreadable caption does not count as missing
+            return UNREADABLE
 
     def show(self, names: Sequence[str]) -> Iterator[Shown]:
         """Show files as training uses them."""
@@ -202,16 +224,28 @@ class Library:
         shared = Counter(map(self.caption_path, names))
         planned = self._bare(names) if self.fixed and not self.is_packaged else self._planned(names)
         for entry, captions, mask in planned:
-            card = card_of(known[entry.name], entry, [Words(caption) for caption in captions])
-            text, locked, facts = None, self.locked, known[entry.name]
-            try:
-                text = None if locked else read_caption(self.caption_path(entry.name))
-            except LeftOutError as error:
-                locked = f"This file {error}."
+            facts = known[entry.name]
+            hidden = self.hidden_caption(entry.name)
+            words = [] if hidden else [Words(caption) for caption in captions]
+            text = None
+            locked = hidden or self.locked
+            if not locked:
+                try:
+                    text = read_caption(self.caption_path(entry.name))
+                except LeftOutError as error:
+                    locked = f"This file {error}."
             yield Shown(
-                card, stamp_of(facts), text, tag_of(text), locked, is_clip=facts.clip is not None, mask=mask,
-                is_excluded=entry.name in self.excluded, shares=shared[self.caption_path(entry.name)] > 1,
-            )  # fmt: skip
+                card=card_of(facts, entry, words),
+                stamp=stamp_of(facts),
+                text=text,
+                tag=tag_of(text),
+                locked=locked,
+                is_clip=facts.clip is not None,
+                is_excluded=entry.name in self.excluded,
+                shares=shared[self.caption_path(entry.name)] > 1,
+                mask=mask,
+                hidden=self._why_hidden([entry.name]),
+            )
 
     def _planned(self, names: Sequence[str]) -> Iterator[Planned]:
         """How training would use these files if they were the whole dataset and none were excluded."""

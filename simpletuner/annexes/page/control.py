@@ -23,7 +23,7 @@ from typing import Any
 
 from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request
-from starlette.responses import HTMLResponse, JSONResponse, Response
+from starlette.responses import JSONResponse, Response
 
 from simpletuner.annexes.page import project as served
 from simpletuner.annexes.page.files import Configuration
@@ -324,25 +324,6 @@ async def plan_unsaved(request: Request) -> Response:
                 command.append(f"{flag}={body[sent]}")
         output, messages = await run_while_wanted(request, command, project.folder)
     return JSONResponse(document_in(output, messages, folder))
-
-
-async def show_datasets(request: Request) -> Response:
-    """The page of `simpletuner dataset` for a saved config: `?config=NAME`.
-
-    Raises:
-        Refusal: 422 for paths outside the project, or with the command's messages if it failed.
-    """
-    project, name = project_of(request), request.query_params.get("config", "config")
-    _, outside, _ = await run_in_threadpool(Configuration.saved(project, name).judge)
-    if outside:
-        raise Refusal(422, outside)
-    with TemporaryDirectory(prefix="simpletuner-dataset-") as folder:
-        page, config = Path(folder) / "dataset.html", served.chosen_by(name, project.config_file(name))
-        command = [*PROGRAM, "dataset", "--cached", f"--out={page}", config]
-        _, messages = await run_while_wanted(request, command, project.folder)
-        if not page.is_file():
-            raise Refusal(422, redact(messages.strip()))
-        return HTMLResponse(page.read_bytes(), headers=served.SANDBOX)
 
 
 async def run_while_wanted(request: Request, command: Sequence[str], folder: Path) -> tuple[str, str]:

@@ -81,7 +81,8 @@ def opened(request: Request, asked: Mapping[str, Any]) -> Library:
             if entry.type == "local" and not is_readable(folder):
                 raise Refusal(404, f"{str(folder)!r} is not a folder, or cannot be read.")
             entry = entry.model_copy(update={"instance_data_dir": str(folder)})
-            return Library(entry, entries, context, is_packaged=folder.is_relative_to(EXAMPLES))
+            is_packaged = folder.is_relative_to(EXAMPLES)
+            return Library(entry, entries, context, is_packaged, project.may_show)
     raise Refusal(404, f"The saved config has no dataset {name!r} with a folder; save your changes first.")
 
 
@@ -195,8 +196,15 @@ def edit(request: Request, body: dict[str, Any]) -> Response:
 
     The response is a preview. To apply the changes, repeat the request with its `digest` as `seen`.
     """
-    library, project = editable(request, body), project_of(request)
-    files = {name: project.inside(library.root / name) for name in sorted({*library.listing.captions.values()})}
+    library = editable(request, body)
+    files = dict[str, Path]()
+    linked = list[str]()
+    for name in sorted({*library.listing.captions.values()}):
+        path = library.root / name
+        if library.may_show(path):
+            files[name] = path.resolve()
+        else:
+            linked.append(name)
     changes, unreadable = captions.changes_of(files, edit_in(library, body))
     digest = captions.digest_of(changes)
     preview = {
@@ -204,6 +212,7 @@ def edit(request: Request, body: dict[str, Any]) -> Response:
         "first": [{"name": each.name, "before": each.before, "after": each.after} for each in changes[:FIRST]],
         "emptied": sum(not each.after for each in changes),
         "unreadable": unreadable[:FIRST],
+        "linked": linked[:FIRST],
         "digest": digest,
     }
     if body.get("seen") is None:

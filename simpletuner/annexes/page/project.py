@@ -98,6 +98,14 @@ class Project:
             raise Refusal(403, f"{str(path)!r} is outside the project; allow its folder with --root.")
         return real
 
+    def may_show(self, path: Path) -> bool:
+        """Whether a path, following links, is inside the allowed folders or a packaged example."""
+        try:
+            self.inside(path, packaged=True)
+        except Refusal:
+            return False
+        return True
+
     def config_file(self, name: str) -> Path:
         """The file of a config: `config`, `NAME` of config/NAME/config.json, or a packaged `examples/NAME`.
 

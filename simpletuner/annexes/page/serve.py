@@ -30,7 +30,7 @@ from starlette.types import ASGIApp
 from uvicorn import Config, Server
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from simpletuner.annexes.page import control, docs, files, form, jobs, library, live, results, start_card
+from simpletuner.annexes.page import control, datasets, docs, files, form, jobs, library, live, results, start_card
 from simpletuner.annexes.page.control import Runs
 from simpletuner.annexes.page.guard import OWN_USER, Access, End, Guard, is_own_user
 from simpletuner.annexes.page.parts import reason_for
@@ -92,7 +92,7 @@ PAGE = [
     taking("/api/start/write", start_card.write),
     taking("/api/uploads", start_card.new_folder),
     Route(f"{UPLOADS}{{name}}/{{file:path}}", start_card.put_file, methods=["PUT"]),
-    Route("/dataset", control.show_datasets),
+    Route("/dataset", datasets.show_datasets),
     Route("/library", library.show_files),
     Route("/library/thumbnail", library.send_thumbnail),
     Route("/library/media", library.send_original),

@@ -296,7 +296,6 @@ def test_nothing_outside_the_project_is_shown_or_written(page: TestClient, folde
     Image.new("RGB", (8, 8)).save(outside / "secret.png")
     (folder / "cats/3.txt").symlink_to(outside / "secret.txt")
     assert save(page, "3.png", "x", library.tag_of("secret\n")).status_code == 403
-    assert edit(page, find="secret").status_code == 403
     assert (outside / "secret.txt").read_text() == "secret\n"
     for route in ("thumbnail", "media"):
         assert page.get(f"/library/{route}", params={"path": str(outside / "secret.png")}).status_code == 403
@@ -307,6 +306,90 @@ def test_nothing_outside_the_project_is_shown_or_written(page: TestClient, folde
     assert "is not a folder" in page.get("/library", params={"dataset": "cats"}).text
     write(folder, "", CONFIG, {**CATS, "instance_data_dir": str(outside)})
     assert page.get("/library", params={"dataset": "cats"}).status_code == 422
+
+
+def link_out(folder: Path, *names: str) -> None:
+    """Move files of the dataset out of the project, and leave links to them."""
+    outside = folder.parent / f"{folder.name}-outside"
+    outside.mkdir(exist_ok=True)
+    for name in names:
+        (folder / "cats" / name).rename(outside / name)
+        (folder / "cats" / name).symlink_to(outside / name)
+
+
+@pytest.mark.parametrize("asked", [{}, {"words": "cat"}, {"only": "uncaptioned"}], ids=["all", "search", "uncaptioned"])
+def test_a_caption_behind_a_link_out_of_the_project_is_named_and_not_shown(
+    page: TestClient, folder: Path, asked: dict[str, str]
+) -> None:
+    link_out(folder, "1.txt")
+
+    html = show(page, **asked)
+
+    assert "a cat number 1" not in html
+    if not asked:
+        assert html.count("1.txt is a link out of the project; to allow its folder, start the server with --root.") == 1
+
+
+@pytest.mark.parametrize("table", ["metadata.jsonl", "metadata.csv"])
+def test_captions_of_a_table_behind_a_link_are_not_shown(page: TestClient, folder: Path, table: str) -> None:
+    rows = {
+        "metadata.jsonl": '{"file_name": "0.png", "text": "a secret"}\n',
+        "metadata.csv": "file_name,text\n0.png,a secret\n",
+    }
+    (folder / "cats" / table).write_text(rows[table])
+    write(folder, "", CONFIG, {**CATS, "caption_strategy": "metadata"})
+    assert "a secret" in show(page)
+
+    link_out(folder, table)
+
+    html = show(page)
+    assert "a secret" not in html
+    assert f"{table} is a link out of the project" in html
+
+
+def test_a_picture_behind_a_link_out_of_the_project_is_named(page: TestClient, folder: Path) -> None:
+    link_out(folder, "1.png")
+
+    html = show(page)
+
+    assert html.count("1.png is a link out of the project") == 1
+    assert "1.png&amp;stamp" not in html
+    assert html.count("a cat number 1") >= 1
+
+
+def test_links_out_of_the_project_are_shown_with_root(folder: Path) -> None:
+    link_out(folder, "1.txt")
+    outside = folder.parent / f"{folder.name}-outside"
+
+    html = show(TestClient(create_app(Project(folder, (outside,)))))
+
+    assert "a cat number 1" in html
+
+
+@pytest.mark.parametrize("request_body", [{"find": "cat"}, {"trigger": "zkt"}], ids=["find", "trigger"])
+def test_a_link_out_of_the_project_is_named_and_does_not_block_an_edit(
+    page: TestClient, folder: Path, request_body: dict[str, str]
+) -> None:
+    link_out(folder, "1.txt")
+
+    preview = edit(page, **request_body, replace="dog").json()
+    applied = edit(page, **request_body, replace="dog", seen=preview["digest"])
+
+    assert (preview["count"], preview["linked"]) == (2, ["1.txt"])
+    assert applied.json()["count"] == 2
+    assert (folder / "cats/1.txt").read_text() == "a cat number 1\n"
+
+
+@pytest.mark.parametrize("name", ["1.txt", "1.png"])
+def test_the_page_of_a_dataset_names_a_link_out_of_the_project(page: TestClient, folder: Path, name: str) -> None:
+    link_out(folder, name)
+
+    answer = page.get("/dataset?config=config")
+
+    assert answer.status_code == 422
+    problem = answer.json()["problems"][0]
+    assert problem["key"] == "cats"
+    assert problem["message"].startswith(f"{name} is a link out of the project. Start the server with --root")
 
 
 def test_thumbnails_are_small_and_kept_by_the_browser(page: TestClient, folder: Path) -> None:
