@@ -418,6 +418,7 @@ class Run:
         idle = self._idleness(state, story)
         progress = advanced(blank["progress"] | story.progress, last, goes_on=state == "running" and not idle)
         in_loop = (state, story.status) == ("running", "running")
+        has_next_step = in_loop and (progress["total"] is None or progress["current"] < progress["total"])
         asked = requested(self.folder / FOLDER) if in_loop else []
         stop = is_active and story.status != "stopping" and "stop" not in asked
         return blank | {
@@ -429,7 +430,7 @@ class Run:
             "message": idle or ("Stops after this step and its previews." if "stop" in asked else redact(message)),
             "asked": asked,
             "can": blank["can"]
-            | dict.fromkeys(("save", "preview", "stop_at_epoch_end"), in_loop)
+            | dict.fromkeys(("save", "preview", "stop_at_epoch_end"), has_next_step)
             | {"stop": stop}
             | ({} if is_active else self._beginnings(step)),
         }

@@ -11,7 +11,6 @@ import math
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -184,10 +183,42 @@ def read_media(path: Path) -> list[MediaRecord]:
     """The previews of a media file. If a path occurs twice, the last record counts."""
     records = {}
     for row in read_rows(path):
-        with suppress(ValidationError):
-            record = MEDIA.validate_python(row)
+        record = _preview_in(row)
+        if record is not None:
             records[record.path] = record
     return list(records.values())
+
+
+def _preview_in(row: Mapping[str, Any]) -> MediaRecord | None:
+    try:
+        return MEDIA.validate_python(row)
+    except ValidationError:
+        return None
+
+
+def damage_in(path: Path) -> str:
+    """A message about the lines of a record that cannot be read, which readers skip; empty without one.
+
+    A torn last line is no damage: it was being written when the run was killed.
+    """
+    if not path.is_file():
+        return ""
+    numbers = list[int]()
+    with path.open("rb") as file:
+        for number, line in enumerate(file, start=1):
+            if line.endswith(b"\n") and not _is_valid(line, is_preview=path.name == MEDIA_FILE):
+                numbers.append(number)
+    if not numbers:
+        return ""
+    what = (
+        f"line {numbers[0]:,} is" if len(numbers) == 1 else f"{len(numbers):,} lines (the first is {numbers[0]:,}) are"
+    )
+    return f"{path.name}: {what} damaged and skipped; the other lines are used."
+
+
+def _is_valid(line: bytes, *, is_preview: bool) -> bool:
+    row = parse_row(line)
+    return row is not None and not (is_preview and _preview_in(row) is None)
 
 
 def parse_row(line: bytes, number: str = "step") -> dict[str, Any] | None:

@@ -19,7 +19,7 @@ from simpletuner.atomic import sweep_files, sweep_folders, writing_to
 from simpletuner.budget.budget import Budget
 from simpletuner.budget.measure import device_rates
 from simpletuner.config.precision import transformer_dtype, vae_dtype
-from simpletuner.distributed.requests import STOPPING, expect_requests, stop_on_interrupt
+from simpletuner.distributed.requests import STOPPING, expect_requests, stop_on_interrupt, take_requests
 from simpletuner.distributed.world import World, compute_threads
 from simpletuner.errors import Interrupted, full_text
 from simpletuner.memory.precision import DTYPES, check_device
@@ -28,6 +28,7 @@ from simpletuner.plan.build import Plan
 from simpletuner.plan.entries import latent_storage, machine_folder, text_folder
 from simpletuner.plan.length import length_key
 from simpletuner.reporting.events import EventStream, RunState, StateChanged
+from simpletuner.reporting.metrics import MEDIA_FILE, METRICS_FILE, damage_in
 from simpletuner.reporting.record import Recorded, RunRecord
 from simpletuner.run.caches import Encoding, build_adapter, prepare_caches
 from simpletuner.run.companions import Companion, Ledger, strike
@@ -131,6 +132,9 @@ def begin_records(plan: Plan, events: EventStream, companions: Sequence[Companio
         branch = start_line(plan.output_dir, plan.resume)
     if branch is not None:
         events.say(f"Moved to {plan.output_dir / branch_folder(branch.line)}: {branch.rest}.")
+    for file in (METRICS_FILE, MEDIA_FILE):
+        if step and (damage := damage_in(plan.output_dir / file)):
+            events.say(damage, warning=True)
     record = RunRecord(plan.output_dir, step)
     events.subscribe(record)
     for companion in companions:
@@ -153,9 +157,16 @@ def end(plan: Plan, events: EventStream, companions: Sequence[Companion], ledger
         f"To train longer, start the same command with a larger {length_key(plan)}.",
         *(companion.unfinished for companion in companions),
     ]
+    drop_late_requests(plan, events)
     events.publish(StateChanged("finished", ledger.step, plan.length.total_steps, "\n".join(filter(None, lines))))
     # Last, so that after an earlier kill the next start announces the end again.
     strike(plan.output_dir, "end")
+
+
+def drop_late_requests(plan: Plan, events: EventStream) -> None:
+    """Remove and name the requests that were made after the last step, which no step follows."""
+    if late := take_requests(plan.output_dir):
+        events.say(f"Requested after the last step, so not done: {', '.join(late)}.")
 
 
 @contextmanager
@@ -166,6 +177,8 @@ def announced_end(plan: Plan, events: EventStream, world: World) -> Iterator[Non
     except BaseException as error:
         how: RunState = "interrupted" if isinstance(error, Interrupted | KeyboardInterrupt) else "failed"
         message = world.first_failure(error) or full_text(error)
+        if world.is_main:
+            drop_late_requests(plan, events)
         events.publish(StateChanged(how, events.step, plan.length.total_steps, message))
         raise
 

@@ -11,7 +11,17 @@ from pathlib import Path
 import pytest
 
 from simpletuner.errors import DiskFullError, WriteError
-from simpletuner.reporting.metrics import MediaFile, MediaRecord, MetricsFile, StepLines, read_media, read_rows
+from simpletuner.reporting.metrics import (
+    MEDIA_FILE,
+    METRICS_FILE,
+    MediaFile,
+    MediaRecord,
+    MetricsFile,
+    StepLines,
+    damage_in,
+    read_media,
+    read_rows,
+)
 
 
 def steps_in(path: Path) -> list[int]:
@@ -138,3 +148,31 @@ def test_a_folder_that_is_deleted_ends_the_record(tmp_path: Path) -> None:
     shutil.rmtree(tmp_path / "output")
     with pytest.raises(WriteError, match=r"m\.jsonl is gone: its folder was moved or deleted"):
         lines.write(2, {"loss": 0.25})
+
+
+@pytest.mark.parametrize("name", [METRICS_FILE, MEDIA_FILE])
+@pytest.mark.parametrize(
+    ("lines", "damage"),
+    [
+        ([], ""),
+        (["noise"], "line 2 is damaged and skipped"),
+        (["[]", '{"step": -1}', ""], "3 lines (the first is 2) are damaged and skipped"),
+    ],
+)
+def test_damaged_lines_are_named(tmp_path: Path, name: str, lines: list[str], damage: str) -> None:
+    preview = {"step": 1, "short_name": "a", "prompt": "a", "path": "a.png", "width": 8, "height": 8}
+    path = tmp_path / name
+    path.write_text("".join(f"{line}\n" for line in [json.dumps(preview), *lines]) + '{"step": 2')
+
+    message = damage_in(path)
+
+    assert bool(message) == bool(lines)
+    assert message.startswith(f"{name}: {damage}" if damage else "")
+
+
+def test_a_row_that_is_no_preview_is_damage_of_the_previews_only(tmp_path: Path) -> None:
+    for name in (METRICS_FILE, MEDIA_FILE):
+        (tmp_path / name).write_text('{"step": 1, "path": 3}\n')
+
+    assert damage_in(tmp_path / METRICS_FILE) == ""
+    assert damage_in(tmp_path / MEDIA_FILE).startswith(f"{MEDIA_FILE}: line 1 is damaged")

@@ -13,6 +13,7 @@ import shutil
 import signal
 import sys
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,7 @@ from simpletuner.reporting.events import (
     Event,
     EventStream,
     MediaRendered,
+    Notice,
     PhaseAdvanced,
     StateChanged,
     StepReport,
@@ -144,6 +146,43 @@ def test_a_file_stops_previews_between_two_sampling_steps(workspace: Workspace) 
         train(workspace, trigger)
     assert trigger.states == ["running", "stopping", "interrupted"]
     assert sum(map(in_phase(PREVIEWS), trigger.events)) == 1, "of 500 sampling steps"
+
+
+@pytest.mark.parametrize("ends_early", [False, True], ids=["finished", "stopped"])
+def test_requests_after_the_last_step_are_removed_and_named(workspace: Workspace, ends_early: bool) -> None:
+    workspace.write_config(max_train_steps=2)
+    output = workspace.path("output")
+
+    def ask() -> None:
+        make_request(output, "save")
+        make_request(output, "preview")
+        if ends_early:
+            interrupt()
+
+    def is_last_checkpoint(event: Event) -> bool:  # it is saved after the step's requests are handled
+        return isinstance(event, CheckpointSaved) and event.step == 2
+
+    trigger = Trigger(is_last_checkpoint, ask)
+    with pytest.raises(Interrupted) if ends_early else nullcontext():
+        train(workspace, trigger)
+
+    assert list((output / "requests").iterdir()) == []
+    notices = [event.text for event in trigger.events if isinstance(event, Notice)]
+    assert "Requested after the last step, so not done: save, preview." in notices
+
+
+def test_damaged_lines_of_a_record_are_named_when_the_run_continues(workspace: Workspace) -> None:
+    workspace.write_config(max_train_steps=1)
+    train(workspace)
+    record = workspace.path("output/training_metrics.jsonl")
+    record.write_bytes(b"noise\n" + record.read_bytes())
+    workspace.write_config(max_train_steps=2)
+    listener = Trigger(lambda event: False, interrupt)
+
+    train(workspace, listener)
+
+    warnings = [event.text for event in listener.events if isinstance(event, Notice) and event.warning]
+    assert "training_metrics.jsonl: line 1 is damaged and skipped; the other lines are used." in warnings
 
 
 @pytest.mark.parametrize("family", ["kandinsky5-video", "sanavideo"])

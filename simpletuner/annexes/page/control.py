@@ -53,7 +53,7 @@ DEPTH, FOLDERS = 4, 2000
 BULKY = frozenset({"branches", "cache", "checkpoint", "datasets", "node_modules", "site-packages", "validation_images"})
 RESUME = "resume_from_checkpoint"
 NOTHING_RUNS = "No active training job."
-NOT_IN_LOOP = "The run is starting or stopping. It can do this only between two steps."
+NOT_IN_LOOP = "The run is starting, stopping or done with its last step. It can do this only between two steps."
 PROGRAM = (sys.executable, "-m", "simpletuner")
 
 

@@ -24,7 +24,7 @@ from simpletuner.errors import UserError
 from simpletuner.headers import join_header, read_head
 from simpletuner.models import lora_keys
 from simpletuner.models.lora_keys import LORA_FILE
-from simpletuner.reporting.metrics import MEDIA_FILE, REPORT_FILE, MediaRecord, read_media
+from simpletuner.reporting.metrics import MEDIA_FILE, REPORT_FILE, MediaRecord, damage_in, read_media
 from simpletuner.training.manifest import PIPELINE_FOLDER, find_checkpoints, result_step
 
 AS_IT_IS = "application/octet-stream"  # not compressed: that would be slow, and hide the size from the browser
@@ -81,6 +81,7 @@ def previews(run: Run, page: str) -> dict[str, Any]:
         "page": page,
         "growing": unfinished(run),
         "steps": steps_of([records]),
+        "damage": damage_in(run.folder / MEDIA_FILE),
     }
 
 

@@ -29,7 +29,15 @@ from simpletuner.plan.build import Plan
 from simpletuner.redaction import redact, redact_settings
 from simpletuner.reporting import events as happened
 from simpletuner.reporting.events import ENDED, Event, EventStream
-from simpletuner.reporting.metrics import MEDIA_FILE, METRICS_FILE, REPORT_FILE, read_media, read_rows, shares
+from simpletuner.reporting.metrics import (
+    MEDIA_FILE,
+    METRICS_FILE,
+    REPORT_FILE,
+    damage_in,
+    read_media,
+    read_rows,
+    shares,
+)
 from simpletuner.reporting.pace import clock, pace_text
 from simpletuner.run.companions import Companion, Ledger
 
@@ -203,6 +211,7 @@ class RunReport(Companion):
             message: why the run stopped.
         """
         plan, folder = self.plan, self.plan.output_dir
+        damage = [damage_in(folder / file) for file in (METRICS_FILE, MEDIA_FILE)]
         kind = plan.config.lora.kind if plan.config.model.model_type == "lora" else "full fine-tune"
         return {
             "title": redact(plan.title),
@@ -220,7 +229,7 @@ class RunReport(Companion):
             "samples": self.samples,
             "environment": self._environment,
             "message": redact(message),
-            "notes": [redact(str(warning)) for warning in plan.warnings],
+            "notes": [*(redact(str(warning)) for warning in plan.warnings), *filter(None, damage)],
             "result": published_result(plan, self.events.step) if state == "finished" else None,
         }
 

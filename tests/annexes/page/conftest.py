@@ -11,8 +11,8 @@ import pytest
 
 from simpletuner.annexes.page import control
 from simpletuner.annexes.page.guard import VARIABLE
+from tests.annexes.page.limit import SECONDS, time_limit
 from tests.commands import forked_commands
-from tests.processes import PATIENCE
 
 # The shell has no windows, tabs and address bar of its own, whose drawing takes more than half of Chromium's time.
 BROWSERS = (
@@ -21,6 +21,25 @@ BROWSERS = (
 # Chromium shows two more pages in each window, for its address bar, which took as long as the page of a test. This
 # replaces Playwright's switch of the same name: the rest are those of that list which would go to the network.
 LESS = "WebUIOmniboxPopup,WebUIOmniboxAimPopup,HttpsUpgrades,MediaRouter,OptimizationHints,NetworkTimeServiceQuerying"
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_setup(item: pytest.Item) -> Iterator[None]:
+    """A test that waits for what never comes fails; so do its setup and its teardown."""
+    with time_limit():
+        return (yield)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
+    with time_limit():
+        return (yield)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_teardown(item: pytest.Item) -> Iterator[None]:
+    with time_limit():
+        return (yield)
 
 
 @pytest.fixture(scope="session")
@@ -61,7 +80,7 @@ def browser(commands: tuple[str, ...]) -> Iterator[Any]:
         pytest.skip("needs an installed Chromium")
     from playwright.sync_api import expect, sync_playwright
 
-    wait = PATIENCE * 1000.0
+    wait = SECONDS / 2 * 1000.0  # milliseconds; less than the limit, so that the failure names what did not come
     expect.set_options(timeout=wait)
     with sync_playwright() as playwright, pytest.MonkeyPatch.context() as patch:
         _start_quickly(patch, commands)

@@ -26,7 +26,7 @@ from simpletuner.annexes.page.serve import create_app
 from simpletuner.annexes.payloads import EVENTS_FILE, EventLog, Payloads
 from simpletuner.annexes.runs import CONSOLE_FILE
 from simpletuner.models.lora_keys import LORA_FILE
-from simpletuner.reporting.events import EventStream, Notice, StateChanged
+from simpletuner.reporting.events import EventStream, Notice, StateChanged, StepReport
 from simpletuner.reporting.metrics import METRICS_FILE, MetricsFile
 from simpletuner.run.lock import LOCK_FILE
 from tests.annexes.page.page import ending_runs, serving
@@ -131,7 +131,20 @@ def test_buttons_become_files(page: TestClient, project: Workspace) -> None:
     tell(output, StateChanged("stopping", 3, 9))
     post(page, "stop")
     [problem] = post(page, "stop_at_epoch_end", 400)["problems"]
-    assert problem["message"] == "The run is starting or stopping. It can do this only between two steps."
+    assert problem["message"].endswith("It can do this only between two steps.")
+
+
+def test_after_the_last_step_only_a_stop_is_accepted(page: TestClient, project: Workspace) -> None:
+    output = project.path("output")
+    output.mkdir()
+    tell(output, StateChanged("running", 0, 1), StepReport(1, 1, {"train_loss": 0.5}, seconds=2.0))
+    own(output)
+
+    for path in ("stop_at_epoch_end", "checkpoint/run", "validation/run"):
+        post(page, path, 400)
+
+    assert page.get("/api/training/status").json()["can"]["stop"]
+    assert not (output / "requests").exists()
 
 
 def test_a_new_run_starts_from_the_lora_of_another(page: TestClient, project: Workspace) -> None:

@@ -130,6 +130,17 @@ def test_a_damaged_sweep_is_named_in_its_place(page: TestClient, tmp_path: Path)
     assert f"This part cannot be shown. {folder}/sweep/sheet.json is damaged" in shown
 
 
+@pytest.mark.parametrize(("file", "part"), [(METRICS_FILE, "head"), (MEDIA_FILE, "previews")])
+def test_damaged_lines_of_a_record_are_named_and_the_others_shown(
+    page: TestClient, tmp_path: Path, file: str, part: str
+) -> None:
+    folder = COMPLETE.write(tmp_path)
+    with_a_torn_line(folder / file)
+    shown = parts_of(page, folder)
+    assert f"{file}: line 1 is damaged and skipped" in shown[part] or f"{file} has an invalid line" in shown[part]
+    assert "previews/3.png" in shown["previews"]
+
+
 def test_a_part_that_fails_says_so_in_its_place(
     page: TestClient, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
