@@ -16,7 +16,7 @@ from simpletuner.config.sources import Arguments, Located, configured, locate
 from simpletuner.config.values import absence_of, home_path, read_json
 from simpletuner.data.buckets import Geometry
 from simpletuner.data.files import MediaError, content_hash
-from simpletuner.data.media import inspect
+from simpletuner.data.pictures import inspect
 from simpletuner.data.sample import Sample
 from simpletuner.errors import ConfigError, Problem, Reading, result_of, warning
 from simpletuner.models import lora_checks, lora_keys

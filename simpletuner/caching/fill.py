@@ -34,10 +34,10 @@ from simpletuner.caching.keys import provenance_of
 from simpletuner.caching.read import CacheStore
 from simpletuner.config.schema import CachingConfig
 from simpletuner.config.values import Size
-from simpletuner.data import clips, files, media
+from simpletuner.data import clips, files, pictures
 from simpletuner.data.dataset import Failures
+from simpletuner.data.decode_memory import DECODE_MEMORY
 from simpletuner.data.entries import ProgressBar
-from simpletuner.data.room import DECODING
 from simpletuner.data.sample import Sample
 from simpletuner.diffusion.batch import TextEmbeds, upload
 from simpletuner.errors import UserError, is_out_of_memory, shorten
@@ -344,10 +344,10 @@ def _decode(sample: Sample) -> np.ndarray:
     """
     if sample.clip is None:
         # Hashes the same bytes that are decoded, so the file cannot change in between.
-        with DECODING.for_picture(sample.original_size):
+        with DECODE_MEMORY.reserved(sample.original_size):
             data = files.read_file(sample.path, files.LARGEST_PICTURE)
             _check_same(sample, hashlib.sha256(data).hexdigest())
-            return media.fit(media.decode(data), sample.geometry)[None]
+            return pictures.fit(pictures.decode(data), sample.geometry)[None]
     try:
         return clips.retry_once(lambda: clips.fit_clip(sample.images(), sample.geometry))
     finally:  # afterwards, since readers open a clip by name; the hash reveals changes in between

@@ -13,17 +13,16 @@ from typing import TypeVar
 
 from simpletuner.config.datasets import MASKS, DatasetConfig
 from simpletuner.data.buckets import build_rules
+from simpletuner.data.caption_checks import split_texts, unread_repeats, unused_captions
 from simpletuner.data.captions import CaptionSource, Edit, caption_source, captions_for, read_filters
 from simpletuner.data.chance import order_key
-from simpletuner.data.clips import SAME_SPEED, build_clip_rules
-from simpletuner.data.conversions import warn_of_conversions
+from simpletuner.data.clips import build_clip_rules
 from simpletuner.data.dataset import (
     Dataset,
     check_amount,
     has_error,
     is_stretched,
     summarise_rejected,
-    warn_of_enlarged,
 )
 from simpletuner.data.discovery import Folder, Scan, read_excluded, read_folder, wanted_suffixes
 from simpletuner.data.entries import (
@@ -36,7 +35,7 @@ from simpletuner.data.entries import (
 )
 from simpletuner.data.files import LeftOutError
 from simpletuner.data.masks import check_mask_sizes, check_masks, measure_masks
-from simpletuner.data.overlooked import split_texts, unread_repeats, unused_captions
+from simpletuner.data.media_checks import check_media
 from simpletuner.data.sample import CLIP, EXPECTED, PICTURE, Rejected, Sample
 from simpletuner.errors import Problem, Problems, Reading, counted, did_you_mean, shorten, warning, within
 
@@ -154,10 +153,7 @@ class _Builder:
             self.problems.extend(unused_captions(entry, dataset))
         self.problems.extend(split_texts(dataset))
         self.problems.extend(unread_repeats(entry, dataset))
-        self.problems.extend(warn_of_enlarged(dataset))
-        self.problems.extend(warn_of_conversions(dataset))
-        self.problems.extend(_check_speed(dataset, self.context.spec.frame_rate))
-        self.problems.extend(_check_decoding(dataset))
+        self.problems.extend(check_media(dataset, self.context.spec.frame_rate))
         if entry.hold_out:
             dataset, held = self.take(entry, _hold_out(dataset))
             self.held += held
@@ -325,58 +321,6 @@ def _check_several(dataset: Dataset, partners: Dataset, names: Sequence[str]) ->
         message = f"more than one partner for {counted(len(several), 'file')} of {dataset.id}: {shorten(several, 3)}."
         advice = "Keep one of them, or name it after the whole file name, as in cat.jpg.png for cat.jpg."
         yield Problem(partners.id, f"{message} {advice}")
-
-
-def _check_speed(dataset: Dataset, model_rate: float | None) -> Iterator[Problem]:
-    """Warn about clips that play faster, slower or less smoothly than the model's frame rate.
-
-    Args:
-        model_rate: frames per second that the model was trained at.
-    """
-    rules, reasons = dataset.clips, []
-    if rules is None or model_rate is None:
-        return
-    if abs(rules.rate / model_rate - 1) > SAME_SPEED:
-        reasons.append(
-            f"frames are taken at {rules.rate:g} a second and the model plays {model_rate:g}: "
-            f"what it learns moves {model_rate / rules.rate:.2f} times as fast"
-        )
-    rates = {sample.name: sample.clip.source_rate for sample in dataset.samples if sample.clip}
-    # A single frame has the rate 0.
-    slow = {name: rate for name, rate in rates.items() if 0 < rate < rules.rate * (1 - SAME_SPEED)}
-    if slow:
-        slowest = min(slow, key=lambda name: slow[name])
-        reasons.append(
-            f"fewer than the {rules.rate:g} frames a second that are taken, in {len(slow)} of "
-            f"{counted(len(rates), 'clip')} ({slowest} has {slow[slowest]:.4g}): frames are seen up to "
-            f"{rules.rate / slow[slowest]:.2f} times"
-        )
-    if reasons:
-        yield warning(f"{dataset.id}.video.frame_rate", f"{'; '.join(reasons)}.")
-
-
-INTERLACED = {
-    "pyav": "two fields become one frame (bwdif).",
-    "decord": "decord does not deinterlace, so the model learns their combs; set video.reader to pyav.",
-}
-
-
-def _check_decoding(dataset: Dataset) -> Iterator[Problem]:
-    """Announce clips that are interlaced, and those that only decord can read."""
-    reader = dataset.clips.keys.reader if dataset.clips else "pyav"
-    clips = {sample.name: sample.clip for sample in dataset.samples if sample.clip}
-    interlaced = [name for name, clip in clips.items() if clip.is_interlaced]
-    by_decord = [name for name, clip in clips.items() if clip.reader == "decord"]
-    if interlaced:
-        yield warning(dataset.id, f"interlaced: {_some_of(interlaced, clips)}; {INTERLACED[reader]}")
-    if by_decord and reader == "pyav":
-        message = "decord reads them, with colours that differ by a few levels; re-encode them with ffmpeg to avoid it."
-        yield warning(dataset.id, f"PyAV cannot read {_some_of(by_decord, clips)}; {message}")
-
-
-def _some_of(names: Sequence[str], clips: Mapping[str, object]) -> str:
-    """`2 of 5 clips (a.mp4, b.mp4)`."""
-    return f"{len(names)} of {counted(len(clips), 'clip')} ({shorten(names)})"
 
 
 def _in_use(partners: Dataset, used: Sequence[Sample]) -> Dataset:

@@ -21,12 +21,13 @@ import regex
 
 from simpletuner.config.datasets import CaptionShuffle, DatasetConfig
 from simpletuner.config.values import named_by, read_json, read_text
+from simpletuner.data.caption_tables import CaptionTable, match_rows, read_metadata, read_parquet
 from simpletuner.data.chance import generator
-from simpletuner.data.discovery import FileFacts, Folder
-from simpletuner.data.encodings import encoding_advice
+from simpletuner.data.charsets import encoding_advice
+from simpletuner.data.discovery import Folder
+from simpletuner.data.file_index import FileFacts
 from simpletuner.data.files import LARGEST_CAPTION, LeftOutError, UnreadableError, read_file
 from simpletuner.data.sample import UNCAPTIONED
-from simpletuner.data.tables import CaptionTable, match_rows, read_metadata, read_parquet
 from simpletuner.errors import Problem, Reading, UserError
 
 COARSEST_CLOCK = 3.0  # seconds; file systems round times, FAT to two seconds

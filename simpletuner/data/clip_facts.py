@@ -19,9 +19,9 @@ from av.video.frame import VideoFrame
 from av.video.stream import VideoStream
 from numpy.typing import NDArray
 
-from simpletuner.data.clip_ends import misses_its_end
 from simpletuner.data.clip_file import ClipFile, UndecodableError, opened
 from simpletuner.data.clip_frames import held_until, timed
+from simpletuner.data.clip_truncation import misses_its_end
 from simpletuner.data.clips import ClipFacts, ColorMatrix
 from simpletuner.data.colour import check_range
 from simpletuner.data.files import MediaError, UnsuitableError

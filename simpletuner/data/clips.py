@@ -32,8 +32,8 @@ from simpletuner.data.files import (
     guarded,
     last_barrier,
 )
-from simpletuner.data.media import decode, fit
 from simpletuner.data.picture_formats import AVIF_BRANDS, HEIF_BRANDS
+from simpletuner.data.pictures import decode, fit
 from simpletuner.errors import Problem, Reading, counted, warning, within
 
 if TYPE_CHECKING:

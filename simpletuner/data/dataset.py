@@ -19,10 +19,11 @@ from simpletuner.config.values import Size
 from simpletuner.data.buckets import BucketRules, Geometry
 from simpletuner.data.chance import fraction
 from simpletuner.data.clips import ClipFacts, ClipRules, frames_of, retry_once
-from simpletuner.data.discovery import FileFacts, Folder, Reasons, save_index
+from simpletuner.data.discovery import Folder, Reasons
 from simpletuner.data.entries import DataContext
+from simpletuner.data.file_index import FileFacts, save_index
+from simpletuner.data.file_names import CAPTION_SUFFIXES, index_partners, partners_of
 from simpletuner.data.files import MediaError, UnsuitableError
-from simpletuner.data.names import CAPTION_SUFFIXES, index_partners, partners_of
 from simpletuner.data.sample import ADVICE, EXPECTED, UNCAPTIONED, LedgerEntry, Rejected, Sample, shape_text
 from simpletuner.errors import Kind, Problem, Problems, counted, shorten, warning
 
@@ -33,8 +34,6 @@ UNDECODABLE = (MediaError.reason, UnsuitableError.reason)
 
 # Relative. A partner that takes over a picture's crop is visibly stretched if their ratios differ by more than this.
 STRETCH_TOLERANCE = 0.02
-# A picture enlarged by more than this factor looks blurred at the training size.
-NOTICEABLE_ENLARGEMENT = 1.5
 
 
 def is_stretched(source: Size, partner: Size) -> bool:
@@ -368,20 +367,6 @@ def summarise_rejected(dataset: Dataset, expected: Set[str] = EXPECTED) -> Itera
 def _kind(reasons: Collection[str]) -> Kind | None:
     """The kind of a problem of files that are left out."""
     return None if set(UNCAPTIONED).isdisjoint(reasons) else "captions"
-
-
-def warn_of_enlarged(dataset: Dataset) -> Iterator[Problem]:
-    """Warn once about all samples that are much smaller than their training size."""
-    # The width suffices, since resizing keeps the ratio.
-    factors = [sample.geometry.resized[0] / sample.original_size[0] for sample in dataset.samples]
-    enlarged = sum(factor > NOTICEABLE_ENLARGEMENT for factor in factors)
-    if not enlarged:
-        return
-    most = dataset.samples[factors.index(max(factors))]
-    before, after = ("x".join(map(str, size)) for size in (most.original_size, most.geometry.resized))
-    message = f"{enlarged} of {counted(len(factors), 'file')} enlarged, {most.name} the most, from {before} to {after}"
-    advice = "the model learns their blur. minimum_image_size leaves them out; a smaller resolution enlarges less."
-    yield warning(f"{dataset.id}.resolution", f"{message}: {advice}")
 
 
 def has_error(name: str, problems: Problems) -> bool:

@@ -14,7 +14,8 @@ from simpletuner.config.datasets import CACHE_KINDS, FIXED_PROMPTS, MASKS, Datas
 from simpletuner.config.remote import check_source
 from simpletuner.config.schema import CachingConfig, DatasetDefaults, RunConfig
 from simpletuner.config.values import similar_path
-from simpletuner.data.discovery import Scan, is_readable, load_index
+from simpletuner.data.discovery import Scan, is_readable
+from simpletuner.data.file_index import load_index
 from simpletuner.errors import Problem, Problems, Reading, not_one_of, warning
 from simpletuner.models.registry import FAMILIES
 from simpletuner.models.spec import FamilySpec, Task

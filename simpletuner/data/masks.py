@@ -17,10 +17,10 @@ from PIL import Image
 
 from simpletuner.data.clips import ClipRules, retry_once
 from simpletuner.data.dataset import Dataset, is_stretched
-from simpletuner.data.discovery import FileFacts
 from simpletuner.data.entries import DataContext
+from simpletuner.data.file_index import FileFacts
 from simpletuner.data.files import MediaError
-from simpletuner.data.media import fit
+from simpletuner.data.pictures import fit
 from simpletuner.data.sample import Sample
 from simpletuner.errors import Problem, counted, shorten, warning
 

@@ -18,8 +18,8 @@ from pathlib import Path
 import PIL
 from PIL import features
 
-from simpletuner.data.boxes import holds_whole_boxes
 from simpletuner.data.files import MediaError, UnsuitableError
+from simpletuner.data.heif_boxes import holds_whole_boxes
 
 # First bytes of a file, by the name of Pillow's reader.
 MAGIC = {

@@ -11,7 +11,7 @@ from PIL import Image
 from simpletuner.config.values import Size
 from simpletuner.data.buckets import Geometry, cover
 from simpletuner.data.clips import ClipFacts, frames_of
-from simpletuner.data.names import UNREAD
+from simpletuner.data.file_names import UNREAD
 
 UNCAPTIONED = ("no caption", "unreadable caption")  # reasons
 # Reasons of files that another dataset would train.

@@ -19,8 +19,8 @@ from simpletuner.config.optimizers import OPTIMIZERS, optimizer_name, optimizer_
 from simpletuner.config.precision import compute_dtypes, quantisation
 from simpletuner.config.schema import RunConfig
 from simpletuner.config.values import home_path, read_json, typed
-from simpletuner.data.conversions import converted
 from simpletuner.data.dataset import Dataset
+from simpletuner.data.media_checks import is_converted
 from simpletuner.data.schedule import has_step_window
 from simpletuner.errors import Problem, Reading, counted, result_of, shorten, warning
 from simpletuner.models.adapter_kinds import adapter_kind
@@ -284,7 +284,7 @@ def _check_conversions(datasets: Sequence[Dataset], checkpoint: Checkpoint) -> I
     if "colour_profiles" in checkpoint.manifest.identity.settings:
         return
     for dataset in datasets:
-        names = [sample.name for sample in dataset.samples if converted(sample)]
+        names = [sample.name for sample in dataset.samples if is_converted(sample)]
         if names:
             message = f"{checkpoint.path} was trained without the colour profile or crop that is stored in"
             pictures = f"{counted(len(names), 'picture')} ({shorten(names, 3)})"

@@ -15,8 +15,8 @@ from pathlib import Path, PurePosixPath
 from simpletuner.atomic import free_path
 from simpletuner.data.clips import CLIP_SUFFIXES
 from simpletuner.data.dataset import Dataset
-from simpletuner.data.media import PICTURE_SUFFIXES
-from simpletuner.data.names import CAPTION_SUFFIXES, composed, pair_key, suffix_of
+from simpletuner.data.file_names import CAPTION_SUFFIXES, composed, pair_key, suffix_of
+from simpletuner.data.pictures import PICTURE_SUFFIXES
 from simpletuner.data.sample import Rejected
 from simpletuner.errors import counted, shorten
 

@@ -13,7 +13,7 @@ from PIL import Image
 
 from simpletuner.annexes.remote import listers, store
 from simpletuner.data.entries import DataContext
-from simpletuner.data.media import decode
+from simpletuner.data.pictures import decode
 from tests.annexes.web import Site, picture, serve
 from tests.data.test_build import build, fatal
 

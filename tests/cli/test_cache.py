@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from simpletuner.data import discovery
+from simpletuner.data import file_index
 from simpletuner.run.caches import CacheFiller
 from tests.complaints import complaint
 from tests.workspace import Workspace
@@ -129,5 +129,5 @@ def test_files_that_were_read_are_not_read_again_after_an_interruption(
     with monkeypatch.context() as patch:
         patch.setattr(CacheFiller, "fill", interrupt)
         assert workspace.run("cache", "fill") == 130
-    monkeypatch.setattr(discovery, "_inspect", lambda path: pytest.fail(f"{path} was read"))
+    monkeypatch.setattr(file_index, "_inspect", lambda path: pytest.fail(f"{path} was read"))
     assert workspace.run("cache", "fill") == 0

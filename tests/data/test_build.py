@@ -17,8 +17,8 @@ from simpletuner.config.datasets import DatasetConfig
 from simpletuner.config.schema import DatasetDefaults
 from simpletuner.data.build import build_datasets
 from simpletuner.data.dataset import Dataset, ledger_rows, without_failures
-from simpletuner.data.discovery import INDEX_NAME
 from simpletuner.data.entries import DataContext
+from simpletuner.data.file_index import INDEX_NAME
 from simpletuner.errors import Problem, Problems
 from simpletuner.models.spec import Task
 from tests import pictures
@@ -541,7 +541,7 @@ def test_real_photographs_are_all_usable(context: DataContext) -> None:
 
 
 def test_the_data_room_needs_no_torch() -> None:
-    modules = "build, buckets, captions, dataset, discovery, files, masks, media, sampler"
+    modules = "build, buckets, captions, dataset, discovery, files, masks, pictures, sampler"
     code = f"import sys; from simpletuner.data import {modules}; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 

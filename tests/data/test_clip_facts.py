@@ -10,8 +10,8 @@ import pytest
 from av.error import PatchWelcomeError
 
 from simpletuner.data import clip_facts
-from simpletuner.data.clip_ends import DECLARED_ENDS, misses_its_end
 from simpletuner.data.clip_file import ClipFile
+from simpletuner.data.clip_truncation import DECLARED_ENDS, misses_its_end
 from simpletuner.data.clips import probe_clip
 from simpletuner.data.files import MediaError, UnsuitableError
 from tests.clips import (

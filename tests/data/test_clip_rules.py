@@ -12,7 +12,7 @@ import pytest
 
 from simpletuner.config.datasets import DatasetConfig, VideoConfig, read_datasets
 from simpletuner.config.schema import DatasetDefaults
-from simpletuner.data import discovery
+from simpletuner.data import file_index
 from simpletuner.data.build import build_datasets
 from simpletuner.data.clips import ClipFacts, ClipRules, build_clip_rules, fitting_frames
 from simpletuner.data.dataset import Dataset
@@ -283,7 +283,7 @@ def test_everything_in_a_folder_is_used_or_listed(context: DataContext, tmp_path
     assert sorted(file.name for file in dataset.rejected if file.reason == "unsuitable") == unsuitable
     # The index keeps the reasons; those that one of an earlier version lacks are found again.
     for index in (dataset.facts, {name: replace(fact, reason="") for name, fact in dataset.facts.items()}):
-        discovery.save_index(dataset.latent_dir, root, index)
+        file_index.save_index(dataset.latent_dir, root, index)
         again, _ = build(context, root, {"num_frames": 17})
         assert again.counts() == counts
     assert "separate dataset" in uses["still.png"]
@@ -314,7 +314,7 @@ def test_clips_that_only_decord_reads_are_announced(
 ) -> None:
     root = films(tmp_path / "films", [17])
     facts = ClipFacts(96, 64, 17 / 24, 24, reader="decord")
-    monkeypatch.setattr(discovery, "probe_clip", lambda path: facts)
+    monkeypatch.setattr(file_index, "probe_clip", lambda path: facts)
     dataset, problems = build(context, root, {"num_frames": 17})
     assert [sample.clip for sample in dataset.samples] == [facts]
     assert problems[0].message.startswith("PyAV cannot read 1 of 1 clip (film_017.mp4); decord reads them")
@@ -333,9 +333,9 @@ def test_latents_of_clips_of_earlier_versions_are_named(context: DataContext, tm
     dataset, problems = build(context, root, {"num_frames": 17})
     assert not problems, "nothing has been cached"
     dataset.save_index()
-    index = dataset.latent_dir / discovery.INDEX_NAME
+    index = dataset.latent_dir / file_index.INDEX_NAME
     assert build(context, root, {"num_frames": 17})[1] == [], "cached by this version"
-    version = f'"version":{discovery.INDEX_VERSION}'
+    version = f'"version":{file_index.INDEX_VERSION}'
     index.write_text(index.read_text().replace(version, '"version":4'))
     (problem,) = build(context, root, {"num_frames": 17})[1]
     assert not problem.fatal
@@ -365,7 +365,7 @@ def test_an_unchanged_clip_is_not_read_again(
     root = films(tmp_path / "films", [17])
     first, _ = build(context, root, {"num_frames": 17})
     first.save_index()
-    monkeypatch.setattr(discovery, "probe_clip", lambda path: pytest.fail("read again"))
+    monkeypatch.setattr(file_index, "probe_clip", lambda path: pytest.fail("read again"))
     second, _ = build(context, root, {"num_frames": 13})
     assert second.facts["film_017.mp4"].clip == first.facts["film_017.mp4"].clip
     assert lengths_of(second.samples) == [13]

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from PIL import Image, ImageCms
 
 from simpletuner.data.files import UnsuitableError
-from simpletuner.data.media import decode, inspect
+from simpletuner.data.pictures import decode, inspect
 from tests import profiles
 from tests.pictures import photograph, scene
 

@@ -9,8 +9,8 @@ import pytest
 
 from simpletuner.data.clips import CLIP_SUFFIXES
 from simpletuner.data.discovery import classify, scan
-from simpletuner.data.media import PICTURE_SUFFIXES
-from simpletuner.data.names import SYSTEM_FOLDERS, UNREAD, UNREAD_CLIPS, UNREAD_PICTURES
+from simpletuner.data.file_names import SYSTEM_FOLDERS, UNREAD, UNREAD_CLIPS, UNREAD_PICTURES
+from simpletuner.data.pictures import PICTURE_SUFFIXES
 
 HINDI, CHINESE = "सुनहरी चाय", "红色 的房子"
 

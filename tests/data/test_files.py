@@ -14,9 +14,9 @@ import pytest
 from simpletuner.config.values import read_json
 from simpletuner.data import files
 from simpletuner.data.captions import read_caption_file
-from simpletuner.data.discovery import inspect_files
+from simpletuner.data.file_index import inspect_files
 from simpletuner.data.files import LARGEST_CAPTION, LARGEST_PICTURE, DeviceError, LeftOutError, read_file
-from simpletuner.data.media import MediaError, decode, probe
+from simpletuner.data.pictures import MediaError, decode, probe
 from simpletuner.errors import Problems
 from tests import pictures
 

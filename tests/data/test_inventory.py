@@ -14,11 +14,11 @@ import pytest
 from PIL import Image
 
 from simpletuner.config.datasets import DatasetConfig
-from simpletuner.data import captions, discovery
+from simpletuner.data import captions, file_index
 from simpletuner.data.build import build_datasets
 from simpletuner.data.dataset import Dataset
-from simpletuner.data.discovery import INDEX_NAME, load_index
 from simpletuner.data.entries import DataContext
+from simpletuner.data.file_index import INDEX_NAME, load_index
 from simpletuner.errors import Problems
 
 Change = Callable[[Path, random.Random], None]
@@ -149,7 +149,7 @@ def test_what_is_unchanged_is_not_read(
     build(context, photos).save_index()
     read: list[Path] = []
     monkeypatch.setattr(captions, "read_caption_file", lambda path, whole: read.append(path))
-    monkeypatch.setattr(discovery, "_inspect", read.append)
+    monkeypatch.setattr(file_index, "_inspect", read.append)
     again = build(context, photos)
     index = again.latent_dir / INDEX_NAME
     before = index.stat()
@@ -179,7 +179,7 @@ def test_a_file_that_is_forgotten_is_read_again(context: DataContext, photos: Pa
 
 
 def test_a_torn_index_is_rebuilt(context: DataContext, photos: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(discovery, "PER_LINE", 3)
+    monkeypatch.setattr(file_index, "PER_LINE", 3)
     dataset = build(context, photos)
     dataset.save_index()
     index = dataset.latent_dir / INDEX_NAME
@@ -205,5 +205,5 @@ def test_an_index_of_an_older_version_still_counts(
         facts |= {"problem": None, "clip": None, "white": None}
         del facts["stamp"]
     index.write_text(json.dumps(content))
-    monkeypatch.setattr(discovery, "_inspect", lambda path: pytest.fail(f"{path} was read"))
+    monkeypatch.setattr(file_index, "_inspect", lambda path: pytest.fail(f"{path} was read"))
     assert build(context, photos).samples == dataset.samples

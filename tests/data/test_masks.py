@@ -20,7 +20,7 @@ from simpletuner.data.build import build_datasets
 from simpletuner.data.dataset import Dataset
 from simpletuner.data.entries import DataContext
 from simpletuner.data.masks import latent_mask
-from simpletuner.data.media import decode, fit
+from simpletuner.data.pictures import decode, fit
 from simpletuner.data.sample import Sample
 from simpletuner.errors import Problem, Problems
 from simpletuner.models.kandinsky5.spec import KANDINSKY5_IMAGE, KANDINSKY5_VIDEO

@@ -64,6 +64,13 @@ def is_kept(character: str) -> bool:
     return character in "-_ " or unicodedata.category(character)[0] in "LMN"
 
 
+def test_the_architecture_page_places_every_module_of_data() -> None:
+    page = (ROOT / "docs" / "ARCHITECTURE.md").read_text(encoding="utf-8")
+    section = page.partition("### Inside data/")[2].partition("\n#")[0]
+    modules = {path.stem for path in (ROOT / "simpletuner" / "data").glob("[a-z]*.py")}
+    assert set(re.findall(r"`(\w+)`", section)) == modules
+
+
 @pytest.mark.parametrize("text", blocks("json"))
 def test_json_block_loads(text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("HF_TOKEN", "MY_KEY_ID", "MY_SECRET"):

@@ -40,7 +40,7 @@ def test_only_pictures_whose_pixels_change_are_encoded_again(
     others = entries(workspace)
     give_profile(workspace)
     with monkeypatch.context() as patch:
-        patch.setattr("simpletuner.data.media._conversion", lambda *arguments: None)  # as earlier versions did
+        patch.setattr("simpletuner.data.pictures._conversion", lambda *arguments: None)  # as earlier versions did
         assert workspace.run("cache", "fill") == 0
     before = entries(workspace)
     make_older(workspace)

@@ -17,10 +17,11 @@ from tokenizers import Tokenizer
 from simpletuner.annexes.report.html import render, thumbnail
 from simpletuner.atomic import write_atomically
 from simpletuner.data.buckets import Geometry
-from simpletuner.data.dataset import NOTICEABLE_ENLARGEMENT, Dataset, DatasetFile
-from simpletuner.data.discovery import FileFacts
+from simpletuner.data.dataset import Dataset, DatasetFile
+from simpletuner.data.file_index import FileFacts
 from simpletuner.data.files import MediaError
-from simpletuner.data.media import fit
+from simpletuner.data.media_checks import NOTICEABLE_ENLARGEMENT
+from simpletuner.data.pictures import fit
 from simpletuner.data.sample import UNCAPTIONED, LedgerEntry
 from simpletuner.distributed.world import usable_cores
 from simpletuner.plan.build import Plan

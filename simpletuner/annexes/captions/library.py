@@ -28,10 +28,11 @@ from simpletuner.data import discovery
 from simpletuner.data.build import build_datasets
 from simpletuner.data.captions import control_token, read_caption_text
 from simpletuner.data.dataset import Dataset
-from simpletuner.data.discovery import FileFacts, Folder, Scan, read_excluded
+from simpletuner.data.discovery import Folder, Scan, read_excluded
 from simpletuner.data.entries import FIXED_PROMPTS, DataContext, link_partners
+from simpletuner.data.file_index import FileFacts, inspect_files
+from simpletuner.data.file_names import CAPTION_SUFFIXES, index_partners, partners_of
 from simpletuner.data.files import LARGEST_CAPTION, LeftOutError
-from simpletuner.data.names import CAPTION_SUFFIXES, index_partners, partners_of
 from simpletuner.data.sample import LedgerEntry, Rejected
 from simpletuner.errors import Problems, Reading, UserError, required, result_of, visible
 
@@ -287,7 +288,7 @@ def list_files(entry: DatasetConfig, context: DataContext) -> Scan:
 
 def inspected(root: Path, names: Sequence[str]) -> dict[str, FileFacts]:
     """Facts about files; a file is read again only if it has changed."""
-    facts = discovery.inspect_files(root, names, _facts[root])
+    facts = inspect_files(root, names, _facts[root])
     _facts[root] |= facts
     return facts
 

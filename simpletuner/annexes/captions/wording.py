@@ -10,8 +10,8 @@ from simpletuner.data.captions import EMPTY, control_token
 from simpletuner.data.clips import CLIP_SUFFIXES
 from simpletuner.data.dataset import Dataset, DatasetFile
 from simpletuner.data.discovery import is_readable, scan
-from simpletuner.data.media import PICTURE_SUFFIXES
-from simpletuner.data.names import pair_key
+from simpletuner.data.file_names import pair_key
+from simpletuner.data.pictures import PICTURE_SUFFIXES
 from simpletuner.errors import Problem, Problems, did_you_mean
 from simpletuner.models.source import ModelSource
 from simpletuner.models.spec import FamilySpec

@@ -38,8 +38,8 @@ from simpletuner.config.datasets import parse_datasets, read_datasets
 from simpletuner.config.schema import all_options, main_name
 from simpletuner.config.values import read_json
 from simpletuner.data.clips import CLIP_SUFFIXES
-from simpletuner.data.media import PICTURE_SUFFIXES
-from simpletuner.data.names import CAPTION_SUFFIXES
+from simpletuner.data.file_names import CAPTION_SUFFIXES
+from simpletuner.data.pictures import PICTURE_SUFFIXES
 from simpletuner.errors import ConfigError, Problem, Problems, required, result_of
 from simpletuner.plan.environment import why_not_writable
 from simpletuner.redaction import REFERENCE, SECRET_NAME, hide, redact, redact_settings

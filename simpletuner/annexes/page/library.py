@@ -38,9 +38,9 @@ from simpletuner.data.clips import CLIP_SUFFIXES, frames_of, is_clip, probe_clip
 from simpletuner.data.dataset import is_stretched
 from simpletuner.data.discovery import is_readable, scan
 from simpletuner.data.entries import DataContext
+from simpletuner.data.file_names import composed, index_partners, pair_key, partners_of
 from simpletuner.data.files import MediaError
-from simpletuner.data.media import PICTURE_SUFFIXES, decode
-from simpletuner.data.names import composed, index_partners, pair_key, partners_of
+from simpletuner.data.pictures import PICTURE_SUFFIXES, decode
 from simpletuner.distributed.world import usable_cores
 from simpletuner.errors import Problem, UserError, required, result_of
 from simpletuner.plan.build import settle_task

@@ -27,7 +27,7 @@ from simpletuner.annexes.start.receive import LARGEST_FILE, MOST_FILES, USED, ZI
 from simpletuner.annexes.start.recipe import FILES, TRIGGER, Material, Recipe, Start, run_name
 from simpletuner.atomic import free_path, writing_to
 from simpletuner.config.sources import example_names
-from simpletuner.data.names import UNREAD_CLIPS, UNREAD_PICTURES
+from simpletuner.data.file_names import UNREAD_CLIPS, UNREAD_PICTURES
 from simpletuner.errors import Problem, not_one_of
 
 MOST_SKIPPED = 20  # skipped files that are listed

@@ -28,11 +28,11 @@ from simpletuner.config.option import Package, check_installed
 from simpletuner.config.publishing import BOTO3
 from simpletuner.config.remote import CompositeImage, HubKeys, RowFilter
 from simpletuner.config.values import home_path, read_stored
+from simpletuner.data.caption_tables import check_columns, first_texts, texts_in
 from simpletuner.data.discovery import classify
+from simpletuner.data.file_names import name_problem
 from simpletuner.data.files import LARGEST_CLIP, LARGEST_PICTURE, MediaError, check_regular, read_file
-from simpletuner.data.media import decode
-from simpletuner.data.names import name_problem
-from simpletuner.data.tables import check_columns, first_texts, texts_in
+from simpletuner.data.pictures import decode
 from simpletuner.errors import Problem, Reading, UserError, shorten, warning
 from simpletuner.models.hub import hub_fault
 from simpletuner.s3 import S3Login

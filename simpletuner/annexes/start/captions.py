@@ -11,11 +11,11 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from simpletuner.data.caption_checks import foreign_captions
+from simpletuner.data.caption_tables import CaptionTable, match_rows, read_metadata
 from simpletuner.data.captions import CaptionFile, read_caption_file
 from simpletuner.data.discovery import Folder, Scan
 from simpletuner.data.files import LeftOutError
-from simpletuner.data.overlooked import foreign_captions
-from simpletuner.data.tables import CaptionTable, match_rows, read_metadata
 from simpletuner.errors import Problems, counted, shorten
 
 LOOKED_AT = 200  # files that are opened; a folder may contain thousands

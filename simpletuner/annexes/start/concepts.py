@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from simpletuner.data.discovery import Scan
-from simpletuner.data.names import concept_of
+from simpletuner.data.file_names import concept_of
 from simpletuner.errors import counted, shorten
 
 REGULARISATION = frozenset({"reg", "regs", "regularization", "regularisation", "class"})  # parts of a path

@@ -23,10 +23,10 @@ from zipfile import BadZipFile, ZipFile, ZipInfo
 from simpletuner.atomic import writing_to
 from simpletuner.budget.device import gigabytes
 from simpletuner.data.clips import CLIP_SUFFIXES
-from simpletuner.data.discovery import inspect_files
+from simpletuner.data.file_index import inspect_files
+from simpletuner.data.file_names import CAPTION_SUFFIXES, METADATA_NAMES, name_problem, suffix_of, unread_format
 from simpletuner.data.files import LARGEST_CLIP
-from simpletuner.data.media import PICTURE_SUFFIXES
-from simpletuner.data.names import CAPTION_SUFFIXES, METADATA_NAMES, name_problem, suffix_of, unread_format
+from simpletuner.data.pictures import PICTURE_SUFFIXES
 from simpletuner.errors import DiskFullError, UserError, counted
 
 ZIP, HIDDEN = ".zip", ".upload-"

@@ -32,9 +32,9 @@ from simpletuner.config.values import similar_path
 from simpletuner.data.buckets import PixelGrid
 from simpletuner.data.clips import CLIP_SUFFIXES, ClipFacts, probe_clip
 from simpletuner.data.discovery import Scan, is_readable, scan
+from simpletuner.data.file_names import UNREAD
 from simpletuner.data.files import MediaError
-from simpletuner.data.media import PICTURE_SUFFIXES, probe
-from simpletuner.data.names import UNREAD
+from simpletuner.data.pictures import PICTURE_SUFFIXES, probe
 from simpletuner.data.sample import ADVICE
 from simpletuner.errors import ConfigError, UserError, counted, shorten
 from simpletuner.models.registry import FAMILIES

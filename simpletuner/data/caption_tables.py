@@ -18,7 +18,7 @@ from simpletuner.config.datasets import ParquetConfig
 from simpletuner.config.option import Package, check_installed
 from simpletuner.config.values import named_by, no_file, read_text
 from simpletuner.data.discovery import Folder
-from simpletuner.data.names import composed
+from simpletuner.data.file_names import composed
 from simpletuner.errors import Problem, Reading, counted, did_you_mean, shorten, warning
 
 PYARROW = Package("pyarrow", "pyarrow>=21,<27")

@@ -10,7 +10,7 @@ from simpletuner.config.datasets import DatasetConfig
 from simpletuner.data.dataset import Dataset
 from simpletuner.data.discovery import Scan
 from simpletuner.data.entries import FIXED_PROMPTS
-from simpletuner.data.names import composed, concept_of, pair_key, suffix_of
+from simpletuner.data.file_names import composed, concept_of, pair_key, suffix_of
 from simpletuner.data.sample import UNCAPTIONED
 from simpletuner.errors import Problem, counted, shorten, warning
 

@@ -23,9 +23,9 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import ExifTags, Image, ImageCms, ImageFile, TiffImagePlugin, UnidentifiedImageError
 
-from simpletuner.data.boxes import shown_properties
 from simpletuner.data.buckets import Geometry
 from simpletuner.data.colour import check_profile_range, check_range, space_of, to_srgb
+from simpletuner.data.decode_memory import DECODE_MEMORY
 from simpletuner.data.display_p3 import DISPLAY_P3, display_p3
 from simpletuner.data.files import (
     LARGEST_PICTURE,
@@ -37,8 +37,8 @@ from simpletuner.data.files import (
     read_file,
 )
 from simpletuner.data.flatten import flatten, is_deep_and_transparent
+from simpletuner.data.heif_boxes import shown_properties
 from simpletuner.data.picture_formats import ENDS, png_codes, png_has_orientation, reader_problem, sniff
-from simpletuner.data.room import DECODING
 from simpletuner.errors import is_out_of_memory
 
 # Importing a reader registers it. For a format without a registered reader, Pillow would import all its readers.
@@ -142,7 +142,7 @@ def decode(source: Path | bytes, background: str = "white") -> Image.Image:
     """
     # Another package may have enabled this option, which hides damage.
     ImageFile.LOAD_TRUNCATED_IMAGES = False
-    with _opened(source) as (data, picture, kind), DECODING.for_picture(picture.size):
+    with _opened(source) as (data, picture, kind), DECODE_MEMORY.reserved(picture.size):
         transform = _conversion(data, picture, kind)
         aperture = _aperture(data, picture, kind)
         picture.load()
@@ -228,7 +228,7 @@ def _orientation(data: bytes, picture: Image.Image, kind: str) -> int | None:
     if kind == "PNG" and not png_has_orientation(data):
         return None  # to look for it, Pillow would decode the whole picture
     try:
-        with DECODING.for_picture(picture.size):
+        with DECODE_MEMORY.reserved(picture.size):
             return int(picture.getexif()[ExifTags.Base.Orientation])
     except Exception:  # noqa: BLE001 - whatever broken metadata raise, the pixels may be intact
         return None

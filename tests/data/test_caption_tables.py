@@ -13,9 +13,9 @@ import pytest
 
 from simpletuner.config.datasets import DatasetConfig, ParquetConfig
 from simpletuner.data.build import build_datasets
+from simpletuner.data.caption_tables import Row, match_rows, read_metadata, read_parquet
 from simpletuner.data.discovery import Folder, scan
 from simpletuner.data.entries import DataContext
-from simpletuner.data.tables import Row, match_rows, read_metadata, read_parquet
 from simpletuner.errors import Problems, Reading
 from tests import pictures
 

@@ -14,7 +14,7 @@ BYTES_PER_PIXEL = 8
 MOST_BYTES = 2 << 30
 
 
-class Room:
+class DecodeMemory:
     """Memory that threads share while they decode.
 
     Attributes:
@@ -23,29 +23,32 @@ class Room:
 
     def __init__(self, most: int) -> None:
         self.most = most
-        self._taken = 0
+        self._reserved = 0
         self._changed = threading.Condition()
         self._thread = threading.local()
 
     @contextmanager
-    def for_picture(self, size: Size) -> Iterator[None]:
-        """Wait until there is room for a picture, and keep it; inside of another call it is part of that room."""
-        if getattr(self._thread, "has_room", False):
+    def reserved(self, size: Size) -> Iterator[None]:
+        """Wait until there is memory for a picture of this size, and hold it.
+
+        A thread that holds memory already gets no more: what it decodes inside is the same picture.
+        """
+        if getattr(self._thread, "holds_memory", False):
             yield
             return
         width, height = size
         needed = min(width * height * BYTES_PER_PIXEL, self.most)
         with self._changed:
-            self._changed.wait_for(lambda: self._taken + needed <= self.most)
-            self._taken += needed
-        self._thread.has_room = True
+            self._changed.wait_for(lambda: self._reserved + needed <= self.most)
+            self._reserved += needed
+        self._thread.holds_memory = True
         try:
             yield
         finally:
-            self._thread.has_room = False
+            self._thread.holds_memory = False
             with self._changed:
-                self._taken -= needed
+                self._reserved -= needed
                 self._changed.notify_all()
 
 
-DECODING = Room(MOST_BYTES)
+DECODE_MEMORY = DecodeMemory(MOST_BYTES)

@@ -10,10 +10,10 @@ import pillow_heif
 import pytest
 from PIL import Image, ImageFile
 
-from simpletuner.data import media, picture_formats
+from simpletuner.data import picture_formats
 from simpletuner.data.buckets import Geometry
 from simpletuner.data.files import UnreadableError, UnsuitableError
-from simpletuner.data.media import MediaError, decode, fit, probe
+from simpletuner.data.pictures import PICTURE_SUFFIXES, MediaError, decode, fit, probe
 from tests import pictures
 from tests.pictures import BLUE, BROKEN, DAMAGED_INSIDE, GREEN, GREY, HEIGHT, RED, WHITE, WHOLE, WIDTH, corners, scene
 
@@ -207,4 +207,4 @@ def test_a_very_long_picture_needs_little_memory() -> None:
 def test_suffixes_are_those_of_the_specification() -> None:
     known = {".jpg", ".jpeg", ".png", ".webp", ".bmp", ".tif", ".tiff", ".avif", ".heic", ".heif"}
     known |= {".jpe", ".jfif", ".mpo", ".hif"}  # written by Windows, browsers, stereo and Sony or Canon cameras
-    assert known == media.PICTURE_SUFFIXES
+    assert known == PICTURE_SUFFIXES
