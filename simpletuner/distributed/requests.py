@@ -111,7 +111,8 @@ def without_echo(handler: Callable[[int, FrameType | None], object], last: float
 
     def handle(number: int, frame: FrameType | None) -> None:
         nonlocal last
-        before, last = last, time.monotonic()
+        before = last
+        last = time.monotonic()
         if last - before > ECHO_SECONDS:
             handler(number, frame)
 

@@ -223,7 +223,8 @@ class Crepa(Technique):
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        average, threshold = state["average"], self.config.crepa_similarity_threshold
+        average = state["average"]
+        threshold = self.config.crepa_similarity_threshold
         # A cutoff belongs to its threshold: another one decides anew, and without one nothing is cut off.
         is_same = state.get("threshold", threshold) == threshold  # older states lack it
         self._is_off = state["off"] and is_same and threshold is not None

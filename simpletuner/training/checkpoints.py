@@ -194,7 +194,7 @@ class CheckpointWriter(Callback):
             return
         previews = self.before
         self.before = lambda: None
-        with suppress(Exception):
+        with suppress(Exception):  # whatever fails there must not keep the weights from being saved
             previews()
         self.on_train_end(assembly, state)
 

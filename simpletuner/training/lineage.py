@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import zip_longest
 from pathlib import Path
 
 from simpletuner.atomic import free_path, write_atomically
@@ -20,6 +21,7 @@ from simpletuner.errors import counted, shorten
 from simpletuner.models.lora_keys import LORA_FILE
 from simpletuner.reporting.metrics import MEDIA_FILE, METRICS_FILE, StepLines, last_recorded_step, read_media
 from simpletuner.training.manifest import (
+    BRANCHES,
     FOLDER_NAME,
     PIPELINE_FOLDER,
     Checkpoint,
@@ -33,7 +35,6 @@ from simpletuner.training.manifest import (
     write_line,
 )
 
-BRANCHES = "branches"
 WANDB_FILE = "wandb_run.json"  # names the wandb run of the line
 RECORDS = (METRICS_FILE, MEDIA_FILE)
 
@@ -70,7 +71,7 @@ class Branch:
         folder = branch_folder(self.line)
         text = f"{self.start} is not what was last trained here, so the run first moves to {folder}: {self.rest}."
         if self.newest:
-            text += f" Without resume_from_checkpoint it continues from {self.newest}."
+            text += f" Without resume_from_checkpoint, it continues from {self.newest} instead."
         if self.left:
             text += f" To return later, set resume_from_checkpoint={folder}/{self.left[-1].name}."
         return text
@@ -83,51 +84,62 @@ def branch_folder(line: Line) -> str:
 
 def find_branch(output_dir: Path, checkpoint: Checkpoint) -> Branch | None:
     """The branch that a run starts from a checkpoint; None if it continues the line of the folder."""
-    current, newest = read_line(output_dir), find_checkpoints(output_dir)[0][-1:]
+    checkpoints, _ = find_checkpoints(output_dir)
+    newest = checkpoints[-1] if checkpoints else None
+    current = read_line(output_dir)
     if current is None:  # by the newest checkpoint, which may have come from another folder
-        current = Line(newest[0].manifest.forks if newest else ())
-    home, shared = _home(output_dir, checkpoint), _shared_steps(current, checkpoint)
-    if Path(home).is_absolute():
-        shared = 0  # another run has no step in common with what is here
-    fork = Fork(checkpoint.step, _next_number(output_dir, current))
-    line = Line((*checkpoint.manifest.forks, fork), Move(shared, home))
-    left, result = _left(output_dir, line), _result_beyond(output_dir, shared)
-    if not left and result is None and not home.startswith(BRANCHES):
+        current = Line(newest.manifest.forks if newest is not None else ())
+    if current.begins_at(checkpoint):  # a session that was killed has begun to start this branch
         return None
+
+    home = _home(output_dir, checkpoint)
+    move = Move(_shared_steps(current, checkpoint), home)
+    if move.is_foreign:  # another run has no step in common with what is here
+        move = replace(move, shared=0)
+    fork = Fork(checkpoint.step, _next_number(output_dir, current))
+    line = Line((*checkpoint.manifest.forks, fork), move)
+    left = _left(output_dir, line)
+    result = _result_beyond(output_dir, move.shared)
+    if not left and result is None and not move.is_return:
+        return None
+
     start = checkpoint.path.name if home == "." else f"{home}/{checkpoint.path.name}"
-    others = [each.path.name for each in newest if each.path != checkpoint.path]
-    return Branch(start, line, left, result, "".join(others))
+    is_newest = newest is None or newest.path == checkpoint.path
+    return Branch(start, line, left, result, "" if is_newest else newest.path.name)
 
 
 def _home(output_dir: Path, checkpoint: Checkpoint) -> str:
     """The folder of a checkpoint, as in `Move`."""
-    home, whole = checkpoint.path.parent.resolve(), output_dir.resolve()
-    if home == whole or home.parent == whole / BRANCHES:
-        return home.relative_to(whole).as_posix()
+    home = checkpoint.path.parent.resolve()
+    output_dir = output_dir.resolve()
+    if home == output_dir or home.parent == output_dir / BRANCHES:
+        return home.relative_to(output_dir).as_posix()
     return str(home)
 
 
 def _shared_steps(current: Line, checkpoint: Checkpoint) -> int:
     """The last step that a line and the line of a checkpoint have in common, at most that of the checkpoint."""
-    forks = checkpoint.manifest.forks
-    for number in range(max(len(current.forks), len(forks))):
-        ours, theirs = current.forks[number : number + 1], forks[number : number + 1]
-        if ours != theirs:
-            return min(checkpoint.step, *(fork.step for fork in (*ours, *theirs)))
-    return checkpoint.step
+    shared = checkpoint.step
+    for fork, fork_of_checkpoint in zip_longest(current.forks, checkpoint.manifest.forks):
+        if fork != fork_of_checkpoint:
+            apart = [parting for parting in (fork, fork_of_checkpoint) if parting is not None]
+            return min(shared, *(parting.step for parting in apart))
+    return shared
 
 
 def _next_number(output_dir: Path, current: Line) -> int:
-    known = [fork.number for fork in current.forks]
-    known += [int(path.name) for path in (output_dir / BRANCHES).glob("*") if path.name.isdecimal()]
-    return max(known, default=0) + 1
+    """A number that no branch has had, even if its folder has been deleted since."""
+    numbers = [fork.number for fork in current.forks]
+    numbers += [int(path.name) for path in (output_dir / BRANCHES).glob("*") if path.name.isdecimal()]
+    return max(numbers, default=0) + 1
 
 
 def _left(output_dir: Path, line: Line) -> list[Path]:
     """The complete checkpoints that are not on a line, by their steps; all of them if it comes from another run."""
-    is_foreign = line.move is not None and Path(line.move.home).is_absolute()
-    here = sorted(list_checkpoints(output_dir)[0], key=lambda checkpoint: checkpoint.step)
-    return [checkpoint.path for checkpoint in here if is_foreign or not line.holds(checkpoint)]
+    checkpoints = sorted(list_checkpoints(output_dir)[0], key=lambda checkpoint: checkpoint.step)
+    if line.move is None or not line.move.is_foreign:
+        checkpoints = [checkpoint for checkpoint in checkpoints if not line.holds(checkpoint)]
+    return [checkpoint.path for checkpoint in checkpoints]
 
 
 def _result_beyond(output_dir: Path, step: int) -> int | None:
@@ -146,6 +158,8 @@ def start_line(output_dir: Path, checkpoint: Checkpoint | None) -> Branch | None
     if checkpoint is None:
         write_line(output_dir, Line())
         return None
+    if not checkpoint.path.exists():  # that session was about to bring it back
+        checkpoint = replace(checkpoint, path=output_dir / checkpoint.path.name)
     branch = find_branch(output_dir, checkpoint)
     if branch is not None:
         write_line(output_dir, branch.line)
@@ -163,7 +177,7 @@ def _finish_move(output_dir: Path) -> None:
     if not line.move.is_aside:
         _set_aside(output_dir, line, line.move.shared)
         write_line(output_dir, replace(line, move=replace(line.move, is_aside=True)))
-    if line.move.home.startswith(BRANCHES):
+    if line.move.is_return:
         _bring_back(output_dir, line, output_dir / line.move.home, line.move.shared)
     write_line(output_dir, replace(line, move=None))
 
@@ -231,7 +245,7 @@ def _move(path: Path, target: Path) -> None:
 def continuation(output_dir: Path, checkpoint: Checkpoint) -> str:
     """From which step a run continues, and how many steps an interrupted run trains again, as text."""
     text = f"continues from step {checkpoint.step}"
-    again = last_recorded_step(output_dir / METRICS_FILE) - checkpoint.step
-    if again > 0 and find_branch(output_dir, checkpoint) is None:
-        text += f"; {counted(again, 'step is', 'steps are')} trained again"
+    repeated = last_recorded_step(output_dir / METRICS_FILE) - checkpoint.step
+    if repeated > 0 and find_branch(output_dir, checkpoint) is None:
+        text += f"; {counted(repeated, 'step is', 'steps are')} trained again"
     return text

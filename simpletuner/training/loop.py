@@ -72,6 +72,7 @@ def train(
 def _take_steps(
     assembly: Assembly, loader: BatchLoader, state: TrainState, callbacks: Sequence[Callback], stop: Stop
 ) -> None:
+    """Take steps until the run is complete or a stop is requested, and notify the callbacks."""
     _notify(callbacks, lambda callback: callback.on_train_start(assembly, state))
     # All processes stop before the same step; otherwise, some would wait forever.
     while state.global_step < assembly.settings.total_steps and not assembly.world.any(stop.requested):
@@ -85,7 +86,9 @@ def _take_steps(
             loader.load_state_dict(before)  # read its first micro-batches again
             break
         state.data_before = None
-        state.global_step, state.epoch, state.report = report.step, report.epoch, report
+        state.global_step = report.step
+        state.epoch = report.epoch
+        state.report = report
         assembly.is_halfway = False
         _notify(callbacks, lambda callback: callback.on_step_end(assembly, state, report))  # noqa: B023 - called at once
         state.epochs_done = report.epochs_done
@@ -95,23 +98,23 @@ def _take_steps(
 def _save_before_failure(
     assembly: Assembly, loader: BatchLoader, state: TrainState, callbacks: Sequence[Callback], error: Exception
 ) -> None:
-    """Let the callbacks save the last complete step, unless weights are between two steps or cannot be written."""
-    # From now on, this process ends itself, and is not ended by its watch while it saves.
+    """Let the callbacks save the last complete step, unless weights are partly updated or cannot be written."""
+    # From now on, this process ends by its own error: its watch must not end it while it saves.
     assembly.world.first_failure(error)
     # Sharded weights could only be saved by all processes together.
     is_sharded = assembly.trained.sharers.size > 1
-    if assembly.is_between_steps or is_sharded or isinstance(error, WriteError):
+    if assembly.is_mid_update or is_sharded or isinstance(error, WriteError):
         return
-    after = assembly.techniques
+    current_techniques = assembly.techniques
     if state.data_before is not None:  # within a step
         loader.load_state_dict(state.data_before)
         assembly.techniques = state.techniques_before
     for callback in callbacks:
         try:
             callback.on_failure(assembly, state)
-        except Exception as failed:  # noqa: BLE001 - it must not mask the run's error
-            logger.warning("Step %d could not be saved: %s", state.global_step, failed)
-    assembly.techniques = after
+        except Exception as another:  # noqa: BLE001 - it must not mask the run's error
+            logger.warning("Step %d could not be saved: %s", state.global_step, another)
+    assembly.techniques = current_techniques
 
 
 def _notify(callbacks: Sequence[Callback], call: Callable[[Callback], None]) -> None:

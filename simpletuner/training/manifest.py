@@ -32,6 +32,7 @@ ERRORS = {
 
 FILE_NAME = "manifest.json"
 LINE_FILE = "lineage.json"  # in the output folder, see `Line`
+BRANCHES = "branches"  # in the output folder: what branches have left behind, in numbered folders
 ROLLING = "-rolling"
 FOLDER_NAME = re.compile(rf"checkpoint-(\d+)({ROLLING})?")
 
@@ -139,6 +140,16 @@ class Move:
     home: str
     is_aside: bool = False
 
+    @property
+    def is_foreign(self) -> bool:
+        """Whether the branch continues a checkpoint of another run."""
+        return Path(self.home).is_absolute()
+
+    @property
+    def is_return(self) -> bool:
+        """Whether the branch continues a checkpoint that had been set aside."""
+        return self.home.startswith(BRANCHES)
+
 
 @dataclass(frozen=True)
 class Line:
@@ -156,6 +167,13 @@ class Line:
         """Whether a checkpoint is on the line."""
         earlier = tuple(fork for fork in self.forks if fork.step < checkpoint.step)
         return checkpoint.manifest.forks == earlier
+
+    def begins_at(self, checkpoint: Checkpoint) -> bool:
+        """Whether the line is a branch from this checkpoint whose start has not been completed."""
+        if self.move is None:
+            return False
+        *earlier, last = self.forks
+        return checkpoint.step == last.step and checkpoint.manifest.forks == tuple(earlier)
 
 
 def read_line(output_dir: Path) -> Line | None:

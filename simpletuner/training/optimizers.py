@@ -93,13 +93,22 @@ def build_optimizer(
 
 def _choose_kernel(optimizer: torch.optim.Optimizer, name: OptimizerName, trained: Sequence[nn.Parameter]) -> None:
     """Set the kernel chosen by `update_kernel` in the parameter groups, which checkpoints store."""
-    device, numbers = trained[0].device.type, sum(each.numel() for each in trained)
-    first, sharded, triton = optimizer.param_groups[0], any(map(is_part, trained)), runs_triton(trained)
-    widened = isinstance(optimizer, DecayingSquares) and any(optimizer.is_wide(first, each) for each in first["params"])
-    kernel = update_kernel(name, device, len(trained), numbers, sharded=sharded, triton=triton, widened=widened)
-    for group in optimizer.param_groups if kernel is not None else ():
-        # A technique's module may have no gradients in some steps, for which optimi's foreach fails.
-        suited = "loop" if OWNER in group and kernel == "foreach" else kernel
+    kernel = update_kernel(
+        name,
+        trained[0].device.type,
+        len(trained),
+        sum(weight.numel() for weight in trained),
+        sharded=any(map(is_part, trained)),
+        triton=runs_triton(trained),
+        widened=_has_wide_moment(optimizer, optimizer.param_groups[0]),
+    )
+    if kernel is None:  # the library chooses
+        return
+    for group in optimizer.param_groups:
+        suited = kernel
+        if OWNER in group and kernel == "foreach":
+            # A technique's module may have no gradients in some steps, for which optimi's foreach fails.
+            suited = "loop"
         group.update({key: key == suited for key in _kernel_of(group)})
 
 
@@ -108,7 +117,7 @@ def runs_triton(params: Sequence[nn.Parameter]) -> bool:
 
     They need whole parameters, so parameters must not be sharded.
     """
-    plain = all(each.is_cuda and not is_part(each) for each in params)
+    plain = all(weight.is_cuda and not is_part(weight) for weight in params)
     on_gpu = plain and torch.cuda.is_bf16_supported()
     return on_gpu and has_compiler() and importlib.util.find_spec("triton") is not None
 
@@ -149,7 +158,8 @@ def _renewed(
     optimizer: torch.optim.Optimizer, state: State, group: Mapping[str, Any], weight: Tensor, spec: OptimizerSpec
 ) -> State:
     """The saved state of a weight, with what it repeats of the group's settings as they are now."""
-    renewed = {**state, **{name: group[name] for name in spec.settings if name in state}}
+    repeated = {name: group[name] for name in spec.settings if name in state}
+    renewed = {**state, **repeated}
     if isinstance(optimizer, DecayingSquares):
         dtype = torch.float32 if optimizer.is_wide(group, weight) else weight.dtype
         renewed["exp_avg_sq"] = state["exp_avg_sq"].to(dtype)
@@ -192,6 +202,7 @@ def _replace_missing_kernels(optimizer: torch.optim.Optimizer, chosen: Sequence[
 
 
 def _has_wide_moment(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> bool:
+    """Whether the second moment of a weight in the group is wider than the weight."""
     if not isinstance(optimizer, DecayingSquares):
         return False
     return any(optimizer.is_wide(group, weight) for weight in group["params"])
@@ -200,7 +211,11 @@ def _has_wide_moment(optimizer: torch.optim.Optimizer, group: Mapping[str, Any])
 def _saved_groups(
     optimizer: torch.optim.Optimizer, saved: Sequence[dict[str, Any]], spec: OptimizerSpec
 ) -> list[dict[str, Any]]:
-    """The optimizer's groups, in its order, each as saved or new, with the settings of the optimizer."""
+    """The optimizer's groups, in its order, as saved or new, with the settings of the optimizer.
+
+    Raises:
+        ValueError: another number of groups was saved, or a lasting setting differs.
+    """
     groups = [group for group in saved if OWNER not in group]
     by_owner = {group[OWNER]: group for group in saved if OWNER in group}
     built = optimizer.state_dict()["param_groups"]
@@ -224,7 +239,8 @@ def _with_settings(saved: dict[str, Any], new: Mapping[str, Any], spec: Optimize
         before, now = _setting(saved, name), _setting(new, name)
         if before != now:
             raise ValueError(f"its {name} was {before}, not {now}")
-    return {**saved, **{key: new[key] for key in ("betas", *spec.settings) if key in new}}
+    settings = {key: new[key] for key in ("betas", *spec.settings) if key in new}
+    return {**saved, **settings}
 
 
 def _setting(group: Mapping[str, Any], name: str) -> Any:

@@ -10,7 +10,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 def replicate(transformer: nn.Module, accelerator: Accelerator, *, sharded: bool) -> nn.Module:
     """Wrap the transformer for gradient synchronisation; frozen weights are excluded. Collective."""
-    frozen = [name for name, each in transformer.named_parameters() if not each.requires_grad]
+    frozen = [name for name, weight in transformer.named_parameters() if not weight.requires_grad]
     frozen += [name for name, _ in transformer.named_buffers()]
     # Otherwise DDP would broadcast the whole frozen model at the start.
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(transformer, frozen)
@@ -42,10 +42,10 @@ def settle_buckets(replica: DistributedDataParallel) -> None:
     weights = [weight for weight in replica.module.parameters() if weight.requires_grad]
     with torch.enable_grad():
         # One node per weight; the backward pass runs through them in reverse.
-        nothing = [weight.flatten()[:1].float().sum() * 0 for weight in weights]
+        zeros = [weight.flatten()[:1].float().sum() * 0 for weight in weights]
         replica.reducer.prepare_for_forward()
         replica.reducer.prepare_for_backward([])
-        torch.autograd.backward(nothing)
+        torch.autograd.backward(zeros)
     replica.reducer._rebuild_buckets()
     for weight in weights:
         weight.grad = None

@@ -177,7 +177,7 @@ class Assembly:
         return self.world.is_main or self.trained.sharers.size > 1
 
     @property
-    def is_between_steps(self) -> bool:
+    def is_mid_update(self) -> bool:
         """Whether weights may be partly updated, so that they belong to no step."""
         return self.is_halfway or (self.release is not None and self.release.is_halfway)
 

@@ -76,8 +76,8 @@ def optimizer_step(assembly: Assembly, loader: BatchLoader, global_step: int) ->
         gathered = assembly.world.gather(mine)
     everyone = Losses.merged(gathered[:: settings.sequence])  # one process per sequence-parallel group
     guard.stop_if_gradients_not_finite(assembly, sizes, everyone.names)
-    # After the check, which needs the scale of this step.
     assembly.is_halfway = True
+    # After the check, which needs the scale of this step.
     assembly.scaler.update()
     # None instead of zeros frees the memory for previews, and lets optimizers skip modules without a loss.
     assembly.optimizer.zero_grad(set_to_none=True)

@@ -110,7 +110,7 @@ def test_what_a_branch_leaves_is_set_aside_and_named(
     assert run.train("max_train_steps=4", "resume_from_checkpoint=checkpoint-3") == 0
     said = capsys.readouterr().out
     assert "moves to branches/1: checkpoint-4, checkpoint-5, checkpoint-6, the result of step 6" in said
-    assert "Without resume_from_checkpoint it continues from checkpoint-6." in said
+    assert "Without resume_from_checkpoint, it continues from checkpoint-6 instead." in said
     assert "set resume_from_checkpoint=branches/1/checkpoint-6" in said
     aside = run.path("output/branches/1")
     assert checkpoints(aside) == ["checkpoint-4", "checkpoint-5", "checkpoint-6"]
@@ -244,6 +244,18 @@ def test_a_return_killed_while_files_move_is_completed(
     longer = old.copy(tmp_path / "longer")
     assert longer.train("max_train_steps=7") == 0
     assert_same(run, longer, 7)
+    assert {path.name for path in run.path("output/branches").iterdir()} == {"1", "2"}, "no further branch"
+
+
+def test_the_plan_of_a_branch_whose_start_was_killed_announces_no_further_branch(
+    run: Workspace, capsys: pytest.CaptureFixture[str]
+) -> None:
+    process = run.fork(train_and_die, 1, OTHER, "max_train_steps=5", "resume_from_checkpoint=checkpoint-3")
+    process.join()
+    capsys.readouterr()
+
+    assert run.run("plan", OTHER, "max_train_steps=5") == 0
+    assert "so the run first moves" not in capsys.readouterr().out
 
 
 def train_and_die_before_pruning(*settings: str) -> None:
