@@ -36,6 +36,8 @@ NOT_PERMITTED = frozenset({errno.EACCES, errno.EPERM})
 # Not permitted, read-only, or a failing disk or network.
 UNWRITABLE_CODES = NOT_PERMITTED | {errno.EROFS, errno.EIO, errno.ENXIO, errno.ENODEV, errno.ESTALE, errno.ENOTCONN}
 OCCUPIED_CODES = frozenset({errno.EISDIR, errno.ENOTEMPTY, errno.EEXIST})
+# Of `chmod` on disks without permissions.
+NO_PERMISSIONS = (errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS)
 # Of disks without locks, such as some network volumes of rented machines.
 NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS)
 # Names created by `open_atomically`; temporary files of other programs are kept.
@@ -45,7 +47,7 @@ DISK_FULL_WORDS = ("no space left on device", "disk quota exceeded", "not enough
 
 
 PRIVATE = 0o600  # mode of a file that only its owner can read
-KEPT_MODES = 0o777
+KEPT_MODES = 0o777  # what a replaced file hands on: who can read, write and execute it
 
 
 def write_atomically(path: Path, content: bytes | str, *, durable: bool = True, private: bool = False) -> None:
@@ -89,7 +91,7 @@ def open_atomically(path: Path, *, durable: bool = True, private: bool = False) 
         try:
             with open(temporary, "xb", opener=opener) as file:
                 if mode is not None:
-                    temporary.chmod(mode)  # `os.open` subtracts the umask
+                    _set_mode(temporary, mode)  # `os.open` subtracts the umask
                 yield file
                 file.flush()
                 if durable:
@@ -100,6 +102,16 @@ def open_atomically(path: Path, *, durable: bool = True, private: bool = False) 
             raise
     if durable:
         _flush(path.parent)  # makes the rename durable
+
+
+def _set_mode(path: Path, mode: int) -> None:
+    """Set permissions, if the disk has any: FAT and some network volumes refuse other ones than their own."""
+    try:
+        path.chmod(mode)
+    except OSError as error:
+        if error.errno not in NO_PERMISSIONS:
+            raise
+        logger.debug("%s: this disk keeps no permissions (%s)", path, error.strerror)
 
 
 def _mode_of(path: Path) -> int | None:

@@ -237,3 +237,20 @@ def test_a_file_keeps_its_permissions_when_it_is_replaced(tmp_path: Path) -> Non
     path.touch(0o600)
     write_json(path, {"webhook_config": []})
     assert path.stat().st_mode & 0o777 == 0o600
+
+
+@pytest.mark.parametrize("code", [errno.EPERM, errno.ENOTSUP])
+@pytest.mark.parametrize("private", [True, False])
+def test_a_disk_without_permissions_takes_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int, private: bool
+) -> None:
+    def refuse(path: Path, mode: int) -> None:
+        raise OSError(code, os.strerror(code), str(path))
+
+    path = tmp_path / "queue.json"
+    path.write_text("old")
+    monkeypatch.setattr(Path, "chmod", refuse)
+
+    write_atomically(path, "new", private=private)
+
+    assert path.read_text() == "new"

@@ -33,14 +33,20 @@ VISIBLE = ("HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES"
 
 QUERY_SECONDS = 5  # a hung driver must not block the plan
 TORCH_SECONDS = 60  # importing torch from a slow disk
-# Files by which the drivers of NVIDIA, AMD, Intel and of Windows' Linux are known.
-DEVICE_FILES = ("/dev/nvidiactl", "/dev/kfd", "/dev/dri/renderD128", "/dev/dxg")
+# Files by which a driver that a build of torch can use is known; /dev/dxg is that of Windows' Linux. Every desktop has
+# a render node, so it says something to a build for Intel's GPUs alone.
+DEVICE_FILES: dict[Backend, tuple[str, ...]] = {
+    "cuda": ("/dev/nvidiactl", "/dev/dxg"),
+    "rocm": ("/dev/kfd", "/dev/dxg"),
+    "xpu": ("/dev/dri/renderD128", "/dev/dxg"),
+    "mps": (),
+}
 ASK_TORCH = """
 import json, torch
 device = torch.accelerator.current_accelerator(check_available=True)
 if device is not None:
-    found = torch.get_device_module(device).get_device_properties(0)
-    print(json.dumps([found.name, found.total_memory]))
+    properties = torch.get_device_module(device).get_device_properties(0)
+    print(json.dumps([properties.name, properties.total_memory]))
 """
 # Share of an Apple machine's memory that Metal lets one process use, on most machines.
 METAL_SHARE = 0.75
@@ -150,7 +156,7 @@ def ask_torch() -> Gpu | None:
     """
     backend = torch_backend()
     hidden = os.environ.get("CUDA_VISIBLE_DEVICES", "0").strip() in ("", "-1")
-    if not backend or hidden or not any(Path(file).exists() for file in DEVICE_FILES):
+    if not backend or hidden or not any(Path(file).exists() for file in DEVICE_FILES[backend]):
         return None
     lines = _run(sys.executable, "-c", ASK_TORCH, seconds=TORCH_SECONDS)
     try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -33,10 +34,8 @@ DATASET_KEYS = (
 def foreign_config(path: Path, text: str) -> str:
     """Why a file is not a config of this program, as text after its name; empty if it may be one."""
     if path.suffix.lower() in YAML:
-        author = _author_of(text)
-        keys = f" {AI_TOOLKIT}" if author == "ai-toolkit" else ""
-        whose = f" of {author}" if author else ""
-        return f"is a YAML file{whose}; a config here is a JSON, TOML or .env file.{keys} {WAYS}"
+        keys = f" {AI_TOOLKIT}" if _author_of(text) == "ai-toolkit" else ""
+        return f"is {_yaml_file(text)}; a config here is a JSON, TOML or .env file.{keys} {WAYS}"
     content = _parsed(text) if path.suffix.lower() == ".toml" else {}
     author = _author_of_datasets(content)
     if author:
@@ -47,13 +46,18 @@ def foreign_config(path: Path, text: str) -> str:
 def foreign_datasets(path: Path, text: str) -> str:
     """Why a file is not a dataset file of this program, as text after its name; empty if it may be one."""
     if path.suffix.lower() in YAML:
-        author = _author_of(text)
-        return f"is a YAML file{f' of {author}' if author else ''}; a dataset file here is a JSON list. {WAYS}"
+        return f"is {_yaml_file(text)}; a dataset file here is a JSON list. {WAYS}"
     if path.suffix.lower() != ".toml":
         return ""
     content = _parsed(text)
     author = _author_of_datasets(content) or "another program"
     return f"is a TOML file of {author}; a dataset file here is a JSON list. {_advice(content)}"
+
+
+def _yaml_file(text: str) -> str:
+    """What a YAML file is, for messages."""
+    author = _author_of(text)
+    return f"a YAML file of {author}" if author else "a YAML file"
 
 
 def _author_of(text: str) -> str:
@@ -97,6 +101,8 @@ def _advice(content: dict[str, Any]) -> str:
     folders = []
     for table in tables:
         folders += [str(table[key]) for key in FOLDERS if key in table]
-    start = f" For its folder: `simpletuner start {folders[0]}`." if len(folders) == 1 else ""
-    named = f" Its folders: {shorten(folders, 5)}." if len(folders) > 1 else start
-    return f"{DATASET_KEYS}{named}"
+    if not folders:
+        return DATASET_KEYS
+    if len(folders) == 1:
+        return f"{DATASET_KEYS} For its folder: `simpletuner start {shlex.quote(folders[0])}`."
+    return f"{DATASET_KEYS} Its folders: {shorten(folders, 5)}."

@@ -8,7 +8,6 @@ import os
 import re
 import shlex
 from collections.abc import Iterator
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -51,9 +50,16 @@ def _checkpoints(folder: Path) -> list[Path]:
 
 def _holds_media(folder: Path) -> bool:
     """Whether one of the first files below a folder is a picture or a clip, by its name."""
-    files = (name for _, _, names in os.walk(folder) for name in names)
-    kinds = (mimetypes.guess_type(name)[0] or "" for name in islice(files, MOST_LOOKED_AT))
-    return any(kind.startswith(("image/", "video/")) for kind in kinds)
+    looked_at = 0
+    for _, _, names in os.walk(folder):
+        for name in names:
+            kind = mimetypes.guess_type(name)[0] or ""
+            looked_at += 1
+            if kind.startswith(("image/", "video/")):
+                return True
+            if looked_at == MOST_LOOKED_AT:
+                return False
+    return False
 
 
 def _configs() -> Iterator[tuple[Path, dict[str, Any]]]:

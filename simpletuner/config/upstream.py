@@ -19,7 +19,7 @@ NEUTRAL = {
     "validation_lycoris_strength": "1",
 }
 # Keys that older versions wrote into files, and that have no part in a run.
-WITHOUT_EFFECT = frozenset({"plan_device", "plan_device_memory_gb", "device", "device_memory"})
+OBSOLETE = frozenset({"plan_device", "plan_device_memory_gb", "device", "device_memory"})
 
 
 File = Literal["config", "datasets"]
@@ -84,12 +84,12 @@ def foreign_key_problem(
     instead = replacement(key, file)
     if not instead:
         return None
-    off = _is_off(key, value)
-    note = " It is off and is ignored." if off else ""
-    if key in WITHOUT_EFFECT and not is_typed:
-        off = True
-        note = " It is ignored."
-    return Problem(written, f"is not a key here: {instead}.{note}{source}", not off, {written: None})
+    is_obsolete = key in OBSOLETE and not is_typed
+    is_ignored = is_obsolete or _is_off(key, value)
+    note = ""
+    if is_ignored:
+        note = " It is ignored." if is_obsolete else " It is off and is ignored."
+    return Problem(written, f"is not a key here: {instead}.{note}{source}", not is_ignored, {written: None})
 
 
 def _is_off(key: str, value: Any) -> bool:

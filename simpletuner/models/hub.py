@@ -120,6 +120,8 @@ def hub_fault(error: Exception) -> str:
     is_unreached = isinstance(error, LocalEntryNotFoundError)
     if is_unreached and is_offline_mode():
         return OFFLINE
-    cause = error.__cause__ or error if is_unreached else error
+    cause: BaseException = error
+    if is_unreached and error.__cause__ is not None:
+        cause = error.__cause__
     reason = " ".join(str(cause).split()).rstrip(".")
     return f"the hub cannot be reached ({reason})" if is_unreached else reason

@@ -120,7 +120,7 @@ def _fault(path: Path) -> str:
     header = weights_header(path)
     kinds = {name: kind for name, (kind, _) in header.items() if role_of(name) not in (None, "alpha")}
     if wrong := [f"{name} ({kind})" for name, kind in kinds.items() if kind not in FLOATS]:
-        return f"holds weights that are no floating-point numbers: {shorten(wrong, 3)}"
+        return f"holds weights that are not floating-point numbers: {shorten(wrong, 3)}"
     layers = layers_in({name: shape for name, (_, shape) in header.items()})
     if wrong := _unpaired(layers):
         return f"holds matrices without a product: {shorten(wrong, 3)}"
@@ -152,11 +152,12 @@ def _magnitudes_of_inputs(layers: Mapping[str, Mapping[str, Shape]]) -> list[str
     wrong = []
     for layer, parts in layers.items():
         outputs = parts["B"][0] if "B" in parts else 0
-        ours, theirs = parts.get("magnitude"), parts.get("comfyui magnitude")
-        if ours is not None and math.prod(ours) != outputs:
-            wrong.append(f"{layer} ({list(ours)} for {outputs} outputs)")
-        elif theirs is not None and (math.prod(theirs) != outputs or theirs[0] != outputs):
-            wrong.append(f"{layer} ({list(theirs)} for {outputs} outputs)")
+        plain = parts.get("magnitude")
+        comfyui = parts.get("comfyui magnitude")
+        if plain is not None and math.prod(plain) != outputs:
+            wrong.append(f"{layer} ({list(plain)} for {outputs} outputs)")
+        elif comfyui is not None and (math.prod(comfyui) != outputs or comfyui[0] != outputs):
+            wrong.append(f"{layer} ({list(comfyui)} for {outputs} outputs)")
     return wrong
 
 
@@ -192,9 +193,12 @@ def _check_fit(key: str, path: Path, layers: Mapping[str, Mapping[str, Shape]], 
         message = f"layers in {str(path)!r} are not in this model ({shorten(foreign, 3)})."
         yield Problem(key, f"{len(foreign)} of {len(layers)} {message}")
     for layer, parts in layers.items():
-        features = (parts["B"][0], parts["A"][1]) if "A" in parts else None  # each A has its B
-        if layer in modules and features not in (None, modules[layer]):
-            ours, theirs = ("{}x{}".format(*sides) for sides in (modules[layer], features))
-            message = f"{layer} has {ours} features in the model and {theirs} in the file."
+        if layer not in modules or "A" not in parts:
+            continue
+        outputs, inputs = modules[layer]
+        features = (parts["B"][0], parts["A"][1])  # every A has its B, see `_unpaired`
+        if features != (outputs, inputs):
+            in_file = f"{features[0]}x{features[1]}"
+            message = f"{layer} has {outputs}x{inputs} features in the model and {in_file} in the file."
             yield Problem(key, f"{str(path)!r} is for other layers: {message}")
             return

@@ -16,7 +16,7 @@ import json
 import math
 import re
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +31,8 @@ from simpletuner.models.weight_files import WeightsError, tensor_shapes
 OFFICIAL_FILE = "lora.safetensors"  # Kandinsky's official LoRAs
 PEFT_FILE = "adapter_model.safetensors"  # `save_pretrained` of peft
 FILES = (LORA_FILE, OFFICIAL_FILE, PEFT_FILE)
-PEFT_SETTINGS, OFFICIAL_SETTINGS = "adapter_config.json", "config_lora.json"
+PEFT_SETTINGS = "adapter_config.json"
+OFFICIAL_SETTINGS = "config_lora.json"
 COMPANIONS = (PEFT_SETTINGS, OFFICIAL_SETTINGS)
 PEFT_ALPHA = 8  # peft's default, for settings that name no alpha
 KOHYA_ALPHA = "ss_network_alpha"  # header entry of Kohya's scripts
@@ -123,25 +124,32 @@ def _cached(repository: str, name: str) -> Path | None:
 
 
 def _fetched(repository: str, name: str) -> Path:
-    """Download a LoRA from the hub, with the settings file in its folder."""
-    from huggingface_hub import HfApi, hf_hub_download
-    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
-
+    """Download a LoRA from the hub; if that fails, the file on this machine will do."""
     try:
-        names = HfApi().list_repo_files(repository)
-        file = name or _choose(repository, names)
-        # First, so that a file that is on this machine always has its settings beside it.
-        for companion in COMPANIONS:
-            beside = str(Path(file).with_name(companion))
-            if beside in names:
-                hf_hub_download(repository, beside)
-        return Path(hf_hub_download(repository, file))
-    except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
-        if local := _cached(repository, name):
-            return local
+        return _download(repository, name)
+    except UserError:
+        raise
+    except Exception as error:  # releases of the client raise different errors without a network
+        cached = _cached(repository, name)
+        if cached is not None:
+            return cached
         shown = f"{repository}:{name}" if name else repository
         message = f"{shown!r} is not a file, and could not be downloaded: {hub_fault(error)}."
         raise UserError(message) from error
+
+
+def _download(repository: str, name: str) -> Path:
+    """The file of a LoRA, downloaded with the settings file in its folder."""
+    from huggingface_hub import HfApi, hf_hub_download
+
+    names = HfApi().list_repo_files(repository)
+    file = name or _choose(repository, names)
+    # First, so that a file that is on this machine always has its settings beside it.
+    for companion in COMPANIONS:
+        beside = str(Path(file).with_name(companion))
+        if beside in names:
+            hf_hub_download(repository, beside)
+    return Path(hf_hub_download(repository, file))
 
 
 def _choose(repository: str, names: Collection[str]) -> str:
@@ -202,12 +210,13 @@ def _settings_beside(path: Path, ranks: Collection[int]) -> LoraSettings:
             message = f"has rank {', '.join(map(str, sorted(ranks)))}, and {name} beside it says {shown}"
             raise WeightsError(f"{message}: that file belongs to another LoRA; move one of them to its own folder")
         stated.append(settings)
-    if len(stated) == 2:
-        first, second = [(each.alpha, dict(each.alphas), each.by_root) for each in stated]
-        if first != second:
-            message = f"lies beside {PEFT_SETTINGS} and {OFFICIAL_SETTINGS}, which state different strengths"
-            raise WeightsError(f"{message}; remove the one that belongs to another LoRA")
-    return stated[0] if stated else LoraSettings()
+    if not stated:
+        return LoraSettings()
+    first = stated[0]
+    if any(replace(settings, origin=first.origin) != first for settings in stated):
+        message = f"lies beside {PEFT_SETTINGS} and {OFFICIAL_SETTINGS}, which state different strengths"
+        raise WeightsError(f"{message}; remove the one that belongs to another LoRA")
+    return first
 
 
 def _ranks(settings: Mapping[str, Any]) -> set[int]:
@@ -225,11 +234,14 @@ def _parse(text: str, origin: str) -> LoraSettings:
     """
     try:
         settings = {without_prefix(key): value for key, value in json.loads(text).items()}
+        if not settings:
+            return LoraSettings(origin)
+        alpha = settings.get("lora_alpha", PEFT_ALPHA)
         alphas = settings.get("alpha_pattern") or {}
-        alpha = settings.get("lora_alpha", PEFT_ALPHA) if settings else None
-        for layer, value in ({"": alpha, **alphas} if settings else {}).items():
-            if not math.isfinite(value) or not re.compile(layer):
-                raise ValueError
+        for pattern in alphas:
+            re.compile(pattern)
+        if not all(map(math.isfinite, (alpha, *alphas.values()))):
+            raise ValueError
     # Settings of any program may have lists, nulls, numbers beyond float, deep nesting, invalid patterns.
     except (ValueError, TypeError, AttributeError, OverflowError, RecursionError, re.error):
         raise WeightsError(f"holds settings of the adapter that cannot be read ({origin})") from None

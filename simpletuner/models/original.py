@@ -95,8 +95,8 @@ class OriginalTransformer(Part):
     def _cached_file(part: Part, path: str) -> Path | None:
         from huggingface_hub import try_to_load_from_cache
 
-        found = try_to_load_from_cache(part.location, path, revision=part.revision)
-        return Path(found) if isinstance(found, str) else None
+        cached = try_to_load_from_cache(part.location, path, revision=part.revision)
+        return Path(cached) if isinstance(cached, str) else None
 
     @staticmethod
     def _fetch_file(part: Part, path: str) -> Path:
@@ -113,11 +113,16 @@ class OriginalTransformer(Part):
 
 
 def _link(target: Path, link: Path) -> None:
-    """Make a link to a file; a hard link where the system allows no symbolic ones."""
+    """Make a link to a file; a hard link where the system allows no symbolic ones.
+
+    The link is relative, as those in the hub's cache, so that a copied cache holds together.
+    """
     if link.exists():
         return
+    if link.is_symlink():  # an absolute one of an earlier version, in a cache that was moved
+        link.unlink(missing_ok=True)
     try:
-        link.symlink_to(target)
+        link.symlink_to(os.path.relpath(target, link.parent.resolve()))
     except FileExistsError:
         return  # made by another process of the run
     except OSError:

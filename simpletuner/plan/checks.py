@@ -17,7 +17,7 @@ from simpletuner.config.publishing import check_publishing, check_trackers, chec
 from simpletuner.config.schema import DECAYING_SCHEDULERS, PLAIN_PRECISIONS, RunConfig, all_options, family_groups
 from simpletuner.config.sources import ARGUMENTS, COMMAND_LINE
 from simpletuner.config.speed import BLOCK_KEYS, check_speed
-from simpletuner.config.values import check_unset
+from simpletuner.config.values import check_unset, home_path
 from simpletuner.data.buckets import Geometry
 from simpletuner.data.captions import control_token
 from simpletuner.data.dataset import Dataset
@@ -135,8 +135,8 @@ def worth_reporting(problems: Iterable[Problem], config: RunConfig) -> list[Prob
 
 def check_output(config: RunConfig) -> Iterator[Problem]:
     """Report an output folder that is not writable, before slow work starts, and cache paths that are files."""
-    shared = {Path("/"): "the root of the file system", Path.home(): "the home folder"}
-    if place := shared.get(Path(config.run.output_dir).expanduser().resolve()):
+    shared = {home_path("~").resolve(): "the home folder", Path("/"): "the root of the file system"}
+    if place := shared.get(home_path(config.run.output_dir).resolve()):
         message = f"{config.run.output_dir!r} is {place}; a run needs a folder of its own, such as output/my-lora."
         yield Problem("output_dir", message)
         return

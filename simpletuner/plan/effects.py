@@ -102,10 +102,9 @@ def _by_trained(plan: Plan) -> Iterator[NoEffect]:
 
 def _by_evaluation(plan: Plan) -> Iterator[NoEffect]:
     """Keys of the evaluation loss, which needs data, and several datasets for their mean."""
-    evaluated = [dataset for dataset in plan.datasets if is_evaluated(dataset)]
     if not plan.config.evaluation.measures_loss:
         return
-    if not evaluated and plan.datasets:
+    if not any(_is_evaluated(dataset) for dataset in plan.datasets):
         message = "has no effect: no dataset has dataset_type eval or hold_out, on which to measure the loss."
         for key in ("eval_steps_interval", "eval_epoch_interval", "eval_timesteps"):
             yield NoEffect(key, message)
@@ -120,6 +119,6 @@ def _by_entries(entries: Sequence[DatasetConfig]) -> Iterator[NoEffect]:
             yield NoEffect(key, f"has no effect: every dataset sets its own {key}.")
 
 
-def is_evaluated(dataset: Dataset) -> bool:
+def _is_evaluated(dataset: Dataset) -> bool:
     """Whether a dataset has an evaluation loss; one of which no file could be held out has an error of its own."""
     return dataset.config.dataset_type == "eval" or bool(dataset.config.hold_out)

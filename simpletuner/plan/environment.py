@@ -149,9 +149,10 @@ def check_offload(config: RunConfig) -> Iterator[Problem]:
     settings = config.flat
     disk = "group_offload_to_disk_path"
     moving = [key for key in ("enable_group_offload", "offload_block_inputs") if settings[key]]
-    for key, advice in graph_keys(config.launch).items() if moving else ():
-        message = f"{settings[key]!r} cannot be combined with {moving[0]}: CUDA graphs work at fixed addresses, and"
-        yield Problem(key, f"{message} offloaded tensors move; {advice}.")
+    if moving:
+        for key, advice in graph_keys(config.launch).items():
+            message = f"{settings[key]!r} cannot be combined with {moving[0]}: CUDA graphs work at fixed addresses, and"
+            yield Problem(key, f"{message} offloaded tensors move; {advice}.")
     folder = settings[disk]
     if folder is None or not all_options()[disk].has_effect(settings):
         return

@@ -41,15 +41,15 @@ def data_origin(plan: Plan) -> Origin:
 
     If the datasets have changed, an epoch that was not complete starts over.
     """
-    accumulation, resume = plan.config.schedule.gradient_accumulation_steps, plan.resume
-    done = plan.steps_done * accumulation
-    if resume is None:
-        return Origin(1, done)
-    progress, epoch = resume.manifest.progress, resume.manifest.epoch
-    if plan.same_data:
-        # Older checkpoints do not say where in the epoch they are.
-        return Origin() if progress is None else Origin(epoch, done - progress.position)
-    return Origin(next_epoch(resume), done)
+    batches_done = plan.steps_done * plan.config.schedule.gradient_accumulation_steps
+    if plan.resume is None:
+        return Origin(1, batches_done)
+    if not plan.same_data:
+        return Origin(next_epoch(plan.resume), batches_done)
+    progress = plan.resume.manifest.progress
+    if progress is None:  # older checkpoints do not say where in the epoch they are
+        return Origin()
+    return Origin(plan.resume.manifest.epoch, batches_done - progress.position)
 
 
 def next_epoch(checkpoint: Checkpoint) -> int:
@@ -64,8 +64,10 @@ def plan_length(plan: Plan) -> Length:
 
     What is left of a run counted in epochs is counted in epochs of today's data.
     """
-    config, schedule = plan.config.schedule, plan.sampler().schedule
-    accumulation, per_epoch = config.gradient_accumulation_steps, schedule.length(schedule.origin.epoch)
+    config = plan.config.schedule
+    schedule = plan.sampler().schedule
+    accumulation = config.gradient_accumulation_steps
+    per_epoch = schedule.length(schedule.origin.epoch)
     steps = config.max_train_steps or 0
     if steps > 0:
         # The first epoch is empty if all datasets start later, which the checks report.
@@ -77,9 +79,10 @@ def plan_length(plan: Plan) -> Length:
 
 def check_schedule(plan: Plan) -> Iterator[Problem]:
     """Every step of the run needs a dataset, every dataset should get a step, and a session needs steps."""
-    schedule, length, by_steps = plan.sampler().schedule, plan.length, counts_steps(plan)
+    schedule = plan.sampler().schedule
+    length = plan.length
     batches = length.total_steps * plan.config.schedule.gradient_accumulation_steps
-    gap = schedule.gap(batches=batches) if by_steps else schedule.gap(epochs=length.epochs)
+    gap = schedule.gap(batches=batches) if counts_steps(plan) else schedule.gap(epochs=length.epochs)
     if gap is not None:
         yield _describe_gap(plan, schedule, gap)
         return
@@ -103,10 +106,11 @@ def counts_steps(plan: Plan) -> bool:
 
 def _describe_gap(plan: Plan, schedule: Schedule, gap: Stretch) -> Problem:
     """The problem of an epoch in which no dataset takes part, with the ways to fill or avoid it."""
-    epoch, first = gap.epochs.start, schedule.step_at(gap.before)
-    opening = [steps_of(dataset).start for dataset in schedule.active(epoch)]
-    later = [step for step in opening if step > first]
-    steps = f"in steps {first} to {min(later) - 1}" if later else f"from step {first} on"
+    epoch = gap.epochs.start
+    first = schedule.step_at(gap.before)
+    starts = [steps_of(dataset).start for dataset in schedule.active(epoch)]
+    later_starts = [step for step in starts if step > first]
+    steps = f"in steps {first} to {min(later_starts) - 1}" if later_starts else f"from step {first} on"
     windows = [f"{dataset.id} ({_window(dataset) or 'always'})" for dataset in schedule.datasets]
     message = f"no dataset takes part {steps} (epoch {epoch}): {shorten(windows)}. Change a window to include it"
     if first - 1 <= plan.steps_done:  # a shorter run would train nothing
@@ -135,7 +139,9 @@ def _check_left(plan: Plan) -> Iterator[Problem]:
     """
     if plan.purpose == "caches":
         return
-    total, done, resume = plan.length.total_steps, plan.steps_done, plan.resume
+    total = plan.length.total_steps
+    done = plan.steps_done
+    resume = plan.resume
     key = length_key(plan)
     if total > done or total == 0:
         return
@@ -143,24 +149,27 @@ def _check_left(plan: Plan) -> Iterator[Problem]:
         message = f"{total} is not above init_lora_step {done}, whose steps count as trained: no step is left."
         yield Problem(key, f"{message} max_train_steps {done + total} trains {counted(total, 'step')}.")
     elif total < done:
-        reached = f"step {done}" if counts_steps(plan) else f"epoch {resume.manifest.epoch}"
-        value = total if counts_steps(plan) else plan.length.epochs
+        value, reached = plan.length.epochs, f"epoch {resume.manifest.epoch}"
+        if counts_steps(plan):
+            value, reached = total, f"step {done}"
         yield Problem(key, f"{value} is below {reached} of {resume.path.name}: no step is left to train. Raise it.")
     elif not plan.same_data:
-        what = counted(total, "step is", "steps are") if counts_steps(plan) else _epochs_are(plan.length.epochs)
-        message = f"{what} done, and the datasets have changed since: raise it to train on them."
+        finished = counted(plan.length.epochs, "epoch is", "epochs are")
+        if counts_steps(plan):
+            finished = counted(total, "step is", "steps are")
+        message = f"{finished} done, and the datasets have changed since: raise it to train on them."
         yield Problem(key, message, fatal=plan.is_finished)
-
-
-def _epochs_are(count: int) -> str:
-    return counted(count, "epoch is", "epochs are")
 
 
 def _check_rate(plan: Plan) -> Iterator[Problem]:
     """Warn about a jump of the learning rate, whose schedule is computed for the new length of a continued run."""
-    config, total, resume = plan.config.optimizer, plan.length.total_steps, plan.resume
-    progress = resume.manifest.progress if resume is not None else None
-    if resume is None or progress is None or progress.total_steps == total or total <= resume.step:
+    config = plan.config.optimizer
+    total = plan.length.total_steps
+    resume = plan.resume
+    if resume is None or resume.manifest.progress is None:
+        return
+    progress = resume.manifest.progress
+    if progress.total_steps == total or total <= resume.step:
         return
     peak = peak_learning_rate(plan.config)
     before = learning_rate_at(resume.step - 1, config, peak, progress.total_steps)
@@ -168,7 +177,7 @@ def _check_rate(plan: Plan) -> Iterator[Problem]:
     is_noticeable = abs(after - before) > NOTICEABLE_JUMP * max(after, before)
     if config.lr_scheduler in DECAYING_SCHEDULERS and is_noticeable:
         change = f"was computed for {counted(progress.total_steps, 'step')} and now is for {total}"
-        last, following = f"{before:.3g} in step {resume.step}", f"{after:.3g} in step {resume.step + 1}"
-        jump = f"the learning rate goes from {last} to {following}"
+        rates = f"from {before:.3g} in step {resume.step} to {after:.3g} in step {resume.step + 1}"
+        jump = f"the learning rate goes {rates}"
         advice = "A lower learning_rate makes the jump smaller; lr_scheduler constant has none."
         yield warning("lr_scheduler", f"{config.lr_scheduler} {change}: {jump}. {advice}")

@@ -42,8 +42,9 @@ PROFILES = "converted to sRGB"
 LORA = ("lora_rank", "lora_alpha", "lora_init_type", "use_dora", "lora_type", "lokr_factor", "lora_plus_ratio")
 FIXED = frozenset({"optimizer", "mixed_precision", *LoraConfig.model_fields}) - {"lora_dropout"}
 # Of the digests of files in a manifest: 10 digits of 10,000 files take 110 kB, and the chance that two lists of 10,000
-# other files have one in common is 1 in 10,000.
-DIGITS, FILES_RECORDED = 10, 10_000
+# different files have one in common is 1 in 10,000.
+DIGITS = 10
+FILES_RECORDED = 10_000
 OPTIMIZER = "optimizer_config."  # before the name of an optimizer's setting, whichever key sets it
 
 
@@ -95,11 +96,11 @@ def _check_batch(config: RunConfig, checkpoint: Checkpoint) -> Iterator[Problem]
     if before == size * processes:
         return
     allowed = config.run.i_know_what_i_am_doing or bool(allows_other_batch_size())
-    one, other = f"train_batch_size {identity.train_batch_size}", str(size)
+    trained, asked = f"train_batch_size {identity.train_batch_size}", str(size)
     if identity.num_processes != processes:
-        one += f" in {counted(identity.num_processes, 'process', 'processes')}"
-        other += f" in {counted(processes, 'process', 'processes')}"
-    message = f"{checkpoint.path} was trained with {one}, not {other}."
+        trained += f" in {counted(identity.num_processes, 'process', 'processes')}"
+        asked += f" in {counted(processes, 'process', 'processes')}"
+    message = f"{checkpoint.path} was trained with {trained}, not {asked}."
     # The global batch is what counts, so there may be a size that keeps it.
     if before % processes == 0:
         message += f" train_batch_size {before // processes} continues it."
@@ -275,8 +276,11 @@ def _check_base(config: RunConfig, checkpoint: Checkpoint, recorded: Mapping[str
 def fingerprint(datasets: Sequence[Dataset]) -> str:
     """A digest of the samples of datasets: their names, contents and repeats."""
     # By content, not by path, so that a moved folder is the same data.
-    samples = [[each.id, each.repeats, [[one.name, one.content] for one in each.samples]] for each in datasets]
-    return digest({"datasets": samples})
+    described: list[list[Any]] = []
+    for dataset in datasets:
+        samples = [[sample.name, sample.content] for sample in dataset.samples]
+        described.append([dataset.id, dataset.repeats, samples])
+    return digest({"datasets": described})
 
 
 def _check_conversions(datasets: Sequence[Dataset], checkpoint: Checkpoint) -> Iterator[Problem]:
@@ -302,14 +306,20 @@ def file_digests(datasets: Sequence[Dataset]) -> str:
     Of many files, the lowest ones. A hash is as good as random, so this is a sample that any list with the same files
     contains.
     """
-    digests = {sample.content[:DIGITS] for dataset in datasets for sample in dataset.samples}
-    return " ".join(sorted(digests)[:FILES_RECORDED])
+    return " ".join(sorted(_digests(datasets))[:FILES_RECORDED])
+
+
+def _digests(datasets: Sequence[Dataset]) -> set[str]:
+    digests = set[str]()
+    for dataset in datasets:
+        digests |= {sample.content[:DIGITS] for sample in dataset.samples}
+    return digests
 
 
 def _check_files(plan: Plan, checkpoint: Checkpoint) -> Iterator[Problem]:
     """Refuse datasets that have no file of the checkpoint's: they are more likely meant for another run."""
     known = set(checkpoint.manifest.identity.files.split())  # older checkpoints lack it
-    today = {sample.content[:DIGITS] for dataset in plan.trained for sample in dataset.samples}
+    today = _digests(plan.trained)
     if not known or known & today or plan.config.datasets.override_dataset_config:
         return
     message = f"has none of the files that {checkpoint.path} was trained on. For other data, choose another output_dir"
@@ -322,11 +332,13 @@ def has_same_data(plan: Plan) -> Reading[bool]:
     """Whether the sample order can continue where the checkpoint stopped."""
     if plan.resume is None:
         return True
-    identity, name = plan.resume.manifest.identity, plan.resume.path.name
+    identity = plan.resume.manifest.identity
+    name = plan.resume.path.name
     yield from _check_files(plan, plan.resume)
     yield from _check_settings(dataset_mathematics(plan.trained), plan.resume)
     yield from _check_conversions(plan.trained, plan.resume)
-    epoch, progress = plan.resume.manifest.epoch, plan.resume.manifest.progress
+    epoch = plan.resume.manifest.epoch
+    progress = plan.resume.manifest.progress
     is_complete = progress is not None and progress.epochs_done == epoch
     consequence = f"epoch {epoch} is complete" if is_complete else f"epoch {epoch} starts over"
     # First compare by key; the fingerprint shows only that the data differ.

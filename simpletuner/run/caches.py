@@ -365,10 +365,10 @@ def fetch_loras(plan: Plan, *, check_again: bool) -> None:
         UserError: a LoRA cannot be downloaded, or does not fit.
     """
     lora = plan.config.lora
-    on_hub = lora.init_lora is not None and is_on_hub(lora.init_lora)
-    if on_hub:
-        find_lora(lora.init_lora or "", fetch=True)
-    if on_hub or check_again:
+    if lora.init_lora is not None and is_on_hub(lora.init_lora):
+        find_lora(lora.init_lora, fetch=True)
+        check_again = True  # with the file at hand
+    if check_again:
         modules = linear_modules(plan.source["transformer"].weight_shapes())
         Problems(check_init_lora(lora, modules, plan.lora_targets, plan.spec.name)).raise_if_fatal()
     if plan.prompts:
@@ -411,8 +411,7 @@ def without_undecodable(plan: Plan, failures: Failures, world: World) -> Plan:
     if problems.are_fatal:
         raise UserError("\n".join(str(problem) for problem in problems if problem.fatal))
     world.main_only(lambda: quarantine(reduced.datasets, plan.output_dir))
-    # Fewer samples shorten epochs, which changes the number of steps if the run is counted in epochs, and the steps
-    # that lie in windows of epochs.
+    # Fewer samples shorten epochs: a run counted in epochs has fewer steps, and windows of epochs end earlier.
     reduced = replace(reduced, length=plan_length(reduced))
     Problems(check_schedule(reduced)).raise_if_fatal()
     return reduced

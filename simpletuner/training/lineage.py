@@ -104,8 +104,10 @@ def find_branch(output_dir: Path, checkpoint: Checkpoint) -> Branch | None:
         return None
 
     start = checkpoint.path.name if home == "." else f"{home}/{checkpoint.path.name}"
-    is_newest = newest is None or newest.path == checkpoint.path
-    return Branch(start, line, left, result, "" if is_newest else newest.path.name)
+    left_newest = ""
+    if newest is not None and newest.path != checkpoint.path:
+        left_newest = newest.path.name
+    return Branch(start, line, left, result, left_newest)
 
 
 def _home(output_dir: Path, checkpoint: Checkpoint) -> str:

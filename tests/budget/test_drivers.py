@@ -46,7 +46,7 @@ def _bare_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[N
     monkeypatch.setenv("PATH", str(tmp_path))
     for variable in drivers.VISIBLE:
         monkeypatch.delenv(variable, raising=False)
-    monkeypatch.setattr(drivers, "DEVICE_FILES", ())
+    monkeypatch.setattr(drivers, "DEVICE_FILES", dict.fromkeys(TITLES, ()))
     monkeypatch.setattr(drivers, "torch_backend", lambda: None)
     monkeypatch.setattr(devices, "query_gpu", query_gpu)
     ask_torch.cache_clear()
@@ -77,7 +77,7 @@ def be_intel(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     python = program(folder, "python", f"""echo '["Intel Arc B580", {12 * GIGABYTE}]'""")
     monkeypatch.setattr("sys.executable", str(python))
     monkeypatch.setattr(drivers, "torch_backend", lambda: "xpu")
-    monkeypatch.setattr(drivers, "DEVICE_FILES", (str(folder),))
+    monkeypatch.setitem(drivers.DEVICE_FILES, "xpu", (str(folder),))
 
 
 MACHINES = {
@@ -102,6 +102,13 @@ def test_the_plan_is_made_for_the_gpu_that_torch_trains_on(
     assert (device.torch_type, device.taken) == (torch_type, gpu.taken)
     assert sentence.message.startswith(f"{gpu.name} ({TITLES[backend]}): ")
     assert not sentence.fatal
+
+
+def test_a_build_for_nvidia_is_not_imported_for_a_render_node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    be_intel(tmp_path, monkeypatch)
+    monkeypatch.setattr(drivers, "torch_backend", lambda: "cuda")
+
+    assert query_gpu() is None
 
 
 @pytest.mark.parametrize("backend", MACHINES)

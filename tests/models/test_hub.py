@@ -223,6 +223,25 @@ class TestOriginalForm:
         assert part.absence() is None
         assert Kandinsky5Transformer3DModel.load_config(part.fetch())["attention_P"] == 0.7
 
+    @pytest.mark.parametrize("is_absolute", [False, True], ids=["relative link", "absolute link"])
+    def test_a_cache_that_was_moved_after_the_download_is_still_complete(
+        self, hub: FakeHub, weights: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_absolute: bool
+    ) -> None:
+        part = source_of(KANDINSKY5_VIDEO, model_flavour=FLAVOUR)["transformer"]
+        link = part.fetch() / weights.name
+        if is_absolute:  # as earlier versions made it
+            blob = link.resolve()
+            link.unlink()
+            link.symlink_to(blob)
+        moved = (tmp_path / "hub").rename(tmp_path / "moved")
+        monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(moved))
+        monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+
+        folder = part.fetch()
+
+        assert folder.is_relative_to(moved)
+        assert (folder / weights.name).read_bytes() == weights.read_bytes()
+
 
 class TestWholeModels:
     """transformers loads a text encoder from a whole CLIP, and so does the plan."""

@@ -34,8 +34,8 @@ def complaints(path: Path) -> list[str]:
 @pytest.mark.parametrize(
     ("tensors", "words"),
     [
-        ({A: torch.ones(4, 8, dtype=torch.int8)}, "no floating-point numbers: transformer.layer.lora_A.weight (I8)"),
-        ({B: torch.ones(8, 4, dtype=torch.bool)}, "no floating-point numbers: transformer.layer.lora_B.weight (BOOL)"),
+        ({A: torch.ones(4, 8, dtype=torch.int8)}, "not floating-point numbers: transformer.layer.lora_A.weight (I8)"),
+        ({B: torch.ones(8, 4, dtype=torch.bool)}, "not floating-point numbers: transformer.layer.lora_B.weight (BOOL)"),
         ({A: torch.tensor(1.0)}, "without a product: layer (A [], B [8, 4])"),
         ({A: torch.ones(0, 8), B: torch.ones(8, 0)}, "without a product: layer (A [0, 8], B [8, 0])"),
         ({B: torch.ones(8, 3)}, "without a product: layer (A [4, 8], B [8, 3])"),

@@ -215,6 +215,21 @@ def test_a_repository_with_several_loras_names_them(hub: Path) -> None:
         find_lora("someone/lora", fetch=True)
 
 
+def test_without_a_network_a_lora_on_the_hub_is_an_error_of_one_line(
+    hub: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class ConnectError(Exception):
+        """Of the client's own library, and no OSError."""
+
+    def refuse(*_: Any, **__: Any) -> None:
+        raise ConnectError("[Errno 111] Connection refused")
+
+    monkeypatch.setattr("huggingface_hub.HfApi.list_repo_files", refuse)
+
+    with pytest.raises(UserError, match=r"'someone/lora' is not a file, and could not be downloaded: .* refused\."):
+        find_lora("someone/lora", fetch=True)
+
+
 @pytest.mark.parametrize("location", ["output/lora.safetensors", "lora.safetensors", "./folder/lora"])
 def test_a_path_is_not_looked_for_on_the_hub(location: str) -> None:
     assert find_lora(location) == lora_file(Path(location))

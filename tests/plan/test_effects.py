@@ -195,3 +195,15 @@ def test_unknown_keys_in_a_prompt_library_are_errors(workspace: Workspace, capsy
         "user_prompt_library: library.json: 'adapter_strenght' of 'a' is not a known key (prompt, "
         "adapter_strength). Did you mean 'adapter_strength'?"
     )
+
+
+def test_a_user_without_a_home_folder_can_plan(workspace: Workspace, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a container that runs under an arbitrary user id."""
+
+    def no_such_user(_: int) -> None:
+        raise KeyError
+
+    monkeypatch.delenv("HOME", raising=False)
+    monkeypatch.setattr("pwd.getpwuid", no_such_user)
+
+    assert workspace.run("plan") == 0

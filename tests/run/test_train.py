@@ -264,10 +264,15 @@ def test_a_damaged_entry_is_encoded_again(trained: Workspace) -> None:
 
 
 def test_regularisation_holds_the_base_model(workspace: Workspace) -> None:
-    """On regularisation data alone the untrained LoRA is already right: the loss is 0 and stays 0."""
-    workspace.write_datasets([{**DATASETS[0], "is_regularisation_data": True}, DATASETS[1]])
-    assert workspace.train() == 0
-    assert [line["train_loss"] for line in workspace.metrics()] == [0.0] * 4
+    """On regularisation data the untrained LoRA is already right: the loss is 0 until other data are trained."""
+    held = {**DATASETS[0], "id": "held", "is_regularisation_data": True}
+    workspace.write_datasets([held, {**DATASETS[0], "start_step": 4}, DATASETS[1]])
+
+    assert workspace.train("max_train_steps=8") == 0
+
+    losses = [line["train_loss"] for line in workspace.metrics()]
+    assert losses[:3] == [0.0, 0.0, 0.0]
+    assert any(losses[3:])
 
 
 def test_loss_that_is_not_finite_stops_before_the_update(

@@ -347,9 +347,12 @@ def _original_code(original: OriginalWeights, dtype: str) -> list[str]:
 
 def _loading_code(usage: Usage, pipeline: str) -> tuple[list[str], list[str]]:
     """Lines of Python that import what this program has, and lines that create `pipe` with the template."""
-    own = "simpletuner.models.kandinsky5"
-    imports = [] if usage.alone else [f"from {own}.loading import load_processor"]
-    processor = "" if usage.alone else "tokenizer=load_processor(model), "
+    package = "simpletuner.models.kandinsky5"
+    imports: list[str] = []
+    processor = ""
+    if not usage.alone:
+        imports.append(f"from {package}.loading import load_processor")
+        processor = "tokenizer=load_processor(model), "
     load = [f"model = {text(usage.model)}"]
     transformer = ""
     if usage.original is not None:
@@ -369,7 +372,7 @@ def _loading_code(usage: Usage, pipeline: str) -> tuple[list[str], list[str]]:
     if usage.alone:
         words, crop = f'"""{OFFICIAL[name].text}"""', str(OFFICIAL[name].crop)
     else:
-        imports.append(f"from {own}.templates import OFFICIAL")
+        imports.append(f"from {package}.templates import OFFICIAL")
     load.append(f"pipe.prompt_template = {words}")
     load.append(f"pipe.prompt_template_encode_start_idx = {crop}")
     return imports, load
