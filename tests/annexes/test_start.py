@@ -212,6 +212,22 @@ def test_few_files_are_enlarged(sizes: list[tuple[int, int]], square: bool, trai
     assert (fit.resolution, len(fit.small)) == (trained, left_out)
 
 
+@pytest.mark.parametrize(("wanted", "usual"), [(96, 600), (256, 600), (512, 256), (512, 300), (512, 600)])
+def test_the_size_that_trains_small_files_too_is_never_larger(wanted: int, usual: int) -> None:
+    material = Material(Path(), Scan())
+    sizes = {str(number): (usual, usual) for number in range(9)}
+    material.__dict__["named_sizes"] = {**sizes, "tiny": (60, 60)}
+    fit = material.fit({"resolution": wanted, "crop_aspect": "square"}, FAMILIES["kandinsky5-image"], 1)
+    assert fit.small == ["tiny"]
+    (note,) = [note for note in fit.notes() if note.startswith("Left out: ")]
+    enlarged = fit.resolution <= 256
+    assert note.endswith(
+        f"To train them too, enlarged, add resolution={fit.resolution}."
+        if enlarged
+        else "To train them too, at a smaller size for all, add resolution=256."
+    )
+
+
 def test_small_files_are_left_out_of_the_plan_and_said(commands: list[list[str]], capsys: Capture) -> None:
     put_pictures(Path("cat"), 22, captions=0, size=(1100, 1200))
     put_pictures(Path("small"), 3, captions=0, size=(640, 480))

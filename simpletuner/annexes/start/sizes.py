@@ -27,7 +27,7 @@ class Fit:
         small: files that are left out because they are smaller.
         frames: length of the trained clips; `wanted_frames` is that of the model; 1 for pictures.
         short: clips that are left out because they are shorter.
-        smallest: a resolution that enlarges no file.
+        smallest: a resolution that enlarges no file, but for tiny ones.
     """
 
     noun: str
@@ -61,7 +61,7 @@ class Fit:
         if self.small:
             yield (
                 f"Left out: {self._share(self.small)} smaller than {self.resolution}x{self.resolution}, and would be "
-                f"learned as blur. To train them too, at a smaller size for all, add resolution={self.smallest}."
+                f"learned as blur. To train them too, {self._size_with_small}."
             )
         if self.frames < self.wanted_frames:
             yield (
@@ -73,6 +73,13 @@ class Fit:
                 f"Left out: {self._share(self.short)} shorter than {counted(self.frames, 'frame')}. To train them "
                 "too, lower num_frames and min_frames in multidatabackend.json."
             )
+
+    @property
+    def _size_with_small(self) -> str:
+        """How the small files are trained as well: at their size, or enlarged where the size is the smallest one."""
+        if self.smallest < self.resolution:
+            return f"at a smaller size for all, add resolution={self.smallest}"
+        return f"enlarged, add resolution={self.resolution}"
 
     def _share(self, names: Sequence[str]) -> str:
         verb = "is" if len(names) == 1 else "are"
