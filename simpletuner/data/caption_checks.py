@@ -107,7 +107,8 @@ def _about_texts(root: Path, suffix: str, names: list[str]) -> Iterator[str]:
         yield f"{files} beside pictures or clips ({names[0]}) may hold captions: rename them to .txt."
     if names and suffix == ".json" and _lists(root / names[0]):
         advice = "write each caption into a .txt file of the same name"
-        yield f"{files} beside pictures or clips ({names[0]}) hold captions, which are not read: {advice}."
+        hold = "holds" if len(names) == 1 else "hold"
+        yield f"{files} beside pictures or clips ({names[0]}) {hold} captions, which are not read: {advice}."
 
 
 def _lists(path: Path) -> bool:

@@ -199,7 +199,9 @@ def _opened_as(kind: str, data: bytes) -> Iterator[Image.Image]:
     except UnidentifiedImageError as error:
         if kind in FULLY_READ:
             raise MediaError("is damaged: its header cannot be read") from error
-        raise UnsuitableError(f"has a {kind} header that is damaged or of a kind that is not read; {RESAVE}") from error
+        raise UnsuitableError(
+            f"has a header ({kind}) that is damaged or of a kind that is not read; {RESAVE}"
+        ) from error
     except DAMAGE as error:
         raise _blame(error, picture) from error
 

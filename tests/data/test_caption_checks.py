@@ -29,8 +29,11 @@ SOURCES = {
     "captions.csv": ("image,caption\na.png,a cat", "captions.csv lists captions: rename it to metadata.csv, name"),
     "meta_cap.json": (json.dumps({"a": {"caption": "a cat"}}), "meta_cap.json lists captions, which are not read"),
     "all.parquet": ("PAR1", "all.parquet may list captions: metadata_backend parquet reads"),
-    "a.json": (json.dumps({"caption": "a cat"}), "1 .json file beside pictures or clips (a.json) hold captions"),
-    "a.png.json": (json.dumps({"prompt": "a cat"}), "1 .json file beside pictures or clips (a.png.json) hold captions"),
+    "a.json": (json.dumps({"caption": "a cat"}), "1 .json file beside pictures or clips (a.json) holds captions"),
+    "a.png.json": (
+        json.dumps({"prompt": "a cat"}),
+        "1 .json file beside pictures or clips (a.png.json) holds captions",
+    ),
     "a.tags": ("cat, grey", "1 .tags file beside pictures or clips (a.tags) may hold captions: rename them to .txt."),
 }
 # The strategies that use a source.
