@@ -33,6 +33,7 @@ from simpletuner.data.entries import (
     link_partners,
     text_entry_of,
 )
+from simpletuner.data.file_names import pair_key
 from simpletuner.data.files import LeftOutError
 from simpletuner.data.masks import check_mask_sizes, check_masks, measure_masks
 from simpletuner.data.media_checks import check_media
@@ -262,16 +263,33 @@ def _hold_out(dataset: Dataset) -> Reading[tuple[Dataset, list[Dataset]]]:
             return dataset, []
         yield Problem("hold_out", f"{count} of {len(dataset.samples)} samples would leave nothing to train on.")
         return dataset, []
-    # Ranked by hash with another key than in `_choose`, whose last ranks would always be held out.
-    ranked = sorted(dataset.samples, key=lambda sample: order_key(dataset.id, "held out", sample.name))
+    chosen = _choose_held_out(dataset, count)
+    if len(chosen) >= len(dataset.samples):
+        message = "files of the same name are held out together, and would leave nothing to train on."
+        yield Problem("hold_out", message)
+        return dataset, []
     name = f"{dataset.id}-held-out"
     changes: dict[str, object] = {"id": name, "dataset_type": "eval", "hold_out": 0, "train_batch_size": 1}
     changes |= {"cache_dir_vae": f"{dataset.latent_dir}-held-out", "vae_cache_clear_each_epoch": False}
-    samples = sorted((replace(each, dataset_id=name) for each in ranked[:count]), key=lambda each: each.name)
+    samples = sorted((replace(each, dataset_id=name) for each in chosen), key=lambda each: each.name)
     config = dataset.config.model_copy(update=changes)
     held = replace(dataset, config=config, samples=tuple(samples), rejected=(), repeats=0)
     reasons = {sample.name: "is held out, to measure the evaluation loss on it" for sample in samples}
     return dataset.without(reasons, "held out"), [held]
+
+
+def _choose_held_out(dataset: Dataset, count: int) -> list[Sample]:
+    """At least `count` samples. A phone's `1.heic` and `1.jpg` show the same: both are held out, or neither."""
+    # Ranked by hash with another key than in `_choose`, whose last ranks would always be held out.
+    ranked = sorted(dataset.samples, key=lambda sample: order_key(dataset.id, "held out", sample.name))
+    groups: dict[str, list[Sample]] = {}
+    for sample in ranked:
+        groups.setdefault(pair_key(sample.name), []).append(sample)
+    chosen: list[Sample] = []
+    for group in sorted(groups.values(), key=len):  # stable: those without a twin first, in the order of their hashes
+        if len(chosen) < count:
+            chosen += group
+    return chosen
 
 
 def _check_excluded(entry: DatasetConfig, excluded: frozenset[str], folder: Folder) -> Iterator[Problem]:

@@ -404,8 +404,11 @@ def _nothing_usable(dataset: Dataset) -> str:
     counts = ", ".join(f"{number} {reason}" for reason, number in dataset.counts().most_common())
     message = f"no samples detected in dataset {dataset.id} ({dataset.config.instance_data_dir!r}): "
     message += f"none of its files can be used ({counts})." if counts else "the folder is empty."
-    details = [file for file in dataset.rejected if file.reason not in EXPECTED]
-    return f"{message} For instance {details[0].name} {details[0].detail}." if details else message
+    details = {file.reason: file for file in reversed(dataset.rejected) if file.reason not in EXPECTED}
+    for reason, _ in dataset.counts().most_common():
+        if reason in details:
+            return f"{message} For instance {details[reason].name} {details[reason].detail}."
+    return message
 
 
 def _too_few(dataset: Dataset, context: DataContext, needed: int, enough: int) -> str:

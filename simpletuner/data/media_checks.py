@@ -1,15 +1,18 @@
 """Warns about pictures and clips that are trained, but not as their owner may expect.
 
-They are enlarged, read differently than by earlier versions, played at another speed, or decoded in an unusual way.
+They are enlarged, trained twice, read differently than by earlier versions, played at another speed, or decoded in an
+unusual way.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 
+from simpletuner.config.values import Size
 from simpletuner.data.clips import SAME_SPEED
 from simpletuner.data.dataset import Dataset
 from simpletuner.data.file_index import CONVERSIONS_SINCE, index_version
+from simpletuner.data.file_names import pair_key
 from simpletuner.data.sample import Sample
 from simpletuner.errors import Problem, counted, shorten, warning
 
@@ -29,6 +32,7 @@ def check_media(dataset: Dataset, model_rate: float | None) -> Iterator[Problem]
         model_rate: frames per second that the model was trained at; None for models of pictures.
     """
     yield from _check_enlarged(dataset)
+    yield from _check_twins(dataset)
     yield from _check_conversions(dataset)
     if model_rate is not None:
         yield from _check_speed(dataset, model_rate)
@@ -53,6 +57,19 @@ def _check_enlarged(dataset: Dataset) -> Iterator[Problem]:
     message = f"{files}, {most.name} the most, from {before} to {after}"
     advice = "the model learns their blur. minimum_image_size leaves them out; a smaller resolution enlarges less."
     yield warning(f"{dataset.id}.resolution", f"{message}: {advice}")
+
+
+def _check_twins(dataset: Dataset) -> Iterator[Problem]:
+    """Warn once about files that seem to be the same picture or clip in two formats, such as a phone's HEIC and JPG."""
+    groups: dict[tuple[str, Size], list[str]] = {}
+    for sample in dataset.samples:
+        groups.setdefault((pair_key(sample.name), sample.original_size), []).append(sample.name)
+    twins = [names for names in groups.values() if len(names) > 1]
+    if not dataset.config.is_trained or not twins:
+        return
+    shown = shorten([" and ".join(names) for names in twins])
+    advice = f"If they show the same, it is trained twice as often: list one of each in {dataset.config.exclude_files}."
+    yield warning(dataset.id, f"files that differ only in their extension: {shown}. {advice}")
 
 
 def _check_conversions(dataset: Dataset) -> Iterator[Problem]:

@@ -352,6 +352,58 @@ def test_held_out_samples_become_an_eval_set(context: DataContext, photos: Path)
     assert "hold_out: needs a dataset that is trained." in str(fatal(problems)[0])
 
 
+@pytest.fixture
+def twins(tmp_path: Path) -> Path:
+    """Three pictures in two formats each, as phones store them, and two in one."""
+    root = tmp_path / "phone"
+    for number in range(5):
+        path = root / f"{number}.png"
+        pictures.photograph(path, (64, 64), seed=number)
+        path.with_suffix(".txt").write_text("a photo")
+        if number < 3:
+            Image.open(path).save(path.with_suffix(".JPG"))
+    return root
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 4, 5, 6])
+def test_a_picture_in_two_formats_is_never_both_held_out_and_trained(
+    count: int, context: DataContext, twins: Path
+) -> None:
+    (dataset, held), problems = build(context, folder(twins, hold_out=count))
+
+    assert not fatal(problems)
+    trained_stems, held_stems = ({Path(sample.name).stem for sample in each.samples} for each in (dataset, held))
+    assert not trained_stems & held_stems
+    assert len(held.samples) in (count, count + 1)
+
+
+def test_a_single_picture_in_two_formats_cannot_be_held_out(context: DataContext, twins: Path) -> None:
+    for path in twins.glob("[1-4].*"):
+        path.unlink()
+    _, problems = build(context, folder(twins, hold_out=1))
+    assert "hold_out: files of the same name are held out together" in str(fatal(problems)[0])
+
+
+def test_pictures_in_two_formats_are_named(context: DataContext, twins: Path) -> None:
+    pictures.photograph(twins / "4.webp", (90, 64))  # another picture, as its shape shows
+    _, (problem,) = build(context, folder(twins))
+    pairs = ", ".join(f"{number}.JPG and {number}.png" for number in range(3))
+    assert str(problem).endswith(
+        f"files that differ only in their extension: {pairs}. "
+        "If they show the same, it is trained twice as often: list one of each in exclude.json."
+    )
+    Path(twins / "exclude.json").write_text(json.dumps([f"{number}.JPG" for number in range(3)]))
+    assert not build(context, folder(twins))[1]
+
+
+def test_a_dataset_without_usable_files_says_why_for_the_commonest_reason(context: DataContext, photos: Path) -> None:
+    pictures.write_all(photos / "a broken one", {"cut.png": pictures.BROKEN["cut.png"]})
+    for path in photos.rglob("*.txt"):
+        path.unlink()
+    _, problems = build(context, folder(photos))
+    assert "For instance sub 0/photo_0.png has no caption file" in fatal(problems)[0].message
+
+
 def test_eval_sets_have_batch_one_and_are_not_counted(context: DataContext, photos: Path) -> None:
     datasets, problems = build(context, folder(photos), folder(photos, dataset_type="eval"), train_batch_size=6)
     assert not fatal(problems)
