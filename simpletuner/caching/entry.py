@@ -73,6 +73,12 @@ def store_entry(folder: Path, key: str, blob: bytes, provenance: dict[str, str],
     write_atomically(entry_path(folder, key), packer.compress(join_header(header, data)), durable=False)
 
 
+def _damaged(path: Path, error: Exception) -> DamagedEntryError:
+    if isinstance(error, IsADirectoryError):
+        return DamagedEntryError(f"{path}: is a folder where a cache entry belongs; move it away")
+    return DamagedEntryError(f"{path}: damaged cache entry ({error})")
+
+
 def read_entry(folder: Path, key: str) -> bytes:
     """Read and verify one entry: the safetensors file, uncompressed.
 
@@ -92,10 +98,8 @@ def read_entry(folder: Path, key: str) -> bytes:
         provenance = header[METADATA]
         checksum = provenance.pop(CHECKSUM)
         sound = checksum == _checksum(header, data) and provenance.pop(KEY) == key
-    except IsADirectoryError as error:
-        raise DamagedEntryError(f"{path}: is a folder where a cache entry belongs; move it away") from error
-    except UNREADABLE as error:
-        raise DamagedEntryError(f"{path}: damaged cache entry ({error})") from error
+    except (IsADirectoryError, *UNREADABLE) as error:
+        raise _damaged(path, error) from error
     if not sound:
         raise DamagedEntryError(f"{path}: damaged cache entry (the checksum does not match)")
     return head + data
@@ -112,10 +116,8 @@ def read_provenance(path: Path) -> dict[str, str]:
         with path.open("rb") as file:
             metadata = read_head(zstandard.ZstdDecompressor().stream_reader(file))[1][METADATA]
         return {name: text for name, text in metadata.items() if name not in (KEY, CHECKSUM)}
-    except IsADirectoryError as error:
-        raise DamagedEntryError(f"{path}: is a folder where a cache entry belongs; move it away") from error
-    except UNREADABLE as error:
-        raise DamagedEntryError(f"{path}: damaged cache entry ({error})") from error
+    except (IsADirectoryError, *UNREADABLE) as error:
+        raise _damaged(path, error) from error
 
 
 def _checksum(header: dict[str, Any], data: bytes | memoryview) -> str:

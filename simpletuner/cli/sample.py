@@ -99,13 +99,14 @@ def _planned(
     from simpletuner.annexes.sampling import SampleRequest
     from simpletuner.config.values import parse_path
 
-    # The first word is the source unless it is a setting; an existing file may be called `a=b`.
-    source = tokens[0] if tokens and (Path(tokens[0]).exists() or not re.match(SETTING, tokens[0])) else None
-    rest = tokens[source is not None :]
-    words = leading_words(rest) if source is not None and not asked["prompts"] else []
-    if words:
-        asked["prompts"] = [" ".join(words)]
-    arguments = command_settings(rest[len(words) :])
+    source = leading_source(tokens)
+    rest = tokens if source is None else tokens[1:]
+    if source is not None and not asked["prompts"]:
+        words = leading_words(rest)
+        if words:
+            asked["prompts"] = [" ".join(words)]
+            rest = rest[len(words) :]
+    arguments = command_settings(rest)
     write_out(arguments)
     asked["strengths"] = parse_strengths(key, strengths, arguments.problems)
     folder = str(output or sweep_folder(Path(source or "")))
@@ -117,6 +118,14 @@ def _planned(
     request = SampleRequest(source, folder, arguments, **asked)
     with prepared_samples(request, logged_events()) as (plan, weights, events):
         yield request, plan, weights, events
+
+
+def leading_source(tokens: list[str]) -> str | None:
+    """The first word unless it is a setting; an existing file may be called `a=b`."""
+    if not tokens:
+        return None
+    is_setting = re.match(SETTING, tokens[0]) is not None
+    return None if is_setting and not Path(tokens[0]).exists() else tokens[0]
 
 
 def leading_words(tokens: list[str]) -> list[str]:

@@ -164,10 +164,10 @@ class _Builder:
         """Reasons of files that are left out without a warning."""
         folder = Path(entry.instance_data_dir or "").resolve()
         wanted = wanted_suffixes(entry, self.context)
-        for other in self.entries:
-            is_same = Path(other.instance_data_dir or "").resolve() == folder
-            if is_same and holds_files(other) and wanted_suffixes(other, self.context) != wanted:
-                return EXPECTED | {CLIP, PICTURE}  # trained by the other dataset of this folder
+        for dataset in filter(holds_files, self.entries):
+            is_same_folder = Path(dataset.instance_data_dir or "").resolve() == folder
+            if is_same_folder and wanted_suffixes(dataset, self.context) != wanted:
+                return EXPECTED | {CLIP, PICTURE}  # trained by that dataset
         return EXPECTED
 
     def _fill(self, dataset: Dataset, captions: CaptionSource) -> Dataset:
@@ -175,7 +175,8 @@ class _Builder:
         names = dataset.folder.usable
         for partners in dataset.partners:
             self.problems.extend(_check_partners(dataset, partners, names))
-        samples, rejected = list[Sample](), [*dataset.rejected, *_unused_captions(dataset.config, captions)]
+        samples: list[Sample] = []
+        rejected = [*dataset.rejected, *_unread_caption_files(dataset.config, captions)]
         for name in names:
             try:
                 samples.append(_sample(name, dataset, captions))
@@ -300,7 +301,7 @@ def _check_excluded(entry: DatasetConfig, excluded: frozenset[str], folder: Fold
         yield warning(f"{entry.id}.exclude_files", message + hint)
 
 
-def _unused_captions(entry: DatasetConfig, captions: CaptionSource) -> list[Rejected]:
+def _unread_caption_files(entry: DatasetConfig, captions: CaptionSource) -> list[Rejected]:
     """Caption files and tables that are not read, for the ledger."""
     strategy, listing = entry.caption_strategy, captions.folder.listing
     origin = "instance_prompt" if entry.only_instance_prompt else strategy

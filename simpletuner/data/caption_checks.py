@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from simpletuner.config.datasets import DatasetConfig
@@ -19,6 +19,8 @@ ORIGINS = {"filename": "the file names", "metadata": "metadata.jsonl or metadata
 ORIGINS |= dict.fromkeys(FIXED_PROMPTS, "instance_prompt")
 # Files that other programs write beside pictures, with a caption in plain text.
 OTHER_TEXTS = frozenset({".tags", ".tag", ".cap", ".captions", ".wd14", ".text"})
+MOST_OPENED = 20  # files of a kind, to look for captions
+MOST_NAMED = 3
 LOOKED_INTO = 1 << 16  # bytes of a file that may hold captions
 CAPTION_KEY = re.compile(rb"""["'](?:captions?|prompt|text|tags)["']\s*:""")
 CAPTION_COLUMN = re.compile(rb"(?:^|[,;\t\"])(?:captions?|prompt|text)(?:$|[,;\t\"\r])", re.MULTILINE)
@@ -80,13 +82,13 @@ def foreign_captions(root: Path, listing: Scan) -> list[str]:
             kinds.setdefault(suffix, []).append(name)
     if not kinds:
         return []
-    own = {composed(name) for name in listing.files} | {pair_key(name) for name in listing.files}
+    media = {composed(name) for name in listing.files} | {pair_key(name) for name in listing.files}
     sentences: list[str] = []
     for suffix, names in kinds.items():
-        sentences += _about_texts(root, suffix, [name for name in names if pair_key(name) in own])
-        for name in names:
-            if suffix in TABLES and pair_key(name) not in own and _lists(root / name):
-                sentences.append(TABLES[suffix].format(name))
+        beside = [name for name in names if pair_key(name) in media]
+        sentences += _about_texts(root, suffix, beside)
+        if suffix in TABLES:
+            sentences += _about_tables(root, suffix, [name for name in names if pair_key(name) not in media])
     return sentences
 
 
@@ -100,21 +102,30 @@ TABLES: Mapping[str, str] = {
 }
 
 
-def _about_texts(root: Path, suffix: str, names: list[str]) -> Iterator[str]:
+def _about_tables(root: Path, suffix: str, names: Sequence[str]) -> Iterator[str]:
+    """A sentence about each of the first tables of captions; a folder may hold thousands of files of this kind."""
+    tables = [name for name in names[:MOST_OPENED] if _has_captions(root / name)]
+    for name in tables[:MOST_NAMED]:
+        yield TABLES[suffix].format(name)
+
+
+def _about_texts(root: Path, suffix: str, names: Sequence[str]) -> Iterator[str]:
     """A sentence about files beside pictures or clips."""
     files = counted(len(names), f"{suffix} file")
     if names and suffix in OTHER_TEXTS:
         yield f"{files} beside pictures or clips ({names[0]}) may hold captions: rename them to .txt."
-    if names and suffix == ".json" and _lists(root / names[0]):
+    if names and suffix == ".json" and _has_captions(root / names[0]):
         advice = "write each caption into a .txt file of the same name"
         hold = "holds" if len(names) == 1 else "hold"
         yield f"{files} beside pictures or clips ({names[0]}) {hold} captions, which are not read: {advice}."
 
 
-def _lists(path: Path) -> bool:
+def _has_captions(path: Path) -> bool:
     """Whether a file that is no picture or clip seems to hold captions."""
     if path.suffix.lower() == ".parquet":
         return True
+    if not path.is_file():  # opening a pipe would block
+        return False
     try:
         with path.open("rb") as file:
             head = file.read(LOOKED_INTO)

@@ -186,8 +186,8 @@ def _captioned(records: Sequence[Mapping[str, Any]], folder: Folder, place: Pure
     for needed in ((NAME_COLUMN, *PATH_COLUMNS), CAPTION_COLUMNS):
         if records and not {*needed} & {*columns}:
             hint = " Columns must be separated by commas." if len(columns) == 1 else ""
-            found = ", ".join(map(str, columns))
-            yield Problem("", f"needs one of the columns {', '.join(needed)}; it has: {found}.{hint}")
+            names = ", ".join(map(str, columns))
+            yield Problem("", f"needs one of the columns {', '.join(needed)}; it has: {names}.{hint}")
             return []
     known = {composed(name) for name in folder.listing.files}
     rows: list[Row] = []
@@ -210,8 +210,9 @@ def _named(record: Mapping[str, Any], root: Path, place: PurePosixPath, known: S
         if not isinstance(name, str) or not name:
             continue
         beside = _path(str(place / _path(name)))
-        is_found = column == NAME_COLUMN or beside in known
-        return beside if is_found else _below(_path(name), root)
+        if column == NAME_COLUMN or beside in known:
+            return beside
+        return _below(_path(name), root)
     return None
 
 
@@ -220,5 +221,7 @@ def _below(path: str, root: Path) -> str:
     file = Path(path).absolute()
     with suppress(ValueError):
         return file.relative_to(root.absolute()).as_posix()
-    # The folder may have been moved since the table was written; a file that is there is another one.
-    return path if file.exists() else PurePosixPath(path).name
+    if file.exists():
+        return path  # a file of another folder
+    # The folder may have been moved since the table was written.
+    return PurePosixPath(path).name

@@ -45,9 +45,10 @@ def read_facts_with_decord(path: Path) -> ClipFacts | None:
     command = [sys.executable, "-c", PROBE, str(path)]
     try:
         answer = subprocess.run(command, capture_output=True, text=True, timeout=LONGEST_PROBE, check=True).stdout
-    except (subprocess.SubprocessError, UnicodeError):
+        return ClipFacts(**json.loads(answer))
+    # It cannot read the clip, or it wrote something else than the facts (UnicodeError is a ValueError).
+    except (subprocess.SubprocessError, ValueError):
         return None
-    return ClipFacts(**json.loads(answer))
 
 
 def probe(path: Path) -> str:
@@ -85,8 +86,9 @@ def read_with_decord(
 
 
 def _check_container(path: Path) -> None:
-    # At byte 0, or after the four-byte time stamp of camera files.
-    if TRANSPORT_SYNC in head_of(path)[:5:4]:
+    head = head_of(path)
+    # The files of cameras begin with a time stamp of four bytes.
+    if TRANSPORT_SYNC in (head[:1], head[4:5]):
         raise UnsuitableError(f"is a transport stream, of which decord skips the first frames; {REMEDY}")
     try:
         with open_container(path) as container:
@@ -94,7 +96,7 @@ def _check_container(path: Path) -> None:
     except (av.FFmpegError, MediaError):  # PyAV cannot open it, which is why decord is asked
         return
     if count > 1:
-        raise UnsuitableError(f"holds {count} streams of frames, of which decord may read another one; {REMEDY}")
+        raise UnsuitableError(f"holds {count} streams of frames, and decord may read the wrong one; {REMEDY}")
 
 
 @contextmanager

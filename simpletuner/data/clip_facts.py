@@ -7,7 +7,6 @@ are only a reference for later frames (VP8, VP9), and some hold one field of an 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
@@ -87,12 +86,15 @@ class _Packets:
 def _read_packets(clip: ClipFile) -> _Packets:
     first: VideoFrame | None = None
     spans: dict[float, float] = {}
-    is_corrupt, codec = False, clip.stream.codec_context.name
+    is_corrupt = False
+    codec = clip.stream.codec_context.name
     for packet in clip.packets():
         if first is None:
             first = _first_of(clip.decode(packet))
         is_corrupt |= packet.is_corrupt
-        for time, seconds in _shown(packet, codec):
+        span = _shown_span(packet, codec)
+        if span is not None:
+            time, seconds = span
             spans[time] = seconds
     if first is not None and spans:
         return _Packets(first, spans, is_corrupt)
@@ -106,13 +108,13 @@ def _first_of(frames: list[VideoFrame]) -> VideoFrame | None:
     return frames[0] if frames else None
 
 
-def _shown(packet: av.Packet, codec: str) -> Iterator[tuple[float, float]]:
-    """(start, duration) of a packet in seconds; empty if it is not shown."""
+def _shown_span(packet: av.Packet, codec: str) -> tuple[float, float] | None:
+    """(start, duration) of a packet in seconds; None if it is not shown."""
     stamp = packet.dts if packet.pts is None else packet.pts
     # Packets hidden by an edit list are decoded but never shown.
     if stamp is None or packet.is_discard or _is_reference_only(packet, codec):
-        return
-    yield float(stamp * packet.time_base), float((packet.duration or 0) * packet.time_base)
+        return None
+    return float(stamp * packet.time_base), float((packet.duration or 0) * packet.time_base)
 
 
 def _is_reference_only(packet: av.Packet, codec: str) -> bool:

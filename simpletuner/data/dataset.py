@@ -100,12 +100,12 @@ class Dataset:
         return next((each for each in self.partners if each.config.conditioning_type in MASKS), None)
 
     @cached_property
-    def _partners(self) -> dict[str, list[str]]:
+    def _partner_index(self) -> dict[str, list[str]]:
         return index_partners(self.facts)
 
     def names_for(self, source: str) -> Sequence[str]:
         """Names of the files that may be the partner of a file in another dataset, see `partners_of`."""
-        return partners_of(source, self._partners)
+        return partners_of(source, self._partner_index)
 
     def name_for(self, source: str) -> str | None:
         """Name of the partner of a file in another dataset, or None."""

@@ -23,7 +23,7 @@ FULL_BOX = 4  # bytes of version and flags before the content of some boxes
 
 @dataclass(frozen=True)
 class Box:
-    """A box: its type, and where its content begins and ends; the end may lie behind that of a truncated file."""
+    """A box: its type, and where its content begins and ends, which may lie beyond the end of a truncated file."""
 
     kind: bytes
     start: int
@@ -108,13 +108,12 @@ def holds_whole_boxes(data: bytes) -> bool:
 def shown_properties(data: bytes) -> Properties:
     """The properties of the primary picture, or of the frames of a sequence; empty if the boxes are damaged."""
     try:
-        found = _primary_properties(data) or _of_frames(data, 0, len(data))
-        return _read(found)
+        return _parsed(_primary_properties(data) or _frame_properties(data, 0, len(data)))
     except (struct.error, IndexError, ZeroDivisionError):
         return Properties()
 
 
-def _read(properties: list[tuple[bytes, bytes]]) -> Properties:
+def _parsed(properties: list[tuple[bytes, bytes]]) -> Properties:
     codes: tuple[int, int] | None = None
     aperture: Aperture | None = None
     for kind, content in properties:
@@ -122,32 +121,33 @@ def _read(properties: list[tuple[bytes, bytes]]) -> Properties:
             primaries, curve = struct.unpack_from(">HH", content, 4)
             codes = primaries, curve
         if kind == b"clap":
+            # Width, height, and the offsets to the right and down, each with its denominator.
             numbers = struct.unpack_from(">IIIIiIiI", content)
-            aperture = Aperture(*(Fraction(*numbers[place : place + 2]) for place in (0, 2, 4, 6)))
+            aperture = Aperture(*map(Fraction, numbers[::2], numbers[1::2]))
     return Properties(codes, aperture)
 
 
 def _primary_properties(data: bytes) -> list[tuple[bytes, bytes]]:
     """(type, content) of every property of the primary item."""
-    meta = _inside(data, "meta", 0, len(data))
+    meta = _first_box(data, b"meta", 0, len(data))
     if meta is None:
         return []
-    primary = _inside(data, "pitm", meta.start + FULL_BOX, meta.end)
-    described = _inside(data, "iprp", meta.start + FULL_BOX, meta.end)
+    primary = _first_box(data, b"pitm", meta.start + FULL_BOX, meta.end)
+    described = _first_box(data, b"iprp", meta.start + FULL_BOX, meta.end)
     if primary is None or described is None:
         return []
     layout = ">I" if data[primary.start] else ">H"  # by the box's version
     (item,) = struct.unpack_from(layout, data, primary.start + FULL_BOX)
-    container = _inside(data, "ipco", described.start, described.end)
+    container = _first_box(data, b"ipco", described.start, described.end)
     if container is None:
         return []
-    properties = list(boxes(data, container.start, container.end))
-    chosen = []
+    properties = [(box.kind, data[box.start : box.end]) for box in boxes(data, container.start, container.end)]
+    numbers: list[int] = []
     for box in boxes(data, described.start, described.end):
         if box.kind == b"ipma":
-            chosen += _associated(data, box, item)
-    held = [properties[number - 1] for number in chosen if 0 < number <= len(properties)]
-    return [(box.kind, data[box.start : box.end]) for box in held]
+            numbers += _associated(data, box, item)
+    # Number 0 stands for no property.
+    return [properties[number - 1] for number in numbers if 0 < number <= len(properties)]
 
 
 def _associated(data: bytes, box: Box, item: int) -> list[int]:
@@ -169,20 +169,20 @@ def _associated(data: bytes, box: Box, item: int) -> list[int]:
     return []
 
 
-def _of_frames(data: bytes, start: int, end: int) -> list[tuple[bytes, bytes]]:
+def _frame_properties(data: bytes, start: int, end: int) -> list[tuple[bytes, bytes]]:
     """The colours of the frames of a sequence."""
     properties = []
     for box in boxes(data, start, end):
         if box.kind in DESCRIBED_IN:
-            properties += _of_frames(data, box.start + DESCRIBED_IN[box.kind], box.end)
+            properties += _frame_properties(data, box.start + DESCRIBED_IN[box.kind], box.end)
         elif box.kind == b"colr" and start:
             properties.append((box.kind, data[box.start : box.end]))
     return properties
 
 
-def _inside(data: bytes, kind: str, start: int, end: int) -> Box | None:
+def _first_box(data: bytes, kind: bytes, start: int, end: int) -> Box | None:
     """The first box of a type in a part of a file."""
     for box in boxes(data, start, end):
-        if box.kind == kind.encode():
+        if box.kind == kind:
             return box
     return None

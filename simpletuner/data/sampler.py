@@ -205,7 +205,9 @@ class _Queue:
     def side(self) -> int:
         """The dataset's side of a slider."""
         strength = self.dataset.config.slider_strength or 0
-        return POSITIVE if strength > 0 else NEGATIVE if strength < 0 else NEUTRAL
+        if strength > 0:
+            return POSITIVE
+        return NEGATIVE if strength < 0 else NEUTRAL
 
 
 def next_side(ready: Sequence[_Queue], last: int) -> list[_Queue]:

@@ -129,7 +129,9 @@ class Schedule:
 
     def gap(self, *, batches: int = FOREVER, epochs: int = FOREVER) -> Stretch | None:
         """The first epoch without a dataset in a run of so many micro-batches and epochs."""
-        for stretch in self.stretches() if self.has_windows else ():
+        if not self.has_windows:
+            return None
+        for stretch in self.stretches():
             if stretch.epochs.start > epochs or stretch.before >= batches:
                 return None
             if stretch.length == 0:
@@ -161,7 +163,8 @@ class Schedule:
         epoch, before = self.origin.epoch, self.origin.batches
         if self._known:
             epoch, before = self._known[-1].epochs.stop, self._known[-1].after
-        active, step = self.active(epoch), self.step_at(before)
+        active = self.active(epoch)
+        step = self.step_at(before)
         ready = [dataset for dataset in active if step in steps_of(dataset)]
         if not ready:  # even if a dataset is waiting for its start_step: an epoch never stalls
             return Stretch(range(epoch, epoch + 1), before, 0)
@@ -176,16 +179,23 @@ class Schedule:
 
     def _next_step_edge(self, active: Sequence[Dataset], step: int) -> int:
         """The micro-batch of the run at which the next window of these datasets opens or closes."""
-        windows = [steps_of(dataset) for dataset in active]
-        # Window edges are the first steps after a change.
-        edges = [edge for window in windows for edge in (window.start, window.stop) if step < edge < FOREVER]
-        return (min(edges) - 1) * self.accumulation if edges else FOREVER
+        edge = _next_edge([steps_of(dataset) for dataset in active], step)
+        if edge == FOREVER:
+            return FOREVER
+        return (edge - 1) * self.accumulation
 
     def _next_epoch_edge(self, epoch: int) -> int:
-        windows = [epochs_of(dataset) for dataset in self.datasets]
-        return min(
-            (edge for window in windows for edge in (window.start, window.stop) if edge > epoch), default=FOREVER
-        )
+        return _next_edge([epochs_of(dataset) for dataset in self.datasets], epoch)
+
+
+def _next_edge(windows: Sequence[range], number: int) -> int:
+    """The first number after this one at which a window opens or has closed; `FOREVER` without one."""
+    first = FOREVER
+    for window in windows:
+        for edge in (window.start, window.stop):
+            if edge > number:
+                first = min(first, edge)
+    return first
 
 
 def epochs_of(dataset: Dataset) -> range:

@@ -32,7 +32,7 @@ def test_a_picture_in_two_datasets_is_cached_in_both(workspace: Workspace) -> No
     assert workspace.run("cache", "explain", str(workspace.path("datasets/again/p0.png"))) == 0
 
 
-def test_a_conversion_is_part_of_a_picture_in_a_prompt() -> None:
+def test_the_conversions_of_a_picture_in_a_prompt_are_part_of_its_key() -> None:
     plain = Sample("before", "a.png", Path(), "a" * 64, (8, 8), Geometry("1.0", (8, 8), (8, 8), (0, 0)))
     converted = replace(plain, conversions=("converted to sRGB",))
     fingerprint = digest({"content": "a" * 64, "size": (8, 8), "resized": (8, 8), "crop": (0, 0)})

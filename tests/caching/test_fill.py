@@ -146,7 +146,7 @@ def test_quarantine_moves_what_does_not_decode(workspace: Workspace, monkeypatch
     assert "its pixels are damaged" in json.loads(reasons[0]).values()
 
 
-def test_what_no_reader_is_known_to_raise_leaves_out_one_file_and_moves_none(
+def test_an_unexpected_decoding_error_leaves_out_one_file_and_moves_none(
     workspace: Workspace, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     load, size = ImageFile.ImageFile.load, (61, 53)

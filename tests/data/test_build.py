@@ -102,7 +102,7 @@ def test_captions_beside_pictures_that_nobody_asked_for_are_mentioned(context: D
     assert dataset.counts() == {"unused caption": 6}
 
 
-def test_pictures_and_clips_that_are_not_read_give_one_warning_with_the_way(context: DataContext, photos: Path) -> None:
+def test_unread_formats_give_one_warning_with_a_remedy(context: DataContext, photos: Path) -> None:
     for name in ("one.jxl", "two.CR3", "three.mxf", "four.mp4", "sub 0/photo_0.dng", "sub 1/photo_1.mov"):
         (photos / name).write_bytes(b"")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 
 from simpletuner.config.datasets import DatasetConfig
 from simpletuner.data.build import build_datasets
+from simpletuner.data.caption_checks import LOOKED_INTO
 from simpletuner.data.captions import is_one_text
 from simpletuner.data.dataset import Dataset, DatasetFile
 from simpletuner.data.entries import DataContext
@@ -55,7 +57,7 @@ def build(context: DataContext, root: Path, **keys: Any) -> tuple[Dataset, list[
 
 @pytest.mark.parametrize("strategy", [None, "filename", "instanceprompt", "textfile", "metadata"])
 @pytest.mark.parametrize("source", SOURCES)
-def test_captions_are_used_or_the_plan_says_how(
+def test_captions_are_used_or_the_plan_says_how_to_use_them(
     source: str, strategy: str | None, context: DataContext, photos: Path
 ) -> None:
     content, way = SOURCES[source]
@@ -107,6 +109,31 @@ def test_files_without_captions_are_not_taken_for_captions(
 ) -> None:
     (photos / name).write_text(content)
     assert build(context, photos, caption_strategy="filename")[1] == []
+
+
+def test_thousands_of_tables_fill_no_screen(context: DataContext, photos: Path) -> None:
+    for number in range(100):
+        (photos / f"shard-{number:03}.json").write_text(LISTED)
+
+    problems = build(context, photos, caption_strategy="filename")[1]
+
+    assert [problem.message.partition(" ")[0] for problem in problems] == [
+        "shard-000.json",
+        "shard-001.json",
+        "shard-002.json",
+    ]
+
+
+def test_a_pipe_is_not_opened_to_look_for_captions(context: DataContext, photos: Path) -> None:
+    os.mkfifo(photos / "captions.jsonl")
+    pipe = os.open(photos / "captions.jsonl", os.O_RDWR)
+    # As many bytes as are looked at, so that opening it would not block this test.
+    os.write(pipe, LISTED.encode().ljust(LOOKED_INTO))
+
+    problems = build(context, photos, caption_strategy="filename")[1]
+
+    os.close(pipe)
+    assert not problems
 
 
 PARAGRAPHS = f"{'A grey cat sleeps on a wooden chair. ' * 3}\n\n{'The light is soft and warm. ' * 4}"
@@ -177,7 +204,7 @@ def test_alternatives_are_not_taken_for_one_text(kind: str) -> None:
     ],
 )
 @pytest.mark.parametrize("is_root", [False, True])
-def test_repeats_in_the_name_of_a_folder_are_not_lost_in_silence(
+def test_unread_repeats_in_the_name_of_a_folder_are_reported(
     folder: str, advice: str, is_root: bool, context: DataContext, tmp_path: Path
 ) -> None:
     pictures.photograph(tmp_path / folder / "a.png", (64, 64))

@@ -94,7 +94,7 @@ def test_a_row_is_for_the_file_of_its_path_and_else_for_the_only_one_of_its_name
     assert (found, problems) == ({name: (row,) for name, row in matched.items()}, [])
 
 
-def test_rows_that_say_the_same_twice_are_one(table: ParquetConfig) -> None:
+def test_a_row_that_is_repeated_counts_once(table: ParquetConfig) -> None:
     rows: list[Row] = [("x.png", ("a cat",)), ("x.png", ("a cat",))]
     assert read(match_rows(rows, ["x.png"], "parquet")) == ({"x.png": ("a cat",)}, [])
 

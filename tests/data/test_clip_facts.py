@@ -81,7 +81,7 @@ def test_a_clip_that_lost_any_part_of_its_last_frame_misses_its_end(suffix: str,
 
 
 @pytest.mark.parametrize("kind", DECLARED_ENDS)
-def test_any_bytes_can_be_asked_for_their_end(kind: str, tmp_path: Path) -> None:
+def test_arbitrary_bytes_are_checked_for_truncation_without_an_error(kind: str, tmp_path: Path) -> None:
     numbers = np.random.default_rng(0)
     starts = [
         b"",
@@ -105,13 +105,13 @@ def test_a_packet_of_vp9_with_a_reference_and_a_frame_is_shown() -> None:
 
 
 @pytest.mark.parametrize("name", ["config.mts", "server.ts", "page.mp4"])
-def test_text_is_no_damaged_clip(name: str, tmp_path: Path) -> None:
+def test_text_is_not_called_a_damaged_clip(name: str, tmp_path: Path) -> None:
     (tmp_path / name).write_text('import { defineConfig } from "vitepress"\n\nexport default defineConfig({\n', "utf-8")
     with pytest.raises(UnsuitableError, match="holds text"):
         probe_clip(tmp_path / name)
 
 
-def test_a_segment_of_a_stream_is_no_damage(tmp_path: Path) -> None:
+def test_a_segment_of_a_stream_is_not_called_damaged(tmp_path: Path) -> None:
     write_clip(tmp_path / "whole.mp4", container={"movflags": "frag_keyframe+empty_moov"})
     content = (tmp_path / "whole.mp4").read_bytes()
     (tmp_path / "segment.mp4").write_bytes(content[content.index(b"moof") - 4 :])
@@ -119,7 +119,7 @@ def test_a_segment_of_a_stream_is_no_damage(tmp_path: Path) -> None:
         probe_clip(tmp_path / "segment.mp4")
 
 
-def test_what_ffmpeg_does_not_implement_is_no_damage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_clip_that_ffmpeg_cannot_decode_is_not_damaged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_clip(tmp_path / "a.avi", seconds=0.25)
 
     def fail(clip: ClipFile, packet: av.Packet) -> None:
@@ -131,7 +131,7 @@ def test_what_ffmpeg_does_not_implement_is_no_damage(tmp_path: Path, monkeypatch
         probe_clip(tmp_path / "a.avi")
 
 
-def test_a_container_without_frames_is_no_damage(tmp_path: Path) -> None:
+def test_a_container_without_frames_is_not_called_damaged(tmp_path: Path) -> None:
     with av.open(str(tmp_path / "a.avi"), "w") as container:
         stream = container.add_stream("mpeg4", rate=24)
         stream.width, stream.height, stream.pix_fmt = 32, 32, "yuv420p"

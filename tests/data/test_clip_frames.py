@@ -200,7 +200,7 @@ def test_a_clip_with_two_streams_is_read_from_the_probed_one(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("orientation", TURNED)
-def test_side_data_that_pyav_has_no_name_for_is_left_alone(orientation: int, tmp_path: Path) -> None:
+def test_side_data_without_a_name_in_pyav_is_ignored(orientation: int, tmp_path: Path) -> None:
     """Photographs in an AVI, as some cameras record: FFmpeg passes on their EXIF data and turns them by it."""
     path, exif, turn = tmp_path / "camera.avi", Image.Exif(), TURNED[orientation]
     exif[ORIENTATION] = orientation

@@ -124,7 +124,7 @@ def test_a_profile_for_other_colours_is_ignored(mode: str, profile: bytes) -> No
 
 
 @pytest.mark.parametrize("profile", [b"no profile", P3[:200], P3.replace(b"acsp", b"xxxx")])
-def test_a_broken_profile_is_a_reason(profile: bytes) -> None:
+def test_a_broken_profile_leaves_out_the_picture(profile: bytes) -> None:
     data = saved(scene(), icc_profile=profile)
     for read in (inspect, decode):
         with pytest.raises(UnsuitableError, match=r"broken colour profile.*convert the file to sRGB"):

@@ -1,9 +1,12 @@
 from __future__ import annotations
 
 import os
+import shutil
 import sys
 import unicodedata
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -143,3 +146,24 @@ def test_what_the_kernel_tells_is_not_walked(tmp_path: Path) -> None:
 def test_a_missing_folder_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(OSError):
         scan(tmp_path / "nowhere")
+
+
+def test_a_folder_that_is_removed_while_it_is_listed_is_reported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "sub").mkdir()
+    (tmp_path / "sub" / "a.png").touch()
+    (tmp_path / "b.png").touch()
+    walk = os.walk
+
+    def walk_and_remove(top: str, **settings: Any) -> Iterator[tuple[str, list[str], list[str]]]:
+        for folder, subfolders, names in walk(top, **settings):
+            if folder != top:
+                shutil.rmtree(folder)
+            yield folder, subfolders, names
+
+    monkeypatch.setattr(os, "walk", walk_and_remove)
+    files = scan(tmp_path)
+
+    assert files.files == ("b.png",)
+    assert files.ignored == {"sub/": ("unreadable", "cannot be listed: No such file or directory")}

@@ -95,7 +95,7 @@ def test_a_gap_is_found_where_the_run_would_stop(windows: str, epoch: int | None
         assert sampler.schedule.gap(epochs=gap.epochs.start - 1) is None
 
 
-def test_datasets_that_never_take_part_are_known() -> None:
+def test_datasets_that_never_take_part_are_recognised() -> None:
     late = [
         make_dataset({"1.0": 12}, id="a"),
         make_dataset({"1.0": 4}, id="step", start_step=31),

@@ -52,7 +52,8 @@ def find_concepts(root: Path, files: Scan) -> tuple[list[Concept], list[str]]:
     folders: dict[str, list[str]] = {}
     for name in files.files:
         folders.setdefault(name.rpartition("/")[0] or ".", []).append(name)
-    concepts, others = list[Concept](), list[str]()
+    concepts: list[Concept] = []
+    others: list[str] = []
     for folder, names in folders.items():
         title = (root / folder).resolve().name
         parsed = concept_of(title)
@@ -63,7 +64,7 @@ def find_concepts(root: Path, files: Scan) -> tuple[list[Concept], list[str]]:
             concepts.append(Concept(folder, title, *parsed, _only(files, names)))
     if len(others) * 2 > len(files.files):
         return [], []
-    concepts.sort(key=lambda concept: -len(concept.files.files))
+    concepts.sort(key=lambda concept: len(concept.files.files), reverse=True)
     notes = [_described(concept) for concept in concepts]
     if concepts and others:
         count = f"{counted(len(others), 'file')} outside of such folders or in regularisation folders"

@@ -175,12 +175,16 @@ def _unpack(content: ZipFile, members: Sequence[ZipInfo], archive: Path) -> tupl
 
 def why_unused(name: str) -> str | None:
     """Why a file with this name is skipped; None if it is accepted."""
-    *_, file = parts = name.split("/")
+    parts = name.split("/")
     for part in parts:
-        if problem := name_problem(part):
-            return problem[1]
-    is_used = suffix_of(file) in MEDIA or suffix_of(file) in CAPTION_SUFFIXES or file.lower() in METADATA_NAMES
-    return None if is_used else unread_format(file) or NOT_USED
+        problem = name_problem(part)
+        if problem is not None:
+            _, detail = problem
+            return detail
+    file = parts[-1]
+    if suffix_of(file) in (*MEDIA, *CAPTION_SUFFIXES) or file.lower() in METADATA_NAMES:
+        return None
+    return unread_format(file) or NOT_USED
 
 
 def safe_name(name: str) -> str:

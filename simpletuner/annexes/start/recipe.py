@@ -86,11 +86,15 @@ class Material:
         if not is_readable(folder):
             wrong = "cannot be read." if folder.is_dir() else f"is not a folder.{similar_path(folder, '*/')}"
             raise UserError(f"{folder} {wrong}")
-        if pair := _pair(folder):
-            if not (pictures := scan(pair[1])).files:
-                raise UserError(f"{pair[1]} contains no pictures.")
-            return cls(pair[1], pictures, sources=pair[0])
-        pictures, clips = scan(folder), scan(folder, CLIP_SUFFIXES)
+        pair = _pair(folder)
+        if pair is not None:
+            before, after = pair
+            edited = scan(after)
+            if not edited.files:
+                raise UserError(f"{after} contains no pictures.")
+            return cls(after, edited, sources=before)
+        pictures = scan(folder)
+        clips = scan(folder, CLIP_SUFFIXES)
         if not pictures.files and not clips.files:
             config = folder / "config.json"
             hint = f" It has a config: simpletuner train --config {config}." if config.is_file() else ""
@@ -134,8 +138,12 @@ class Material:
     @cached_property
     def models(self) -> dict[str, str]:
         """Models that can learn from it, with their examples."""
-        examples = EDITS if self.sources else CLIPS if self.holds_clips else PICTURES
-        return {example.removesuffix("-lora"): example for example in (*examples, self.tiny) if example}
+        examples = CLIPS if self.holds_clips else PICTURES
+        if self.sources:
+            examples = EDITS
+        if self.tiny:
+            examples = (*examples, self.tiny)
+        return {example.removesuffix("-lora"): example for example in examples}
 
     @cached_property
     def tiny(self) -> str:
@@ -167,9 +175,12 @@ class Material:
     @cached_property
     def unusable(self) -> set[str]:
         """Those of the first `LOOKED_AT` files that cannot be read, or whose caption file cannot."""
-        names = {*self.files.files[:LOOKED_AT]}
-        unread = {name for name in names if self.captions.has(name) and not self.captions.is_readable(name)}
-        return names - (self._clips if self.holds_clips else self._pictures).keys() | unread
+        unusable: set[str] = set()
+        for name in self.files.files[:LOOKED_AT]:
+            has_unreadable_caption = self.captions.has(name) and not self.captions.is_readable(name)
+            if name not in self.named_sizes or has_unreadable_caption:
+                unusable.add(name)
+        return unusable
 
     def _read(self, names: Iterable[str], read: Callable[[Path], T]) -> dict[str, T]:
         """Read the first `LOOKED_AT` files, by name; unreadable files are skipped, since the plan reports them."""
@@ -381,8 +392,11 @@ class Start:
     @cached_property
     def captioned_as(self) -> str:
         """The words for the learned concept that most captions already contain; empty if they contain none."""
-        words = dict.fromkeys([self.phrase, self.trigger, self.trigger.partition(",")[0]])
-        return next((text for text in words if text and self.material.parts[0].captions.mention(text)), "")
+        captions = self.material.parts[0].captions
+        for words in (self.phrase, self.trigger, self.trigger.partition(",")[0]):
+            if words and captions.mention(words):
+                return words
+        return ""
 
     @cached_property
     def parts(self) -> list[Start]:
@@ -422,8 +436,11 @@ class Start:
     @property
     def held_out(self) -> int:
         """The number of files to hold out; their loss shows which checkpoint generalises best."""
-        files, measured = self.parts[0].usable, self.recipe.settings.get("num_eval_images", MOST_HELD_OUT)
-        return min(files // HELD_OUT_SHARE, measured) if files >= ENOUGH_FILES else 0
+        files = self.parts[0].usable
+        if files < ENOUGH_FILES:
+            return 0
+        measured: int = self.recipe.settings.get("num_eval_images", MOST_HELD_OUT)
+        return min(files // HELD_OUT_SHARE, measured)
 
     @property
     def steps(self) -> int:
@@ -433,7 +450,8 @@ class Start:
 
     def config(self) -> dict[str, Any]:
         """The content of config.json."""
-        example, steps = read_example(self.example), self.settings.get("max_train_steps")
+        example = read_example(self.example)
+        steps = self.settings.get("max_train_steps")
         config: dict[str, Any] = {
             **{key: value for key, value in example.items() if not key.startswith(OF_EXAMPLES)},
             "output_dir": f"output/{self.name}",
@@ -456,8 +474,8 @@ class Start:
 
     def datasets(self) -> list[dict[str, Any]]:
         """The content of the dataset file."""
-        _, *others = read_example(self.example, "multidatabackend.json")
-        others = [entry for entry in others if not entry.get("is_regularisation_data")]  # the demo's clips
+        _, *further = read_example(self.example, "multidatabackend.json")
+        further = [entry for entry in further if not entry.get("is_regularisation_data")]  # the demo's clips
         trained = self.material.fitted(self.entry, self.spec, self.longest)
         entries = [part._trained(trained) for part in self.parts]
         entries[0] |= {"hold_out": self.held_out} if self.held_out else {}
@@ -467,10 +485,15 @@ class Start:
                 entry["id"] = f"{entry['id']}-{number}"
                 entry.pop("cache_dir_vae", None)  # each needs a folder of its own
         if self.material.sources:
-            others[0]["instance_data_dir"] = self._written(self.material.sources)
+            further[0]["instance_data_dir"] = self._written(self.material.sources)
         # Keys of the dataset would override the same keys of the command line.
-        overridden = {*self.settings, *(["minimum_image_size"] if "resolution" in self.settings else [])}
-        return [{key: entry[key] for key in entry if key not in overridden} for entry in entries] + others
+        overridden = {*self.settings}
+        if "resolution" in self.settings:
+            overridden.add("minimum_image_size")
+        for entry in entries:
+            for key in overridden & entry.keys():
+                del entry[key]
+        return entries + further
 
     def _trained(self, entry: Mapping[str, Any]) -> dict[str, Any]:
         """The entry with the folder and the captions of this material."""
@@ -484,7 +507,8 @@ class Start:
         Args:
             config: with the example's size.
         """
-        steps, size = config["max_train_steps"], config["validation_resolution"]
+        steps = config["max_train_steps"]
+        size = config["validation_resolution"]
         resolution = {**self.settings, **self.datasets()[0]}["resolution"]
         pixels = 1.0  # that are trained, as a share of the example's; unknown if the user's resolution is no number
         if isinstance(resolution, int) and resolution >= SMALLEST_SIDE:

@@ -109,7 +109,7 @@ def raising(error: Exception) -> Callable[..., Any]:
 
 @pytest.mark.parametrize("error", ODD, ids=lambda error: type(error).__name__)
 @pytest.mark.parametrize("method", ["open", "load"])
-def test_an_error_that_no_reader_is_known_to_raise_is_a_reason_beside_the_picture(
+def test_an_unexpected_error_leaves_out_the_picture(
     method: str, error: Exception, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     data = saved(scene(), "PNG")
@@ -120,7 +120,7 @@ def test_an_error_that_no_reader_is_known_to_raise_is_a_reason_beside_the_pictur
 
 
 @pytest.mark.parametrize("error", ODD, ids=lambda error: type(error).__name__)
-def test_such_an_error_is_a_reason_beside_the_clip(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unexpected_error_leaves_out_the_clip(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
     def frames(*arguments: Any) -> Iterator[Any]:
         yield Image.new("RGB", (4, 4))
         raise error
@@ -190,7 +190,7 @@ def test_the_clean_aperture_of_an_avif_is_obeyed() -> None:
 
 
 @pytest.mark.parametrize("aperture", [(40, 20, 60, 0, 1), (81, 40, 1, 0, 2), (0, 0, 0, 0, 1)])
-def test_an_aperture_that_cannot_be_applied_is_a_reason(aperture: tuple[int, int, int, int, int]) -> None:
+def test_a_picture_whose_aperture_cannot_be_applied_is_left_out(aperture: tuple[int, int, int, int, int]) -> None:
     data = with_aperture(saved(scene(), "AVIF"), *aperture)
     with pytest.raises(UnsuitableError, match="clean aperture"):
         inspect(data)
@@ -237,7 +237,7 @@ def test_a_transparent_level_of_deep_grey_shows_the_background(background: str, 
 
 
 @pytest.mark.parametrize("mode", ["RGBA", "LA", "P", "L", "I;16", "F", "CMYK", "1"])
-def test_a_picture_of_many_strips_is_that_of_one(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_picture_converted_in_strips_equals_one_converted_whole(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
     picture = (
         scene().convert(mode) if mode != "I;16" else Image.fromarray(np.arange(6144, dtype=np.uint16).reshape(64, 96))
     )
