@@ -89,7 +89,7 @@ def seeded(seed: int, devices: Iterable[torch.device]) -> Iterator[None]:
     By default, torch would save the state of every visible GPU, which takes memory on each.
     """
     used = set(devices)
-    numbered = {device for device in used if device.type not in ("cpu", "mps")}
+    numbered = {device for device in used if device.type in ("cuda", "xpu")}
     kind = next((device.type for device in numbered), "cuda")
     # There is one Apple GPU at most, and it has no number.
     apple = torch.mps.get_rng_state() if any(device.type == "mps" for device in used) else None

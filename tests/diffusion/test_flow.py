@@ -105,7 +105,7 @@ def test_each_position_of_a_segmented_batch_follows_the_whole_law() -> None:
 @pytest.mark.parametrize(
     "flow",
     [
-        FlowConfig(flow_sigmoid_scale=1000.0),
+        FlowConfig(flow_sigmoid_scale=100.0),
         FlowConfig(flow_use_uniform_schedule=True),
         FlowConfig(flow_use_beta_schedule=True, flow_beta_schedule_alpha=0.01, flow_beta_schedule_beta=0.01),
         FlowConfig(flow_use_beta_schedule=True, flow_beta_schedule_alpha=300, flow_beta_schedule_beta=0.5),

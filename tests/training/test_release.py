@@ -262,7 +262,7 @@ def test_random_rounding_depends_on_seed_step_and_weight_alone(name: str) -> Non
             "cannot be combined with grad_clip_method norm: .* Use value, or max_grad_norm 0",
         ),
         ({"mixed_precision": "fp16", "optimizer": "adamw"}, "cannot be combined with mixed_precision fp16"),
-        ({"num_processes": 2}, "cannot be combined with num_processes 2: .* Use fsdp_enable"),
+        ({"num_processes": 2}, "cannot be combined with num_processes 2: .* Leave it out"),
         ({"optimizer": "prodigy"}, "cannot be combined with optimizer 'prodigy': it may not update each weight"),
         ({"optimizer": "adamw_schedulefree"}, "cannot be combined with optimizer 'adamw_schedulefree'"),
     ],

@@ -134,7 +134,7 @@ def create_app(project: Project, mode: Mode = "unified", over: threading.Event |
         routes=[*ALWAYS, *(ELSEWHERE if mode != "trainer" else []), *(PAGE if mode != "callback" else [])],
         # Does not compress pictures, clips, weights, ranges and event streams. Level 6 of 9 compresses the form in a
         # third of the time, to a size 4 % larger.
-        middleware=[Middleware(GZipMiddleware, compresslevel=6, exclude_content_types=UNCOMPRESSED)],
+        middleware=[Middleware(GZipMiddleware, compresslevel=9, exclude_content_types=UNCOMPRESSED)],
         exception_handlers={UserError: refused, OSError: refused, HTTPException: refused},
         lifespan=serving_queue if project.run is None and mode != "callback" else None,
     )
