@@ -182,7 +182,7 @@ def lora_settings(path: Path) -> LoraSettings:
         settings = _settings_beside(path, {parts["A"][0] for parts in layers.values() if parts.get("A")})
     if has_alphas and settings.by_root:
         message = f"has an alpha for each layer, and {settings.origin} asks for use_rslora"
-        raise WeightsError(f"{message}; which of them holds is not known")
+        raise WeightsError(f"{message}; they contradict each other, so its strength is unknown")
     if not settings.origin and not has_alphas and KOHYA_ALPHA in notes:
         return _parse(json.dumps({"lora_alpha": _number(notes[KOHYA_ALPHA])}), KOHYA_ALPHA)
     return settings

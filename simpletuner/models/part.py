@@ -79,7 +79,9 @@ class Part:
     def local_folder(self) -> Path | None:
         """The folder on this machine, or None; nothing is downloaded."""
         base = home_path(self.location) if self.is_local else self._snapshot()
-        return base / self.folder if base is not None and folder_fault(base / self.folder) is None else None
+        if base is None or folder_fault(base / self.folder) is not None:
+            return None
+        return base / self.folder
 
     def fault(self) -> str | None:
         """The fault of this part in a local folder, or None."""
@@ -93,16 +95,23 @@ class Part:
             WeightsError: a file is damaged.
         """
         folder = self.local_folder()
+        if folder is None:
+            return {}
         # safetensors first, as the libraries load them.
         for pattern, shapes_of in (("*.safetensors", tensor_shapes), ("*pytorch_model*.bin", pickled_shapes)):
-            files = [path for path in sorted(folder.glob(pattern)) if self._has_variant(path)] if folder else []
-            if files:
-                return {name: shape for path in files for name, shape in shapes_of(path).items()}
+            files = [path for path in sorted(folder.glob(pattern)) if self._has_variant(path)]
+            if not files:
+                continue
+            shapes: dict[str, Shape] = {}
+            for path in files:
+                shapes |= shapes_of(path)
+            return shapes
         return {}
 
     def weight_files(self) -> dict[str, Path]:
         """The safetensors file of each weight, as selected by diffusers; empty if it loads another format."""
-        folder, variant = self.fetch(), f".{self.variant}" if self.variant else ""
+        folder = self.fetch()
+        variant = f".{self.variant}" if self.variant else ""
         # diffusion_pytorch_model.safetensors.index.fp16.json
         index = folder / f"{DIFFUSERS_WEIGHTS}{INDEX_SUFFIX.removesuffix('.json')}{variant}.json"
         if index.is_file():
@@ -113,8 +122,11 @@ class Part:
 
     def read_config(self) -> dict[str, Any] | None:
         """The config.json of a model or scheduler; None if it is not on this machine."""
-        folder, name = self.local_folder(), "scheduler_config.json" if self.role == "scheduler" else "config.json"
-        return read_object(folder / name) if folder else None
+        folder = self.local_folder()
+        if folder is None:
+            return None
+        name = "scheduler_config.json" if self.role == "scheduler" else "config.json"
+        return read_object(folder / name)
 
     def tokens(self) -> int | None:
         """The number of tokens of a tokenizer; None if it has no tokenizer.json on this machine."""
@@ -165,8 +177,7 @@ class Part:
         if self.location in self.published:
             return (
                 "is no longer on the hub, or no longer public. If you have been granted access, log in with "
-                "`hf auth login`; else look for its new place, and set "
-                f"{self.key} to that."
+                f"`hf auth login`; otherwise look for its new place, and set {self.key} to it."
             )
         return f"is not on the hub, or not public.{did_you_mean(self.location, self.published)}"
 

@@ -51,8 +51,11 @@ def _header(path: Path, size: int, mtime_ns: int) -> dict[str, tuple[str, Shape]
     """The header, cached by size and modification time, since several parts of a plan read it."""
     try:
         with safe_open(path, "np") as file:
-            slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 - no mapping
-            return {name: (each.get_dtype(), tuple(each.get_shape())) for name, each in slices.items()}
+            header = {}
+            for name in file.keys():  # noqa: SIM118 - no mapping
+                weight = file.get_slice(name)
+                header[name] = (weight.get_dtype(), tuple(weight.get_shape()))
+            return header
     except SafetensorError as error:
         advice = "download it again, if by git then with git lfs"
         raise WeightsError(f"is not a complete safetensors file ({error}); {advice}") from None

@@ -7,13 +7,13 @@ rule yields `NoEffect`, which becomes a warning only for a key that the user set
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from simpletuner.config.datasets import DatasetConfig
 from simpletuner.config.precision import PLAIN_PRECISIONS, PRECISION_KEYS
 from simpletuner.config.publishing import tracker_names
 from simpletuner.config.schema import DatasetDefaults, RunConfig
+from simpletuner.config.values import home_path
 from simpletuner.data.dataset import Dataset
 from simpletuner.data.entries import holds_files
 from simpletuner.errors import NoEffect
@@ -65,7 +65,7 @@ def by_flavour(config: RunConfig, flavour: Flavour) -> Iterator[NoEffect]:
 
 def by_source(source: ModelSource) -> Iterator[NoEffect]:
     """The revision of a repository, if every part is a folder on this machine."""
-    if all(Path(part.location).expanduser().is_dir() for part in source.parts.values()):
+    if all(home_path(part.location).is_dir() for part in source.parts.values()):
         yield NoEffect("revision", "has no effect: the model is in a folder, not in a repository on the hub.")
 
 

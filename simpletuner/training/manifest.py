@@ -243,7 +243,7 @@ def find_checkpoints(output_dir: Path) -> tuple[list[Checkpoint], list[Path]]:
         # A file that holds none of them is of another folder, or all that it holds have been deleted.
         whole = [checkpoint for checkpoint in whole if line.holds(checkpoint)] or whole
     # At the same step, the regular checkpoint comes last, so that `latest` selects it.
-    whole.sort(key=lambda each: (each.step, not each.rolling))
+    whole.sort(key=lambda checkpoint: (checkpoint.step, not checkpoint.rolling))
     return whole, broken
 
 
@@ -275,8 +275,11 @@ def prune(output_dir: Path, limit: int, *, rolling: bool, in_use: Collection[Pat
 
     Deletes only complete checkpoints that are not in use, never other folders.
     """
-    checkpoints = [each for each in find_checkpoints(output_dir)[0] if each.rolling == rolling]
-    surplus = [each.path for each in checkpoints[:-limit] if each.path not in in_use] if limit > 0 else []
+    if limit == 0:
+        return []
+    whole, _ = find_checkpoints(output_dir)
+    checkpoints = [checkpoint for checkpoint in whole if checkpoint.rolling == rolling]
+    surplus = [checkpoint.path for checkpoint in checkpoints[:-limit] if checkpoint.path not in in_use]
     for path in surplus:
         # The manifest first, so that an interrupted deletion leaves an incomplete checkpoint.
         (path / FILE_NAME).unlink()
