@@ -395,7 +395,10 @@ def saves_in_background(budget: Budget) -> bool:
     copied = 2 * model.number_bytes + model.state_bytes + model.average_bytes
     # torch rounds pinned memory up to powers of two.
     copies = model.trained_numbers * copied * (2 if device.has_own_memory else 1)
-    taken = max(each.on_host(device) if device.has_own_memory else each.needed(device) for each in budget.phases)
+    if device.has_own_memory:
+        taken = max(phase.on_host(device) for phase in budget.phases)
+    else:
+        taken = max(phase.needed(device) for phase in budget.phases)
     return room is not None and taken + copies <= room * (1 - SPARE)
 
 

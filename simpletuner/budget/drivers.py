@@ -265,9 +265,11 @@ def _slice(listed: Sequence[str], chosen: str) -> Gpu | None:
         listed: output of `nvidia-smi -L`.
         chosen: an index or a UUID; empty for the first GPU.
     """
-    gpu, is_meant = "", False
+    gpu = ""
+    is_meant = False
     for line in listed:
-        whole, part = WHOLE.match(line), SLICE.search(line)
+        whole = WHOLE.match(line)
+        part = SLICE.search(line)
         if whole is not None:
             gpu = whole["name"]
             # CUDA also accepts the beginning of a UUID.

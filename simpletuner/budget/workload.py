@@ -293,8 +293,11 @@ def kernels_on(config: RunConfig, spec: FamilySpec, torch_type: str) -> Kernels:
 
 def parts_of(plan: Plan, torch_type: str) -> Parts:
     """The parts of a plan on a type of device: from local files, else as published."""
-    cost, source, kernels = plan.spec.cost, plan.source, kernels_on(plan.config, plan.spec, torch_type)
-    settings, shapes = source["transformer"].read_config(), source["transformer"].weight_shapes()
+    cost = plan.spec.cost
+    source = plan.source
+    kernels = kernels_on(plan.config, plan.spec, torch_type)
+    settings = source["transformer"].read_config()
+    shapes = source["transformer"].weight_shapes()
     if settings is None or not shapes:
         transformer = cost.of_flavour(plan.flavour.name, kernels)
     else:

@@ -87,12 +87,12 @@ def stop_on_interrupt(stop: Stop, announce: Callable[[], object]) -> Iterator[No
 
     def ask(number: int, frame: FrameType | None) -> None:
         stop.request()
-        for each, handler in previous.items():
+        for caught, handler in previous.items():
             # Ignored by the parent, as in a script's background job: the second must work as the first did.
             again = signal.default_int_handler if handler is signal.SIG_IGN else handler
-            if each == signal.SIGTERM and callable(again):
+            if caught == signal.SIGTERM and callable(again):
                 again = without_echo(again, time.monotonic())
-            signal.signal(each, again)
+            signal.signal(caught, again)
         # In another thread: the signal may have interrupted this one in the middle of a write.
         threading.Thread(target=announce, daemon=True).start()
 

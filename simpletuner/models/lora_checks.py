@@ -137,10 +137,15 @@ def _unpaired(layers: Mapping[str, Mapping[str, Shape]]) -> list[str]:
     """Layers of a LoRA file whose A and B cannot be multiplied, or whose alpha is not a single number."""
     wrong = []
     for layer, parts in layers.items():
-        down, up, alpha = (parts.get(role, ()) for role in ("A", "B", "alpha"))
+        down = parts.get("A", ())
+        up = parts.get("B", ())
+        alpha = parts.get("alpha", ())
         fits = min(len(down), len(up)) > 1 and down[0] == up[1] > 0 and math.prod(alpha) == 1
         if not fits and parts.keys() & {"A", "B"}:
-            wrong.append(f"{layer} (A {list(down)}, B {list(up)}" + (f", alpha {list(alpha)})" if alpha else ")"))
+            shapes = f"A {list(down)}, B {list(up)}"
+            if alpha:
+                shapes += f", alpha {list(alpha)}"
+            wrong.append(f"{layer} ({shapes})")
     return wrong
 
 

@@ -274,17 +274,21 @@ def folder_fault(folder: Path) -> str | None:
 
 def _unreadable(folder: Path) -> str | None:
     """The fault of the settings files beside a model, or None."""
-    for path in filter(Path.is_file, (folder / name for name in SETTINGS)):
+    for name in SETTINGS:
+        path = folder / name
+        if not path.is_file():
+            continue
         content = read_object(path)
         if content is None:
-            return f"{path.name} cannot be read"
-        if path.name == "tokenizer.json" and not _is_tokenizer(content):
+            return f"{name} cannot be read"
+        if name == "tokenizer.json" and not _is_tokenizer(content):
             return "tokenizer.json holds no vocabulary"
     return None
 
 
 def _is_tokenizer(content: Mapping[str, Any]) -> bool:
     """Whether the content of a tokenizer.json has the entries that loading needs."""
-    model, added = content.get("model"), content.get("added_tokens")
+    model = content.get("model")
+    added = content.get("added_tokens")
     vocabulary = model.get("vocab") if isinstance(model, dict) else None
     return isinstance(vocabulary, dict | list) and len(vocabulary) > 0 and isinstance(added, list)

@@ -425,10 +425,10 @@ def _check_noise_levels(config: RunConfig, dataset: Dataset) -> Iterator[Problem
 def _check_kinds(config: RunConfig, trained: Sequence[Dataset]) -> Iterator[Problem]:
     """Regularisation data needs a LoRA and other data, and a LoRA for sliders data with a strength."""
     regularised = [each.id for each in trained if each.config.is_regularisation_data]
-    drawn = [each for each in trained if each.config.probability > 0]
-    if drawn and all(each.config.is_regularisation_data for each in drawn):
-        message = "is set on every dataset that is trained, so the run would only learn to change nothing; add a"
-        yield Problem(f"{drawn[0].id}.is_regularisation_data", f"{message} dataset without it, or remove it.")
+    drawn = [dataset for dataset in trained if dataset.config.probability > 0]
+    if drawn and all(dataset.config.is_regularisation_data for dataset in drawn):
+        message = "is set on every dataset that is trained, so the only target would be the base model itself."
+        yield Problem(f"{drawn[0].id}.is_regularisation_data", f"{message} Remove it, or add a dataset without it.")
     if regularised and config.model.model_type == "full":
         message = "needs model_type lora: the base model is the one with the LoRA off."
         yield Problem(f"{regularised[0]}.is_regularisation_data", message)

@@ -50,7 +50,8 @@ def quarantine(datasets: Iterable[Dataset], output_dir: Path) -> None:
 
 def _quarantine(dataset: Dataset, folder: Path, moved: list[str]) -> None:
     """Move the files of one dataset; adds them to `moved`."""
-    config, root = dataset.config, dataset.root.expanduser()
+    config = dataset.config
+    root = dataset.root.expanduser()
     if config.type != "local":  # a moved download would be downloaded again
         return
     asked = {"damaged": config.delete_problematic_images, "outside the limits": config.delete_unwanted_images}

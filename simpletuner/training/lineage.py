@@ -19,8 +19,10 @@ from pathlib import Path
 from simpletuner.atomic import free_path, write_atomically
 from simpletuner.errors import counted, shorten
 from simpletuner.models.lora_keys import LORA_FILE
+from simpletuner.models.lora_source import OFFICIAL_SETTINGS
 from simpletuner.reporting.metrics import MEDIA_FILE, METRICS_FILE, StepLines, last_recorded_step, read_media
 from simpletuner.training.manifest import (
+    AVERAGE_FOLDER,
     BRANCHES,
     FOLDER_NAME,
     PIPELINE_FOLDER,
@@ -219,9 +221,10 @@ def _incomplete(output_dir: Path, shared: int) -> list[Path]:
 
 def _result_files(output_dir: Path) -> list[Path]:
     """The files of a result, whether they exist or not; those that name its step come last."""
-    others = [path for path in sorted(output_dir.glob("*_weights.safetensors")) if path.name != LORA_FILE]
-    names = ("ema", "lycoris_config.json", LORA_FILE, PIPELINE_FOLDER)
-    return [*others, *(output_dir / name for name in names)]
+    paths = sorted(output_dir.glob("*_weights.safetensors"))  # of other kinds of adapters
+    paths = [path for path in paths if path.name != LORA_FILE]
+    names = (AVERAGE_FOLDER, "lycoris_config.json", OFFICIAL_SETTINGS, LORA_FILE, PIPELINE_FOLDER)
+    return [*paths, *(output_dir / name for name in names)]
 
 
 def _bring_back(output_dir: Path, line: Line, home: Path, shared: int) -> None:

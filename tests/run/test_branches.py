@@ -16,6 +16,7 @@ from simpletuner.annexes.sampling import SampleRequest, plan_samples
 from simpletuner.cli.app import main
 from simpletuner.config.sources import parse_arguments
 from simpletuner.headers import METADATA, read_header
+from simpletuner.models.lora_source import OFFICIAL_SETTINGS
 from simpletuner.run.lock import this_process
 from simpletuner.training import lineage, manifest
 from simpletuner.training.manifest import LINE_FILE, find_checkpoints
@@ -115,6 +116,7 @@ def test_what_a_branch_leaves_is_set_aside_and_named(
     aside = run.path("output/branches/1")
     assert checkpoints(aside) == ["checkpoint-4", "checkpoint-5", "checkpoint-6"]
     assert (aside / Path(LORA).name).read_bytes() == old.path(LORA).read_bytes()
+    assert (aside / OFFICIAL_SETTINGS).is_file(), "Kandinsky's program reads it beside the LoRA"
     assert run.metrics("output/branches/1") == old.metrics()
 
 
