@@ -133,6 +133,7 @@ SAME_AS_OF_THE_RUN = {"vae_cache_disable", "delete_problematic_images", "delete_
 FILE_KINDS = ("image", "video", "conditioning", "eval")
 SKIPPABLE = ("vae", "aspect", "metadata", "text")
 REFERENCES = ("reference_strict", "reference_loose")
+COLUMN_TYPES = ("csv", "huggingface")  # whose captions are a column of their table
 
 
 def holds_files(config: DatasetConfig) -> bool:
@@ -163,7 +164,8 @@ def check_dataset_file(written: Configs, entries: Configs, context: DataContext)
     """
     for config, entry in zip(written, entries, strict=True):
         yield from _check_entry(entry, context)
-        yield from (each.within(entry.id) for each in without_effect(config, entry))
+        for problem in without_effect(config, entry):
+            yield problem.within(entry.id)
         # Only written keys: a default for another type is not the user's mistake.
         yield from check_source(entry.id, entry.type, {key: getattr(config, key) for key in config.model_fields_set})
     with_files = [entry for entry in entries if holds_files(entry)]
@@ -191,9 +193,8 @@ def _check_entry(config: DatasetConfig, context: DataContext) -> Iterator[Proble
     if config.hold_out and not config.is_trained:
         yield Problem(f"{config.id}.hold_out", "needs a dataset that is trained.")
     if not config.is_conditioning:
-        rules = _rules(config)
-        yield from (Problem(f"{config.id}.{key}", message) for is_broken, key, message in rules if is_broken)
-        yield from _check_prompts(config)
+        for problem in chain(_check_captions(config), _check_windows(config), _check_prompts(config)):
+            yield problem.within(config.id)
 
 
 def _check_kind(config: DatasetConfig, context: DataContext) -> Iterator[Problem]:
@@ -216,32 +217,41 @@ def _families_for(kind: str) -> str:
     return f"; for clips set model_family {families}" if families else " yet"
 
 
-def _rules(config: DatasetConfig) -> Iterator[tuple[bool, str, str]]:
-    """(is broken, key, message) of the rules for captions and for the range of epochs or steps."""
-    strategy, backend, parquet = config.caption_strategy, config.metadata_backend, config.parquet
-    has_column = config.type in ("csv", "huggingface")
-    wrong_column = has_column and (strategy not in (config.type, *FIXED_PROMPTS) or backend == "parquet")
-    # Report one mistake once.
-    foreign_column = not wrong_column and strategy in ("csv", "huggingface") and config.type != strategy
-    wrong_backend = backend == "huggingface" and config.type != "huggingface"
-    column = f"{config.type!r} has captions in a column: caption_strategy {config.type},"
-    column += " or instanceprompt with instance_prompt."
-    foreign = f"{strategy!r} is for type {strategy}, not {config.type}; use textfile or filename."
-    table = "'parquet' needs the object parquet with the path of the table."
-    parquet_backend = "'parquet' needs metadata_backend parquet"
-    if parquet is None:
-        parquet_backend += " and the object parquet with the path of the table"
-    yield wrong_backend, "metadata_backend", f"'huggingface' is for type huggingface, not {config.type}; use discovery."
-    yield backend == "parquet" and parquet is None, "metadata_backend", table
-    # A chained comparison: true if the strategy is parquet and the backend is not.
-    yield strategy == "parquet" != backend, "caption_strategy", f"{parquet_backend}."
-    yield wrong_column, "type", column
-    yield foreign_column, "caption_strategy", foreign
-    yield strategy == "metadata" and config.type != "local", "caption_strategy", "'metadata' needs type local."
+def _check_captions(config: DatasetConfig) -> Iterator[Problem]:
+    """Captions must come from what the entry's type and tables supply; one mistake is reported once."""
+    strategy = config.caption_strategy
+    reads_parquet = config.metadata_backend == "parquet"
+    if config.metadata_backend == "huggingface" and config.type != "huggingface":
+        message = f"'huggingface' is for type huggingface, not {config.type}; use discovery."
+        yield Problem("metadata_backend", message)
+    if reads_parquet and config.parquet is None:
+        yield Problem("metadata_backend", "'parquet' needs the object parquet with the path of the table.")
+    if strategy == "parquet" and not reads_parquet:
+        needed = "metadata_backend parquet"
+        if config.parquet is None:
+            needed += " and the object parquet with the path of the table"
+        yield Problem("caption_strategy", f"'parquet' needs {needed}.")
+    if strategy == "metadata" and config.type != "local":
+        yield Problem("caption_strategy", "'metadata' needs type local.")
+
+    if config.type in COLUMN_TYPES:
+        uses_column = strategy in (config.type, *FIXED_PROMPTS)
+        if reads_parquet or not uses_column:
+            advice = f"caption_strategy {config.type}, or instanceprompt with instance_prompt."
+            yield Problem("type", f"{config.type!r} has captions in a column: {advice}")
+            return
+    if strategy in COLUMN_TYPES and strategy != config.type:
+        message = f"{strategy!r} is for type {strategy}, not {config.type}; use textfile or filename."
+        yield Problem("caption_strategy", message)
+
+
+def _check_windows(config: DatasetConfig) -> Iterator[Problem]:
+    """A window of epochs or steps must not end before it begins."""
     windows = (("epoch", config.start_epoch, config.end_epoch), ("step", config.start_step, config.end_step))
     for unit, start, end in windows:
-        message = f"{end} is before start_{unit} {start}: the dataset would never take part."
-        yield end is not None and end < start, f"end_{unit}", message
+        if end is not None and end < start:
+            message = f"{end} is before start_{unit} {start}: the dataset would never take part."
+            yield Problem(f"end_{unit}", message)
 
 
 def _check_prompts(config: DatasetConfig) -> Iterator[Problem]:
@@ -253,11 +263,11 @@ def _check_prompts(config: DatasetConfig) -> Iterator[Problem]:
         users["caption_strategy"] = f"{config.caption_strategy!r} needs"
     if len(blank) == len(prompts):
         for key, needs in users.items():
-            yield Problem(f"{config.id}.{key}", f"{needs} instance_prompt.")
+            yield Problem(key, f"{needs} instance_prompt.")
     elif blank and users:
         message = f"text {blank[0]} of {len(prompts)} is blank; remove it."
         advice = "caption_dropout_probability trains the empty caption now and then."
-        yield Problem(f"{config.id}.instance_prompt", f"{message} {advice}")
+        yield Problem("instance_prompt", f"{message} {advice}")
 
 
 def _check_folders(configs: Configs, context: DataContext) -> Iterator[Problem]:

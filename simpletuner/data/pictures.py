@@ -68,6 +68,7 @@ XMP_KEYS = ("xmp", "XML:com.adobe.xmp")
 XMP_DROPPED = "dropped xmp"
 XMP_TURN = re.compile(rb"tiff:Orientation(=\"|>)[2-8]")
 
+IMAGE_WIDTH, IMAGE_LENGTH = 256, 257  # tags of TIFF
 SIDEWAYS = frozenset({5, 6, 7, 8})
 # Transpositions for the EXIF orientations 2 to 8.
 TURNS = ("FLIP_LEFT_RIGHT", "ROTATE_180", "FLIP_TOP_BOTTOM", "TRANSPOSE", "ROTATE_270", "TRANSVERSE", "ROTATE_90")
@@ -109,24 +110,28 @@ def inspect(source: Path | bytes) -> PictureFacts:
         if width < 1 or height < 1:
             raise MediaError(f"is damaged: its size is {width}x{height}")
         aperture = _aperture(data, picture, kind)
-        if aperture is not None:
-            width, height = aperture[2] - aperture[0], aperture[3] - aperture[1]
-        if isinstance(picture, TiffImagePlugin.TiffImageFile):
-            # Some versions of Pillow rotate the size of a TIFF on opening, others when it is decoded.
-            # tags ImageWidth and ImageLength
-            width, height = picture.tag_v2[256], picture.tag_v2[257]
         transform = _conversion(data, picture, kind)
         orientation = _orientation(data, picture, kind)
-        # Part of the cache key: a change of wording would re-encode these pictures.
-        conversions = {
-            "converted to sRGB": transform is not None,
-            "cropped to its clean aperture": aperture is not None,
-            "shown on white": is_deep_and_transparent(picture),
-            "turned by EXIF alone": orientation is None and _turned_by_xmp(picture),
-        }
+        if aperture is not None:
+            left, top, right, bottom = aperture
+            width, height = right - left, bottom - top
+        if isinstance(picture, TiffImagePlugin.TiffImageFile):
+            # Some versions of Pillow rotate the size of a TIFF on opening, others when it is decoded.
+            width, height = picture.tag_v2[IMAGE_WIDTH], picture.tag_v2[IMAGE_LENGTH]
         if orientation in SIDEWAYS:
             width, height = height, width
-        return PictureFacts(width, height, tuple(name for name, applies in conversions.items() if applies))
+
+        # Part of the cache key: a change of wording or order would re-encode these pictures.
+        conversions: list[str] = []
+        if transform is not None:
+            conversions.append("converted to sRGB")
+        if aperture is not None:
+            conversions.append("cropped to its clean aperture")
+        if is_deep_and_transparent(picture):
+            conversions.append("shown on white")
+        if orientation is None and _turned_by_xmp(picture):
+            conversions.append("turned by EXIF alone")
+        return PictureFacts(width, height, tuple(conversions))
 
 
 def decode(source: Path | bytes, background: str = "white") -> Image.Image:
