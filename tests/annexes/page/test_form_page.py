@@ -83,6 +83,7 @@ def test_crepa_stands_where_the_guides_say(page: Any, workspace: Workspace) -> N
     expect(page.locator("[data-key=model_flavour] .bad")).to_contain_text("'t2i-lite-sft' belongs to kandinsky5-image")
 
 
+@pytest.mark.parametrize("settings", [{**UNKNOWN, "validation_disable": False}])
 def test_conflict_stands_beside_its_field(page: Any) -> None:
     page.get_by_role("tab", name="Hardware").click()
     page.get_by_label("Enable Group Offload", exact=True).check()

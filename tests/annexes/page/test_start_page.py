@@ -46,7 +46,7 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
     """The commands of runs that the page starts, instead of running them; plans fit."""
     commands: list[list[str]] = []
 
-    def spawn(runs: object, folder: Path, arguments: list[str]) -> subprocess.Popen[bytes]:
+    def spawn(runs: object, console: Path, arguments: list[str], secrets: object) -> subprocess.Popen[bytes]:
         commands.append(arguments)
         return subprocess.Popen(["true"])
 
@@ -85,9 +85,14 @@ def test_six_interactions_after_the_drop(browser: Any, folder: Path, started: li
         expect(page.get_by_role("tab", name="Start")).to_have_attribute("aria-selected", "true")
         expect(page.locator("#drop")).to_be_visible()
         page.evaluate(DROP, [(name, base64.b64encode(content).decode()) for name, content in dropped])
-        expect(page.locator("#start-told")).to_have_text("datasets/my-files: pictures: 13, 80x64; with a caption: 0")
+        told = page.locator("#start-told")
+        expect(told).to_contain_text(
+            "datasets/my-files: pictures: 13, 80x64; with a caption: 0. Trained at 256x256 pixels"
+        )
         expect(page.locator("#start-skipped li")).to_have_count(2)
-        expect(page.locator("#start-skipped")).to_contain_text("notes.pdf: is not a picture, a clip, a caption (.txt)")
+        expect(page.locator("#start-skipped")).to_contain_text(
+            "notes.pdf: is not a picture, a clip, a caption (.txt, .caption)"
+        )
         expect(page.get_by_label("kandinsky5-image")).to_have_count(1)
         expect(page.locator("#start-models")).to_contain_text("fits, about 40 min without previews, 2.0 GB to download")
         hands = Hands(page)
