@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -39,6 +40,40 @@ def test_files_that_are_there_are_planned_and_a_plan_for_this_machine_needs_them
     assert "does not exist" not in capsys.readouterr().out
     assert main(["plan", "example=kandinsky5-image-lora"]) == 2
     assert "'datasets/my_images'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("video", ["short", {"num_frames": "many"}, {"num_frames": -5, "frame_rate": "fast"}, None])
+def test_invalid_settings_of_a_dataset_that_does_not_exist_are_reported(
+    video: object, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["examples", "copy", "sanavideo-lora", "mine"]) == 0
+    [file] = tmp_path.rglob("multidatabackend.json")
+    entries = json.loads(file.read_text())
+    file.write_text(json.dumps([{**entries[0], "video": video}, *entries[1:]]))
+    capsys.readouterr()
+
+    code = main(["plan", "env=mine", "--device=h100"])
+
+    assert code in (0, 2)
+    if code == 2:
+        assert "video" in capsys.readouterr().err
+
+
+def test_the_files_of_a_plan_are_written_nowhere_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    assert main(["examples", "copy", "kandinsky5-image-lora", "mine"]) == 0
+    [file] = tmp_path.rglob("multidatabackend.json")
+    entries = json.loads(file.read_text())
+    file.write_text(json.dumps([{**entries[0], "id": str(elsewhere)}, *entries[1:]]))
+
+    main(["plan", "env=mine", "--device=h100"])
+
+    assert list(elsewhere.iterdir()) == []
 
 
 def test_a_wrong_card_is_named_before_missing_files(

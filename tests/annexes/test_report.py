@@ -9,6 +9,7 @@ from dataclasses import replace
 from html import unescape
 from html.parser import HTMLParser
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -18,7 +19,7 @@ from PIL import Image
 from simpletuner.annexes.figures import Columns
 from simpletuner.annexes.publishing.card import public_settings
 from simpletuner.annexes.report import html
-from simpletuner.annexes.report.environment import describe_environment
+from simpletuner.annexes.report.environment import describe_device, describe_environment
 from simpletuner.annexes.report.html import (
     breakable,
     build_grid,
@@ -361,3 +362,15 @@ def test_the_environment_needs_no_torch() -> None:
     assert environment["device"] == "a device"
     assert environment["python"].startswith("3.")
     assert "torch" in environment
+
+
+def test_a_gpu_of_rocm_is_described_by_its_version(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch = pytest.importorskip("torch")
+    gpu = SimpleNamespace(name="Radeon RX 7900", total_memory=24 * 2**30)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: gpu)
+    monkeypatch.setattr(torch.version, "cuda", None)
+    monkeypatch.setattr(torch.version, "hip", "6.2")
+
+    assert describe_device() == "Radeon RX 7900, 24 GiB, ROCm 6.2"

@@ -50,7 +50,7 @@ KEY = "convert"
 FOLDER = "transformer"  # of a pipeline
 STRENGTH_NOTE = "simpletuner.strength"  # header entry: the strength that was multiplied into the weights
 LYCORIS_PREFIX = "lycoris_"
-# Where the factor of a layer goes, first match first: into one side of the product.
+# Where the factor of a layer goes: into one side of the product. Each layer has one of these.
 SCALED = (".lokr_w2", ".lokr_w2_a", ".hada_w1_a")
 PLACES = {"adapter": "models/loras", "transformer": "models/diffusion_models"}  # of ComfyUI
 
@@ -79,14 +79,13 @@ def convert(
     if not source.exists():
         raise UserError(absence_of(source))
     transformer = transformer_folder(source)
-    file = transformer or lora_file(source)
     target = target_file(source, form, output)
     if target.exists() and not overwrite:
         raise UserError(f"{target} exists already; choose another file with --output, or give --overwrite.")
     if transformer is not None:
         convert_transformer(transformer, form, target, strength)
         return Converted(target, PLACES["transformer"])
-    convert_adapter(file, form, target, strength)
+    convert_adapter(lora_file(source), form, target, strength)
     return Converted(target, PLACES["adapter"])
 
 
@@ -94,8 +93,12 @@ def target_file(source: Path, form: LoraForm, output: Path | None) -> Path:
     """The file to write: `my-lora-comfyui.safetensors` beside a file or in a folder `my-lora`."""
     named = source.resolve()
     folder = source if source.is_dir() else source.parent
-    # The usual name of a LoRA says nothing; that of its folder does.
-    stem = named.parent.name if named.name == LORA_FILE else named.stem if named.is_file() else named.name
+    if named.name == LORA_FILE:  # it says nothing; the name of its folder does
+        stem = named.parent.name
+    elif named.is_file():
+        stem = named.stem
+    else:
+        stem = named.name
     name = f"{stem or 'lora'}-{form}.safetensors"
     if output is None:
         return folder / name
@@ -111,8 +114,8 @@ def transformer_folder(source: Path) -> Path | None:
     if source.is_file():
         return None
     for folder in (source / PIPELINE_FOLDER / FOLDER, source / FOLDER, source):
-        config = result_of(read_json(folder / "config.json", dict)) if (folder / "config.json").is_file() else None
-        if config is not None and "Transformer" in str(config.get("_class_name")):
+        config = result_of(read_json(folder / "config.json", dict)) or {}
+        if "Transformer" in str(config.get("_class_name")):
             return folder
     return None
 
@@ -163,11 +166,14 @@ def _check_complete(folder: Path, files: Sequence[Path]) -> None:
             names |= weights_header(file).keys()
         except WeightsError as error:
             raise UserError(f"{str(file)!r} {error}.") from None
-    index = next(iter(folder.glob("*.safetensors.index.json")), None)
-    wanted = (result_of(read_json(index, dict)) or {}).get("weight_map", {}) if index else names
-    if not names or (absent := sorted(set(wanted) - names)):
-        lacking = shorten(absent) if names else "every weight"
-        raise UserError(f"{str(folder)!r} is incomplete: it lacks {lacking}.")
+    if not names:
+        raise UserError(f"{str(folder)!r} is incomplete: it lacks every weight.")
+    wanted = set[str]()
+    for index in folder.glob("*.safetensors.index.json"):
+        wanted.update(required(read_json(index, dict)).get("weight_map", {}))
+    absent = sorted(wanted - names)
+    if absent:
+        raise UserError(f"{str(folder)!r} is incomplete: it lacks {shorten(absent)}.")
 
 
 def convert_adapter(path: Path, form: LoraForm, target: Path, strength: float) -> None:

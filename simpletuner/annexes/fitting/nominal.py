@@ -23,6 +23,7 @@ from simpletuner.validation.clip_writer import write_mp4
 
 FILES = 10  # in place of a folder
 USUAL_FRAMES = 61  # of clips, if their entry does not say
+MOST_FRAMES = 1000  # of a clip that is written
 
 
 @contextmanager
@@ -40,14 +41,26 @@ def nominal_files(arguments: Arguments) -> Iterator[tuple[Arguments, str]]:
         if not missing:
             yield arguments, ""
             return
-        spec, folder = FAMILIES[config.model.model_family], Path(name)
-        kinds = dict.fromkeys(_fill(entry, spec, folder) for entry in missing)
-        folders = dict.fromkeys(repr(entry["instance_data_dir"]) for entry in missing)
-        replaced = [{**entry, **_place(entry, folder)} if entry in missing else entry for entry in entries]
-        write_json(path := folder / "multidatabackend.json", replaced)
+        spec = FAMILIES[config.model.model_family]
+        folder = Path(name)
+        folders = list[str]()
+        kinds = list[str]()
+        replaced = list[dict[str, Any]]()
+        for number, entry in enumerate(entries):
+            if entry not in missing:
+                replaced.append(entry)
+                continue
+            place = folder / str(number)
+            kinds.append(_fill(place, entry, spec))
+            folders.append(repr(entry["instance_data_dir"]))
+            replaced.append({**entry, "instance_data_dir": str(place)})
+        path = folder / "multidatabackend.json"
+        write_json(path, replaced)
         settings = [*arguments.settings, ("data_backend_config", str(path))]
-        verb = "does" if len(folders) == 1 else "do"
-        sentence = f"{', '.join(folders)} {verb} not exist yet: this is the plan for {' and '.join(kinds)}."
+        names = list(dict.fromkeys(folders))
+        verb = "does" if len(names) == 1 else "do"
+        content = " and ".join(dict.fromkeys(kinds))
+        sentence = f"{', '.join(names)} {verb} not exist yet: this is the plan for {content}."
         yield replace(arguments, settings=settings), sentence
 
 
@@ -68,29 +81,32 @@ def _is_missing(entry: Mapping[str, Any]) -> bool:
     return not Path(resolve_alias(folder)).expanduser().exists()
 
 
-def _place(entry: Mapping[str, Any], folder: Path) -> dict[str, str]:
-    return {"instance_data_dir": str(folder / str(entry.get("id")))}
-
-
-def _fill(entry: Mapping[str, Any], spec: FamilySpec, folder: Path) -> str:
-    """Write grey files with captions for an entry; returns what they are, in words."""
-    place = Path(_place(entry, folder)["instance_data_dir"])
-    place.mkdir(exist_ok=True)
-    width, height = size = _size_of(spec)
+def _fill(place: Path, entry: Mapping[str, Any], spec: FamilySpec) -> str:
+    """Write grey files with captions for an entry into a new folder; returns what they are, in words."""
+    place.mkdir()
+    size = _size_of(spec)
     picture = Image.new("RGB", size, "grey")
-    is_clip = "video" in entry
-    frames = entry["video"].get("num_frames", USUAL_FRAMES) if is_clip else 1
-    first = place / ("0.mp4" if is_clip else "0.png")
-    if is_clip:
-        write_mp4(first, [picture] * frames, entry["video"].get("frame_rate") or spec.frame_rate or 1)
+    shown_size = f"{size[0]}x{size[1]}"
+    if "video" in entry:
+        frames = _number_in(entry["video"], "num_frames") or USUAL_FRAMES
+        frame_rate = _number_in(entry["video"], "frame_rate") or spec.frame_rate or 1
+        first = place / "0.mp4"
+        write_mp4(first, [picture] * frames, frame_rate)
+        words = f"{FILES} clips of {frames} frames of {shown_size}"
     else:
+        first = place / "0.png"
         picture.save(first, compress_level=1)
+        words = f"{FILES} pictures of {shown_size}"
     for number in range(FILES):
         (place / f"{number}.txt").write_text("a sample", encoding="utf-8")
         (place / f"{number}{first.suffix}").write_bytes(first.read_bytes())
-    if is_clip:
-        return f"{FILES} clips of {frames} frames of {width}x{height}"
-    return f"{FILES} pictures of {width}x{height}"
+    return words
+
+
+def _number_in(settings: object, key: str) -> int:
+    """A whole number among settings that are not checked yet; 0 if it is missing or invalid, as the plan reports."""
+    value = settings.get(key) if isinstance(settings, Mapping) else None
+    return value if type(value) is int and 0 < value <= MOST_FRAMES else 0
 
 
 def _size_of(spec: FamilySpec) -> Size:

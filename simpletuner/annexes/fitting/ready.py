@@ -189,10 +189,11 @@ def check_gpu(budget: Budget, *, yes: bool = False) -> Iterator[Problem]:
     why, advice = "no GPU can be used here", ""
     if device.idle:
         why, advice = f"torch cannot use the {device.idle} of this machine", " See docs/INSTALL.md."
+        built_for = drivers.torch_backend()
         if not devices.torch_uses_gpus():
             why += ", since its CPU build is installed"
             advice = REINSTALL[device.backend]
-        elif device.backend != (built_for := drivers.torch_backend()) and built_for:
+        elif built_for and built_for != device.backend:
             why += f", since its {TITLES[built_for]} build is installed"
             advice = REINSTALL[device.backend]
     if needs_consent(budget) and not yes:

@@ -6,6 +6,7 @@ import os
 import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
+from pathlib import Path
 from typing import Any, BinaryIO
 from urllib.parse import quote
 
@@ -15,9 +16,10 @@ from starlette.responses import FileResponse, HTMLResponse, Response, StreamingR
 from simpletuner.annexes.adapters.forms import other_form
 from simpletuner.annexes.page.live import chosen, drawing, runs_of
 from simpletuner.annexes.page.parts import draw_part
-from simpletuner.annexes.page.project import Refusal
+from simpletuner.annexes.page.project import Project, Refusal, project_of
 from simpletuner.annexes.report import html
 from simpletuner.annexes.report.html import PreviewGrid, build_grid, pages_of, steps_of
+from simpletuner.annexes.report.sheet import PAGE as SHEET_PAGE
 from simpletuner.annexes.report.sheet import SWEEP_FOLDER, Sheet, samples_in
 from simpletuner.annexes.runs import Run
 from simpletuner.errors import UserError
@@ -112,7 +114,7 @@ def show_results(request: Request) -> Response:
     parts = [
         draw(run, "result", "Result", lambda: result(run)),
         draw(run, "samples", "Samples", lambda: samples(run)),
-        draw(run, "sweep", "Checkpoints compared", lambda: sweep(run)),
+        draw(run, "sweep", "Checkpoints compared", lambda: sweep(run, project_of(request))),
     ]
     return HTMLResponse("".join(parts))
 
@@ -145,10 +147,20 @@ def samples(run: Run) -> dict[str, Any]:
     return {"sampled": grid_of(run, records, SAMPLES_FOLDER)}
 
 
-def sweep(run: Run) -> dict[str, Any]:
+def sweep(run: Run, project: Project) -> dict[str, Any]:
     """Template values for the compared checkpoints of a run."""
     sheet = Sheet.read(run.folder / SWEEP_FOLDER, run.name, run.metrics)
-    return {"sheet": sheet, "swept": grid_of(run, sheet.records, SWEEP_FOLDER)}
+    return {
+        "sheet": sheet,
+        "swept": grid_of(run, sheet.records, SWEEP_FOLDER),
+        "earlier_sheet": "" if sheet.records else earlier_sheet(run, project),
+    }
+
+
+def earlier_sheet(run: Run, project: Project) -> str:
+    """The contact sheet where an earlier version put that of a run, outside its output folder; empty without one."""
+    path = Path(SAMPLES_FOLDER) / f"sweep-{run.folder.name}" / SHEET_PAGE
+    return str(path) if (project.folder / path).is_file() else ""
 
 
 def file_name(run: Run, step: str = "", form: str = "") -> str:

@@ -60,7 +60,7 @@ def look(request: Request, body: dict[str, Any]) -> Response:
     project, drafts = project_of(request), dict[str, Any]()
     material = material_in(project, body)
     starts = {model: answered(project, material, {**body, "model": model}) for model in material.models}
-    usual = next(iter(starts.values()))  # of the model that is proposed
+    proposed = starts[next(iter(material.models))]
     for model, start in starts.items():
         # Without keys of files beside the config, which a draft's plan does not have.
         values = {key: value for key, value in start.config().items() if key not in FILES}
@@ -69,16 +69,16 @@ def look(request: Request, body: dict[str, Any]) -> Response:
     ignored = [{"file": file, "reason": reason} for file, reason in others.items()]
     content = {
         "folder": files.shown(project, material.folder),
-        "name": start.name,
+        "name": proposed.name,
         "described": material.describe(),
-        "notes": [*material.notes(), *usual.fit.notes()],
+        "notes": [*material.notes(), *proposed.fit.notes()],
         "files": len(material.captioned) + len(material.uncaptioned),
         "uncaptioned": len(material.uncaptioned),
-        "held_out": start.held_out,
+        "held_out": proposed.held_out,
         "skipped": ignored[:MOST_SKIPPED],
         "more_skipped": len(ignored[MOST_SKIPPED:]),
         "purposes": {purpose: Recipe.of(purpose).title for purpose in material.purposes},
-        "purpose": start.purpose,
+        "purpose": proposed.purpose,
         "drafts": drafts,
     }
     return JSONResponse(content)

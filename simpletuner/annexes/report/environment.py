@@ -32,7 +32,9 @@ def describe_device() -> str:
 
     if torch.cuda.is_available():
         properties = torch.cuda.get_device_properties(torch.cuda.current_device())
-        return f"{properties.name}, {properties.total_memory / 2**30:.0f} GiB, CUDA {torch.version.cuda}"
+        # ROCm's build of torch calls its GPUs cuda, too.
+        version = f"CUDA {torch.version.cuda}" if torch.version.cuda else f"ROCm {torch.version.hip}"
+        return f"{properties.name}, {properties.total_memory / 2**30:.0f} GiB, {version}"
     device = torch.accelerator.current_accelerator(check_available=True)
     if device is None:
         return "cpu"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -128,6 +129,18 @@ def test_a_damaged_sweep_is_named_in_its_place(page: TestClient, tmp_path: Path)
     torn(folder / "sweep/sheet.json")
     shown = parts_of(page, folder)["results"]
     assert f"This part cannot be shown. {folder}/sweep/sheet.json is damaged" in shown
+
+
+@pytest.mark.parametrize("swept", [False, True])
+def test_a_sweep_where_an_earlier_version_put_it_is_named(page: TestClient, tmp_path: Path, swept: bool) -> None:
+    folder = replace(COMPLETE, swept=swept).write(tmp_path)
+    earlier = Path("samples") / f"sweep-{folder.name}" / "sheet.html"
+    (tmp_path / earlier).parent.mkdir(parents=True)
+    (tmp_path / earlier).write_text("a sheet")
+
+    shown = parts_of(page, folder)["results"]
+
+    assert (str(earlier) in shown) == (not swept)
 
 
 @pytest.mark.parametrize(("file", "part"), [(METRICS_FILE, "head"), (MEDIA_FILE, "previews")])
