@@ -193,10 +193,13 @@ class _Builder:
         read = replace(masks, facts={**masks.facts, **measured})
         # The masks' dataset saves the measured shares in its index.
         self.partners[masks.id] = read
-        dataset = replace(dataset, partners=tuple(read if each is masks else each for each in dataset.partners))
+        partners = tuple(read if partner is masks else partner for partner in dataset.partners)
+        dataset = replace(dataset, partners=partners)
         self.problems.extend(check_masks(dataset))
-        names = {sample.name: sample.mask.name for sample in dataset.samples if sample.mask}
-        damaged = {own: f"its mask {name} {why}" for own, name in names.items() if (why := measured[name].problem)}
+        damaged: dict[str, str] = {}
+        for sample in dataset.samples:
+            if sample.mask is not None and measured[sample.mask.name].problem:
+                damaged[sample.name] = f"its mask {sample.mask.name} {measured[sample.mask.name].problem}"
         return dataset.without(damaged, "partner unusable")
 
     def _filter(self, entry: DatasetConfig) -> Edit | None:
@@ -209,13 +212,18 @@ class _Builder:
 
     def conditioning_datasets(self, datasets: Sequence[Dataset]) -> list[Dataset]:
         """One dataset per conditioning entry, with the partners in use, so that its files are listed too."""
-        samples = [sample for dataset in datasets for sample in dataset.samples]
-        used = [partner for sample in samples for partner in (sample.partner, sample.mask) if partner]
-        partners = [self.partners.get(entry.id) for entry in self.entries]
-        built = [_in_use(each, used) for each in partners if each is not None]
-        for dataset in built:
-            if dataset.config.conditioning_type in MASKS:
-                self.problems.extend(summarise_rejected(dataset))
+        used: list[Sample] = []
+        for dataset in datasets:
+            for sample in dataset.samples:
+                used += filter(None, (sample.partner, sample.mask))
+        built: list[Dataset] = []
+        for entry in self.entries:
+            partners = self.partners.get(entry.id)
+            if partners is None:
+                continue
+            built.append(_in_use(partners, used))
+            if entry.conditioning_type in MASKS:
+                self.problems.extend(summarise_rejected(built[-1]))
         return built
 
 
@@ -266,13 +274,14 @@ def _hold_out(dataset: Dataset) -> Reading[tuple[Dataset, list[Dataset]]]:
         return dataset, []
     chosen = _choose_held_out(dataset, count)
     if len(chosen) >= len(dataset.samples):
-        message = "files of the same name are held out together, and would leave nothing to train on."
+        cause = "files of the same name are held out together, and would leave nothing to train on"
+        message = f"{cause}; set it to 0 to train on all."
         yield Problem("hold_out", message)
         return dataset, []
     name = f"{dataset.id}-held-out"
     changes: dict[str, object] = {"id": name, "dataset_type": "eval", "hold_out": 0, "train_batch_size": 1}
     changes |= {"cache_dir_vae": f"{dataset.latent_dir}-held-out", "vae_cache_clear_each_epoch": False}
-    samples = sorted((replace(each, dataset_id=name) for each in chosen), key=lambda each: each.name)
+    samples = [replace(sample, dataset_id=name) for sample in sorted(chosen, key=lambda sample: sample.name)]
     config = dataset.config.model_copy(update=changes)
     held = replace(dataset, config=config, samples=tuple(samples), rejected=(), repeats=0)
     reasons = {sample.name: "is held out, to measure the evaluation loss on it" for sample in samples}
@@ -335,7 +344,7 @@ def _check_partners(dataset: Dataset, partners: Dataset, names: Sequence[str]) -
 def _check_several(dataset: Dataset, partners: Dataset, names: Sequence[str]) -> Iterator[Problem]:
     """Report pictures for which several files could be the partner."""
     candidates = {name: partners.names_for(name) for name in names}
-    several = [f"{name} ({shorten(found, 3)})" for name, found in candidates.items() if len(found) > 1]
+    several = [f"{name} ({shorten(files, 3)})" for name, files in candidates.items() if len(files) > 1]
     if several:
         message = f"more than one partner for {counted(len(several), 'file')} of {dataset.id}: {shorten(several, 3)}."
         advice = "Keep one of them, or name it after the whole file name, as in cat.jpg.png for cat.jpg."

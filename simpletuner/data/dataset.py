@@ -92,12 +92,12 @@ class Dataset:
     @cached_property
     def references(self) -> list[Dataset]:
         """The datasets of source pictures; every sample has a partner in one of them."""
-        return [each for each in self.partners if each.config.conditioning_type not in MASKS]
+        return [partner for partner in self.partners if partner.config.conditioning_type not in MASKS]
 
     @cached_property
     def masks(self) -> Dataset | None:
         """The dataset of the masks, or None."""
-        return next((each for each in self.partners if each.config.conditioning_type in MASKS), None)
+        return next((partner for partner in self.partners if partner.config.conditioning_type in MASKS), None)
 
     @cached_property
     def _partner_index(self) -> dict[str, list[str]]:
@@ -246,8 +246,9 @@ class Dataset:
 
     def unused(self) -> list[LedgerEntry]:
         """The lines of the files that are left out, sorted by name."""
-        origins, left_out = self.folder.listing.origins, sorted(self.rejected, key=lambda file: file.name)
-        return [LedgerEntry(self.id, each.name, each.detail, origins.get(each.name, "")) for each in left_out]
+        origins = self.folder.listing.origins
+        left_out = sorted(self.rejected, key=lambda file: file.name)
+        return [LedgerEntry(self.id, file.name, file.detail, origins.get(file.name, "")) for file in left_out]
 
     def sizes(self) -> dict[str, int]:
         """Number of samples by training size, as text."""
