@@ -270,9 +270,10 @@ def _layers(request: SampleRequest, weights: Sampled, run: Checkpoint | None) ->
         for name in selectors:
             yield Problem(name, f"has no effect: the settings are those of the run {run.path.parent}.")
         return [*layers, _layer_of(run)]
-    if lora is not None and all(model_in_header(lora)):
+    if lora is not None:
         family, flavour = model_in_header(lora)
-        layers.append(Layer(str(lora), [("model_family", family), ("model_flavour", flavour)]))
+        if family and flavour:
+            layers.append(Layer(str(lora), [("model_family", family), ("model_flavour", flavour)]))
     # Problems of the arguments are collected later, with those of other layers.
     if selectors or not (layers[1:] or "model_family" in result_of(canonical(request.arguments.layer()))):
         layers += (yield from locate(selectors)).layers

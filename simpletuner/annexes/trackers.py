@@ -16,6 +16,7 @@ from typing import Any, Protocol, TypeVar
 import numpy as np
 
 from simpletuner.annexes.figures import still
+from simpletuner.atomic import write_json
 from simpletuner.config.publishing import tracker_names, wandb_mode, why_missing
 from simpletuner.config.values import read_json
 from simpletuner.errors import result_of
@@ -177,7 +178,7 @@ class WandbTracker:
         # Steps after the checkpoint were sent before the interruption; repeated steps have equal values.
         self._first_step = self._run.starting_step
         run.output_dir.mkdir(parents=True, exist_ok=True)
-        (run.output_dir / WANDB_FILE).write_text(json.dumps({"id": self._run.id}), encoding="utf-8")
+        write_json(run.output_dir / WANDB_FILE, {"id": self._run.id})
         logger.info("wandb: %s", self._run.url if wandb_mode() == "online" else f"{wandb_mode()}, {self._run.dir}")
 
     def log(self, metrics: Mapping[str, Any], step: int) -> None:

@@ -31,7 +31,7 @@ from simpletuner.data.dataset import Dataset
 from simpletuner.data.discovery import Folder, Scan, read_excluded
 from simpletuner.data.entries import FIXED_PROMPTS, DataContext, link_partners
 from simpletuner.data.file_index import FileFacts, inspect_files
-from simpletuner.data.file_names import CAPTION_SUFFIXES, index_partners, partners_of
+from simpletuner.data.file_names import CAPTION_SUFFIXES, index_partners, pair_key, partners_of
 from simpletuner.data.files import LARGEST_CAPTION, LeftOutError
 from simpletuner.data.sample import LedgerEntry, Rejected
 from simpletuner.errors import Problems, Reading, UserError, required, result_of, visible
@@ -125,6 +125,11 @@ class Library:
     def listing(self) -> Scan:
         """The names of the files and caption files."""
         return list_files(self.entry, self.context)
+
+    @cached_property
+    def files_by_pair_key(self) -> Counter[str]:
+        """The number of files of each pair key."""
+        return Counter(map(pair_key, self.listing.files))
 
     @cached_property
     def masks(self) -> DatasetConfig | None:

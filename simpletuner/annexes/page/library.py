@@ -21,7 +21,7 @@ from starlette.requests import Request
 from starlette.responses import FileResponse, HTMLResponse, JSONResponse, Response
 
 from simpletuner.annexes.captions import library as captions
-from simpletuner.annexes.captions.library import ChangedMeanwhileError, Library, inspected, stamp_of
+from simpletuner.annexes.captions.library import LINKED, ChangedMeanwhileError, Library, inspected, stamp_of
 from simpletuner.annexes.page.control import Runs
 from simpletuner.annexes.page.files import Configuration, add_dataset, shown, writable
 from simpletuner.annexes.page.jobs import log_of, queue_of
@@ -359,7 +359,7 @@ def write_mask(library: Library, folder: Path, name: str, sent: str, seen: str) 
     with _painting:
         present = masks_in(folder)
         before = mask_of(name, present)
-        path = folder / mask_name(library, name, before)
+        path = mask_path(library, folder, name, before)
         if path.suffix.lower() != ".png":
             raise UserError(f"{path} is a mask in another format: move it away, or convert it to PNG.")
         if (stamp_of(inspected(folder, [before])[before]) if before else "") != seen:
@@ -386,17 +386,29 @@ def mask_name(library: Library, name: str, before: str = "") -> str:
     Args:
         before: the present mask, which is replaced unless it is also that of another file.
     """
-    is_shared = sum(pair_key(file) == pair_key(name) for file in library.listing.files) > 1
+    is_shared = library.files_by_pair_key[pair_key(name)] > 1
     if before and (not is_shared or composed(name) in (composed(before), pair_key(before))):
         return before
     return f"{name}.png" if is_shared else str(PurePosixPath(name).with_suffix(".png"))
+
+
+def mask_path(library: Library, folder: Path, name: str, before: str = "") -> Path:
+    """The path of a file's mask; see `mask_name`.
+
+    Raises:
+        UserError: it is behind a link out of the project.
+    """
+    path = folder / mask_name(library, name, before)
+    if not library.may_show(path):
+        raise UserError(f"{path} {LINKED}.")
+    return path
 
 
 def without_mask(library: Library, folder: Path, masks: Sequence[str]) -> list[str]:
     """The used files that have no mask.
 
     Raises:
-        UserError: too many files have none.
+        UserError: too many files have none, or one would be written behind a link out of the project.
     """
     index = index_partners(masks)
     used = (file for file in library.listing.files if file not in library.excluded)
@@ -404,6 +416,8 @@ def without_mask(library: Library, folder: Path, masks: Sequence[str]) -> list[s
     if len(bare) > MOST_FILLED:
         message = f"{len(bare):,} files have no mask in {folder}, and every file needs one. Add masks first"
         raise UserError(f"{message}: the page creates at most {MOST_FILLED:,} white masks.")
+    for file in bare:
+        mask_path(library, folder, file)
     return bare
 
 

@@ -275,7 +275,7 @@ def join_watch(place: World, store: Any, limit: float, deadline: float) -> Watch
     else:
         while not store.check([FIRST]):  # polled in Python, where Ctrl-C is handled
             if time.monotonic() > deadline:
-                late = f"{own} has waited in vain for process 0; start_timeout allows more time."
+                late = f"process 0 did not start while {own} waited; start_timeout allows more time."
                 raise NotJoinedError(f"MASTER_ADDR: {late}")
             time.sleep(POLL_SECONDS / 10)
         host, address, port, key = json.loads(store.get(FIRST))

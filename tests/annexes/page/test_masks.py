@@ -80,3 +80,25 @@ def test_what_the_page_writes_is_accepted_by_the_plan(page: TestClient, painted:
         file = Path("cats_masks", f"{name}.png" if name != "c.png" else name)
         with Image.open(file) as mask:
             assert mask.width * height == mask.height * width, name
+
+
+@pytest.mark.parametrize("name", ["sub/d.png", "c.png"])
+def test_no_mask_is_written_behind_a_link_out_of_the_project(
+    page: TestClient, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, name: str
+) -> None:
+    """Also not the white one of another file."""
+    paint(page, "c.png", 0.5)
+    before = (tmp_path / "cats_masks/c.png").read_bytes()
+    outside = tmp_path_factory.mktemp("outside")
+    (tmp_path / "cats/sub").mkdir()
+    Image.new("RGB", (96, 96)).save(tmp_path / "cats/sub/d.png")
+    (tmp_path / "cats_masks/sub").symlink_to(outside)
+    shown = page.get("/library", params={"dataset": "cats"}).text
+    stamps = re.findall(rf'aria-label="Mask of {re.escape(name)}[^>]*data-tag="([^"]*)"', shown)
+
+    answer = save_mask(page, name, drawn((0, 0, 48, 96), (96, 96)), stamps[0] if stamps else "")
+
+    assert answer.status_code == 422
+    assert "is a link out of the project" in answer.text
+    assert list(outside.iterdir()) == []
+    assert (tmp_path / "cats_masks/c.png").read_bytes() == before
