@@ -16,7 +16,7 @@ from PIL import Image
 
 from simpletuner.data import clip_decord, clip_facts, clips
 from simpletuner.data.buckets import Geometry
-from simpletuner.data.clip_file import UndecodableError, UnsupportedError, opened
+from simpletuner.data.clip_file import ClipFile, UndecodableError, UnsupportedError, opened
 from simpletuner.data.clip_frames import CONVERSION, _deinterlaced, _Painter, read_with_av
 from simpletuner.data.clips import ClipFacts, fit_clip, frames_of, probe_clip
 from simpletuner.data.files import MediaError, UnsuitableError
@@ -152,15 +152,17 @@ def test_an_interlaced_clip_may_change_its_size(tmp_path: Path) -> None:
 
 
 def test_a_packet_of_one_field_is_no_frame(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path, shown = tmp_path / "fields.ts", clip_facts._shown
+    path = tmp_path / "fields.ts"
     codec, options = INTERLACED["interlaced.ts"]
     write_interlaced(path, codec, **options)
+    read_packets = clip_facts._read_packets
 
-    def fields(packet: av.Packet, name: str) -> list[tuple[float, float]]:
-        spans = list(shown(packet, name))
-        return spans + [(time + 0.02, 0.02) for time, _ in spans]
+    def read_fields(clip: ClipFile) -> clip_facts._Packets:
+        packets = read_packets(clip)
+        packets.spans |= {time + 0.02: 0.02 for time in packets.spans}
+        return packets
 
-    monkeypatch.setattr(clip_facts, "_shown", fields)
+    monkeypatch.setattr(clip_facts, "_read_packets", read_fields)
     facts = probe_clip(path)
     assert facts.source_rate == pytest.approx(25)
     assert facts.seconds == pytest.approx(1)
