@@ -129,7 +129,23 @@ def test_help_of_a_key_has_choices_default_and_what_a_family_sets(capsys: Captur
     assert "checkpoint_step_interval" in capsys.readouterr().out, "another spelling of a key"
 
 
-@pytest.mark.parametrize("words", ["vram", "OOM", "flicker", "blurry", "too strong", "forgets"])
+EVERYDAY = [
+    "vram",
+    "OOM",
+    "flicker",
+    "blurry",
+    "too strong",
+    "forgets",
+    "captions",
+    "folder",
+    "steps",
+    "fps",
+    "cfg",
+    "nan",
+]
+
+
+@pytest.mark.parametrize("words", EVERYDAY)
 def test_help_understands_everyday_words(words: str, capsys: Capture) -> None:
     assert main(["help", *words.split()]) == 0
     (keys,) = [keys for known, keys in EVERYDAY_WORDS.items() if words.lower() in known]
