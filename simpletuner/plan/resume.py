@@ -45,6 +45,7 @@ FIXED = frozenset({"optimizer", "mixed_precision", *LoraConfig.model_fields}) - 
 # different files have one in common is 1 in 10,000.
 DIGITS = 10
 FILES_RECORDED = 10_000
+CAPTIONS, SIZES = ".captions", ".resolution"  # after the id of a dataset
 OPTIMIZER = "optimizer_config."  # before the name of an optimizer's setting, whichever key sets it
 
 
@@ -193,7 +194,7 @@ def dataset_mathematics(trained: Sequence[Dataset]) -> dict[str, Any]:
         settings |= {
             f"{dataset.id}.is_regularisation_data": dataset.config.is_regularisation_data,
             f"{dataset.id}.timestep_sampling_offset": dataset.config.timestep_sampling_offset,
-            f"{dataset.id}.captions": f"texts with the digest {captions[:12]}",
+            f"{dataset.id}{CAPTIONS}": f"texts with the digest {captions[:12]}",
             f"{dataset.id}.conditioning_data": dataset.masks and dataset.masks.config.conditioning_type,
         }
     return settings
@@ -208,7 +209,7 @@ def sample_order(plan: Plan) -> dict[str, Any]:
         # "768x512@61": width, height, frames.
         sizes = sorted((f"{width}x{height}@{frames}", count) for ((width, height), frames), count in counts.items())
         order |= {
-            f"{dataset.id}.resolution": [f"{count} of {size}" for size, count in sizes],
+            f"{dataset.id}{SIZES}": [f"{count} of {size}" for size, count in sizes],
             f"{dataset.id}.train_batch_size": f"{samples} over all processes",
             f"{dataset.id}.slider_strength": config.slider_strength or 0,
             f"{dataset.id}.crop": config.crop and [config.crop, config.crop_aspect, config.crop_style],
@@ -247,7 +248,17 @@ def _check_settings(new: Mapping[str, Any], checkpoint: Checkpoint) -> Iterator[
 def _changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     for key in old:
         if key in new and new[key] != old[key]:  # older versions wrote fewer keys
-            yield key, f"was trained with {typed(old[key])}, not {typed(new[key])}"
+            yield key, f"was trained with {_difference(key, old[key], new[key])}"
+
+
+def _difference(key: str, old: Any, new: Any) -> str:
+    """A changed setting in words: `CAPTIONS` are digests, `SIZES` are lists such as `21 of 768x512@61`."""
+    if key.endswith(CAPTIONS):
+        return "other captions, or with captions of other files"
+    if key.endswith(SIZES):
+        before, after = (", ".join(size.removesuffix("@1") for size in sizes) for sizes in (old, new))
+        return f"{before}, and now there are {after}"
+    return f"{typed(old)}, not {typed(new)}"
 
 
 def _check_start(lora: LoraConfig, checkpoint: Checkpoint, recorded: Mapping[str, Any]) -> Iterator[Problem]:
@@ -328,6 +339,20 @@ def _check_files(plan: Plan, checkpoint: Checkpoint) -> Iterator[Problem]:
     yield Problem("data_backend_config", f"{message}; override_dataset_config continues this run with them.")
 
 
+def _changed_files(plan: Plan, checkpoint: Checkpoint) -> str:
+    """A sentence with the number of files that are gone and that are new; empty if neither is known."""
+    known = set(checkpoint.manifest.identity.files.split())
+    today = set(file_digests(plan.trained).split())
+    if not known or max(len(known), len(today)) >= FILES_RECORDED:  # older checkpoints lack it; samples do not tell
+        return ""
+    changes = []
+    if gone := len(known - today):
+        changes.append(f"{counted(gone, 'file')} {'is' if gone == 1 else 'are'} gone or changed")
+    if new := len(today - known):
+        changes.append(f"{counted(new, 'file')} {'is' if new == 1 else 'are'} new or changed")
+    return f" {', '.join(changes)}." if changes else ""
+
+
 def has_same_data(plan: Plan) -> Reading[bool]:
     """Whether the sample order can continue where the checkpoint stopped."""
     if plan.resume is None:
@@ -342,11 +367,14 @@ def has_same_data(plan: Plan) -> Reading[bool]:
     is_complete = progress is not None and progress.epochs_done == epoch
     consequence = f"epoch {epoch} is complete" if is_complete else f"epoch {epoch} starts over"
     # First compare by key; the fingerprint shows only that the data differ.
+    files = _changed_files(plan, plan.resume)
     if changes := list(_changes(identity.order, sample_order(plan))):
-        yield from (warning(key, f"{name} {change}; {consequence}.") for key, change in changes)
+        for key, change in changes:
+            cause = files if key.endswith(SIZES) else ""
+            yield warning(key, f"{name} {change}; {consequence}.{cause}")
         return False
     if fingerprint(plan.trained) != identity.datasets:
         if not plan.config.datasets.override_dataset_config:
-            yield warning("data_backend_config", f"the datasets are not those of {name}; {consequence}.")
+            yield warning("data_backend_config", f"the datasets are not those of {name}; {consequence}.{files}")
         return False
     return not any(_check_batch(plan.config, plan.resume))

@@ -133,6 +133,34 @@ def test_the_plan_says_what_is_left(workspace: Workspace, capsys: Capture) -> No
     assert "the datasets are not those of checkpoint-6; epoch 2 starts over." in shown
 
 
+@pytest.mark.parametrize(
+    ("gone", "new", "words"),
+    [
+        (1, 0, "1 file is gone or changed."),
+        (0, 2, "2 files are new or changed."),
+        (2, 1, "2 files are gone or changed, 1 file is new or changed."),
+    ],
+)
+def test_files_that_came_and_went_since_the_checkpoint_are_counted(
+    workspace: Workspace, capsys: Capture, gone: int, new: int, words: str
+) -> None:
+    workspace.write_datasets([pictures(), TEXTS])
+    save_checkpoint(workspace, 6, 2, Progress(2, 1, 12))
+    for path in sorted(workspace.path("datasets/pictures").glob("*.png"))[:gone]:
+        path.unlink()
+    if new:
+        workspace.add_pictures("datasets/pictures/more", new, seed=5)
+
+    assert workspace.run("plan", "max_train_steps=12") == 0
+
+    shown = capsys.readouterr().out
+    (line,) = [line for line in shown.splitlines() if "pictures.resolution: " in line]
+    assert "checkpoint-6 was trained with 4 of 64x64, 4 of 80x48, and now there are " in line
+    assert line.endswith(f"; epoch 2 starts over. {words}")
+    assert "with other captions, or with captions of other files; the new value applies from here on" in shown
+    assert "digest" not in shown
+
+
 def test_a_checkpoint_of_an_earlier_version_continues_its_epoch(workspace: Workspace) -> None:
     workspace.write_config(max_train_steps=None, num_train_epochs=3)
     workspace.write_datasets([pictures(), TEXTS])
