@@ -123,7 +123,7 @@ def find_or_download() -> bool:
 
 
 def everything(process: Process) -> dict[str, Any]:
-    decode, damaged = fill.media.decode, Path("datasets/pictures/p3.png").read_bytes()
+    decode, damaged = fill.pictures.decode, Path("datasets/pictures/p3.png").read_bytes()
     write, draw, load = CacheStore.write, Renderer.write, Encoding.load_text_encoder
     pictures: list[str] = []
     loading: list[float] = []
@@ -148,7 +148,7 @@ def everything(process: Process) -> dict[str, Any]:
         draw(self, frames, path)
 
     with (
-        patch.object(fill.media, "decode", decode_some),
+        patch.object(fill.pictures, "decode", decode_some),
         patch.object(CacheStore, "write", note),
         patch.object(Encoding, "load_text_encoder", note_loading),
     ):

@@ -102,6 +102,6 @@ def test_a_file_that_cannot_be_decoded_ends_the_run_by_name(
     def decode(source: bytes) -> np.ndarray:
         raise files.MediaError("its pixels are damaged")
 
-    monkeypatch.setattr(fill.media, "decode", decode)
+    monkeypatch.setattr(fill.pictures, "decode", decode)
     assert workspace.train("vae_cache_ondemand=true") == 2
     assert re.search(r"pictures/p\d.png its pixels are damaged; remove it", capsys.readouterr().err)
