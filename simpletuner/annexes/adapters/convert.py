@@ -8,9 +8,9 @@ the programs look for it in different places.
 from __future__ import annotations
 
 import json
-import math
 import shutil
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from simpletuner.annexes.adapters.forms import DORA, form_of, holds_magnitudes, model_of, why_not_comfyui
+from simpletuner.annexes.figures import is_number
 from simpletuner.atomic import open_atomically
 from simpletuner.config.values import absence_of, read_json
 from simpletuner.errors import UserError, required, result_of, shorten
@@ -275,11 +276,12 @@ def _settings_of_product(path: Path, notes: Mapping[str, str]) -> dict[str, Any]
     Raises:
         UserError: the header does not have them.
     """
-    try:
+    settings: dict[str, Any] = {}
+    with suppress(KeyError, ValueError, AttributeError):  # no settings, or not an object in JSON
         settings = {without_prefix(key): value for key, value in json.loads(notes[METADATA_KEY]).items()}
-        if math.isfinite(settings["alpha"]) and settings["r"] > 0:
-            return settings
-    except (KeyError, ValueError, TypeError, AttributeError):
-        pass
+    rank = settings.get("r", 0)
+    alpha = settings.get("alpha")
+    if is_number(alpha) and is_number(rank) and rank > 0:
+        return settings
     message = f"{str(path)!r} is a LoKr or LoHa whose header does not state its rank and alpha."
     raise UserError(f"{message} Convert the LoRA beside it.")

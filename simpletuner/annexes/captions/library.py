@@ -38,7 +38,7 @@ from simpletuner.errors import Problems, Reading, UserError, required, result_of
 
 PATIENCE = 4.0  # seconds that a search may spend reading captions
 UNREADABLE = "?"  # not empty, so that an unreadable caption does not count as missing
-LINKED = "is a link out of the project; to allow its folder, start the server with --root"
+LINKED = "is behind a link out of the project; to allow its folder, start the server with --root"
 _facts: dict[Path, dict[str, FileFacts]] = defaultdict(dict)
 
 

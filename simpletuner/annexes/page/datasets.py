@@ -55,7 +55,7 @@ def links_out(saved: Configuration) -> Iterator[Problem]:
         if linked:
             more = f" (and {len(linked) - 1:,} more)" if len(linked) > 1 else ""
             message = (
-                f"{linked[0]}{more} is a link out of the project. Start the server with --root and its folder, or run "
-                "`simpletuner dataset` in a terminal."
+                f"{linked[0]}{more} is behind a link out of the project. Start the server with --root and its folder, "
+                "or run `simpletuner dataset` in a terminal."
             )
             yield Problem(entry.id, message)

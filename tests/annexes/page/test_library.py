@@ -327,7 +327,10 @@ def test_a_caption_behind_a_link_out_of_the_project_is_named_and_not_shown(
 
     assert "a cat number 1" not in html
     if not asked:
-        assert html.count("1.txt is a link out of the project; to allow its folder, start the server with --root.") == 1
+        assert (
+            html.count("1.txt is behind a link out of the project; to allow its folder, start the server with --root.")
+            == 1
+        )
 
 
 @pytest.mark.parametrize("table", ["metadata.jsonl", "metadata.csv"])
@@ -344,7 +347,7 @@ def test_captions_of_a_table_behind_a_link_are_not_shown(page: TestClient, folde
 
     html = show(page)
     assert "a secret" not in html
-    assert f"{table} is a link out of the project" in html
+    assert f"{table} is behind a link out of the project" in html
 
 
 def test_a_picture_behind_a_link_out_of_the_project_is_named(page: TestClient, folder: Path) -> None:
@@ -352,7 +355,7 @@ def test_a_picture_behind_a_link_out_of_the_project_is_named(page: TestClient, f
 
     html = show(page)
 
-    assert html.count("1.png is a link out of the project") == 1
+    assert html.count("1.png is behind a link out of the project") == 1
     assert "1.png&amp;stamp" not in html
     assert html.count("a cat number 1") >= 1
 
@@ -389,7 +392,7 @@ def test_the_page_of_a_dataset_names_a_link_out_of_the_project(page: TestClient,
     assert answer.status_code == 422
     problem = answer.json()["problems"][0]
     assert problem["key"] == "cats"
-    assert problem["message"].startswith(f"{name} is a link out of the project. Start the server with --root")
+    assert problem["message"].startswith(f"{name} is behind a link out of the project. Start the server with --root")
 
 
 def test_thumbnails_are_small_and_kept_by_the_browser(page: TestClient, folder: Path) -> None:

@@ -99,6 +99,6 @@ def test_no_mask_is_written_behind_a_link_out_of_the_project(
     answer = save_mask(page, name, drawn((0, 0, 48, 96), (96, 96)), stamps[0] if stamps else "")
 
     assert answer.status_code == 422
-    assert "is a link out of the project" in answer.text
+    assert "is behind a link out of the project" in answer.text
     assert list(outside.iterdir()) == []
     assert (tmp_path / "cats_masks/c.png").read_bytes() == before

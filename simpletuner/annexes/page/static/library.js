@@ -123,7 +123,7 @@ async function edit(body) {
   }
   const lines = data.first.map(({ name, before, after }) => element("p", {}, element("b", { textContent: name }), element("del", { textContent: before }), element("ins", { textContent: after })));
   const notes = [...told, data.emptied && `${data.emptied} of them would be empty.`, data.unreadable.length && `Not readable: ${data.unreadable.join(", ")}.`,
-    data.linked.length && `Not changed, since they are links out of the project: ${data.linked.join(", ")}.`];
+    data.linked.length && `Not changed, since they are behind links out of the project: ${data.linked.join(", ")}.`];
   const apply = element("button", { type: "button", className: "primary", textContent: `Change ${counted(data.count)}`, disabled: !data.count });
   apply.addEventListener("click", () => edit({ ...body, seen: data.digest }));
   const heading = `${counted(data.count)} would change${data.count > lines.length ? `, of which these are the first ${lines.length}` : ""}.`;
