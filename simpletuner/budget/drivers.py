@@ -249,7 +249,7 @@ def ask_driver(*words: str) -> list[str]:
 def _run(*command: str, seconds: float = QUERY_SECONDS) -> list[str]:
     """The output lines of a program; empty if it is missing, fails or hangs."""
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=seconds, check=True)
+        done = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=seconds, check=True)
     except (OSError, subprocess.SubprocessError):
         return []
     return done.stdout.strip().splitlines()
