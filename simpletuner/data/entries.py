@@ -277,7 +277,8 @@ def _check_folders(configs: Configs, context: DataContext) -> Iterator[Problem]:
     missing = {config.id: folder for config, folder in named if _is_missing(config, folder, context)}
     if missing:
         hint = "paths are relative to the working directory"
-        listed = "; ".join(f"{name}: {str(folder)!r}" for name, folder in missing.items())
+        kinds = {folder: " is a file" if folder.is_file() else "" for folder in missing.values()}
+        listed = "; ".join(f"{name}: {str(folder)!r}{kinds[folder]}" for name, folder in missing.items())
         guesses = [similar_path(folder, "*/") for folder in missing.values()]
         message = f"these folders do not exist or cannot be listed ({hint}): {listed}.{''.join(dict.fromkeys(guesses))}"
         yield Problem("instance_data_dir", message, entries=[*missing])

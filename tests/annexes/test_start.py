@@ -326,6 +326,7 @@ def test_captions_that_name_the_subject_stay_as_they_are(commands: list[list[str
         (["."], "output/test_what_cannot_be_started"),
         (["."], "is inside ., so previews would be trained. Start outside of it: cd "),
         (["cat", "output_dir=cat/out"], "cat/out is inside cat, so previews would be trained."),
+        (["cat/0.png"], "cat/0.png is a file; start takes a folder of pictures or clips."),
         (["hlaf"], "hlaf is not a folder. Did you mean 'half'?"),
         (["empty"], "empty contains no pictures and no clips."),
         (["run"], "It has a config: simpletuner train --config run/config.json."),

@@ -107,6 +107,12 @@ def test_missing_dataset_folders_are_one_problem(workspace: Workspace, capsys: C
     assert "hold_out" not in capsys.readouterr().err, "a consequence"
 
 
+def test_a_file_in_place_of_a_dataset_folder_is_named(workspace: Workspace, capsys: Capture) -> None:
+    path = next(workspace.path("datasets/pictures").glob("*.png"))
+    change_dataset(workspace, instance_data_dir=f"datasets/pictures/{path.name}")
+    assert f"pictures: 'datasets/pictures/{path.name}' is a file." in complaint(workspace, capsys)
+
+
 def test_missing_captions(workspace: Workspace, capsys: Capture) -> None:
     workspace.path("datasets/pictures/p3.txt").unlink()
     told = warnings(workspace, capsys)

@@ -83,6 +83,8 @@ class Material:
         Raises:
             UserError: the folder contains neither.
         """
+        if folder.is_file():
+            raise UserError(f"{folder} is a file; start takes a folder of pictures or clips.")
         if not is_readable(folder):
             wrong = "cannot be read." if folder.is_dir() else f"is not a folder.{similar_path(folder, '*/')}"
             raise UserError(f"{folder} {wrong}")
