@@ -26,6 +26,14 @@ from simpletuner.redaction import hide_secrets
 SENDING = ("Publishing", "Webhooks")
 MOST_GUESSED = 50  # unknown keys that get a suggestion, each of which takes 3 ms
 LONGEST_SHOWN = 120  # characters of a wrong value, so that a pasted object does not bury the message
+# What keys call the dtypes of PyTorch: the first name that a key accepts. mixed_precision no means float32.
+DTYPES = {
+    "float32": ("fp32", "no"),
+    "fp32": ("no",),
+    "float16": ("fp16",),
+    "half": ("fp16",),
+    "bfloat16": ("bf16",),
+}
 NOTHING: Mapping[str, Any] = MappingProxyType({})
 # Expected types by pydantic error type, since pydantic's messages name Python types.
 EXPECTED = {"list_type": "a list", **dict.fromkeys(("dict_type", "model_type", "dataclass_type"), "an object")}
@@ -231,7 +239,12 @@ def _why_not(details: ErrorDetails, path: str, model: type[Group]) -> str:
     options = options_of(model)
     if path in options and (why := options[path].refused.get(str(value))):
         return f"{why}."
-    return f"is not one of: {', '.join(allowed)}.{did_you_mean(str(value), allowed)}"
+    hint = did_you_mean(str(value), allowed)
+    for name in DTYPES.get(str(value).lower().removeprefix("torch."), ()):
+        if name in allowed:
+            hint = f" Did you mean '{name}'?"
+            break
+    return f"is not one of: {', '.join(allowed)}.{hint}"
 
 
 def _allowed(details: ErrorDetails) -> list[str]:

@@ -61,6 +61,24 @@ def test_invalid_json(workspace: Workspace, capsys: Capture) -> None:
     )
 
 
+@pytest.mark.parametrize(
+    ("key", "value", "meant"),
+    [
+        ("mixed_precision", "fp32", "no"),
+        ("mixed_precision", "float32", "no"),
+        ("mixed_precision", "float16", "fp16"),
+        ("mixed_precision", "torch.bfloat16", "bf16"),
+        ("vae_dtype", "float32", "fp32"),
+        ("vae_dtype", "half", "fp16"),
+    ],
+)
+def test_pytorch_names_of_dtypes_are_understood(
+    key: str, value: str, meant: str, workspace: Workspace, capsys: Capture
+) -> None:
+    problem = complaint(workspace, capsys, "plan", f"{key}={value}")
+    assert problem.endswith(f"Did you mean '{meant}'? (command line)")
+
+
 def test_values_that_belong_elsewhere(workspace: Workspace, capsys: Capture) -> None:
     workspace.write_config(model_type="lokr", model_flavour="t2v-lite-sft-5s", caption_strategy="txt")
     kind, caption, flavour = complaints(workspace, capsys)
