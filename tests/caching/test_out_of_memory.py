@@ -149,7 +149,7 @@ def test_memory_that_decoding_lacks_is_named(
     def fail(path: Path) -> None:
         raise MemoryError
 
-    monkeypatch.setattr(fill.media, "decode", fail)
+    monkeypatch.setattr(fill.pictures, "decode", fail)
     assert workspace.train() == 2
     assert "not enough memory to decode it; lower max_workers" in capsys.readouterr().err
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Callable
+from fractions import Fraction
 from itertools import pairwise, product
 from pathlib import Path
 
@@ -217,7 +218,7 @@ def test_side_data_without_a_name_in_pyav_is_ignored(orientation: int, tmp_path:
             packet = av.Packet(file.getvalue())
             packet.stream = stream
             packet.pts = packet.dts = index
-            packet.time_base = stream.time_base or av.time_base
+            packet.time_base = stream.time_base or Fraction(1, av.time_base)
             packet.is_keyframe = True
             container.mux(packet)
     if orientation in (2, 4, 5, 7):

@@ -86,7 +86,7 @@ def test_the_program_of_a_model_card_needs_no_simpletuner_and_draws_the_same(
     Image.new("RGB", (100, 60), "red").save(tmp_path / "source.png")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     # Packages that this environment does not have: torchvision's processor, and the encoder of clips.
-    load = diffusers.DiffusionPipeline.from_pretrained.__func__  # type: ignore[attr-defined]
+    load = diffusers.DiffusionPipeline.from_pretrained.__func__
 
     def from_pretrained(pipeline: Any, model: str, **settings: Any) -> Any:
         if family != "sanavideo":

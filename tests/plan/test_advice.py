@@ -93,7 +93,7 @@ def judge(tmp_path: Path) -> Judge:
 )
 def test_what_a_message_proposes_is_not_refused_next(judge: Judge, family: str, model_type: str) -> None:
     followed = 0
-    refused = []
+    refused: list[str] = []
     for settings in broken_settings():
         whole = {"model_family": family, "model_type": model_type, **settings}
         problems = judge(whole)
@@ -140,7 +140,7 @@ def test_what_a_message_about_a_dataset_proposes_is_not_refused_next(workspace: 
         return []
 
     followed = 0
-    refused = []
+    refused: list[str] = []
     with workspace.inside():
         for keys in broken_entries():
             entry = {**DATASETS[0], **keys}

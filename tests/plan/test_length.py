@@ -65,8 +65,8 @@ def test_a_schedule_with_a_gap_is_refused_with_the_length_that_avoids_it(
     assert words in problem
     for key, value in {**first, **later}.items():
         assert f"{key} {value}" in problem
-    key, value = problem.removesuffix(".").split()[-2:]
-    assert workspace.run("plan", *settings, f"{key}={value}") == 0, "the advice works"
+    advised, steps = problem.removesuffix(".").split()[-2:]
+    assert workspace.run("plan", *settings, f"{advised}={steps}") == 0, "the advice works"
 
 
 @pytest.mark.parametrize("epochs", [False, True])

@@ -208,7 +208,8 @@ def test_previews_and_the_wandb_run_follow_their_line(run: Workspace) -> None:
 
 def train_and_die(moves: int, *settings: str) -> None:
     """Train, and end without any farewell after so many files were moved."""
-    move, moved = lineage._move, []
+    move = lineage._move
+    moved: list[Path] = []
 
     def watched(path: Path, target: Path) -> None:
         if path.exists():
