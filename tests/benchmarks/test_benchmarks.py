@@ -14,6 +14,7 @@ import pytest
 
 from benchmarks import many_files, real_size, startup
 from benchmarks.models import SHAPES
+from tests.parameters import first_of
 from tests.workspace import Workspace
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
@@ -49,7 +50,7 @@ def signals() -> Iterator[None]:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("signals", "traced_only")
-@pytest.mark.parametrize("name", SMALLEST)
+@pytest.mark.parametrize("name", first_of(SMALLEST, 3))
 def test_it_runs(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

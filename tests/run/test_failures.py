@@ -14,6 +14,7 @@ from simpletuner.training import step
 from simpletuner.training.ema import Ema
 from simpletuner.training.recorder import EmaUpdater, RequestHandler
 from simpletuner.validation.runner import ValidationRunner
+from tests.parameters import first_of
 from tests.run.test_resume import SETTINGS, assert_same_run
 from tests.workspace import Workspace
 
@@ -81,7 +82,7 @@ def checkpoints(run: Workspace) -> list[int]:
 
 
 @pytest.mark.slow(1)
-@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("place", first_of(PLACES, 2))
 def test_an_error_saves_the_last_complete_step(
     tmp_path: Path, filled: Workspace, straight: Workspace, capsys: pytest.CaptureFixture[str], place: str
 ) -> None:

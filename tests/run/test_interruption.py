@@ -41,6 +41,7 @@ from simpletuner.reporting.events import (
     StepReport,
 )
 from simpletuner.run.train import run_plan
+from tests.parameters import first_of
 from tests.processes import finish
 from tests.run.test_kandinsky5_video import make_workspace
 from tests.run.test_processes import wait_for_step
@@ -97,7 +98,7 @@ def media(workspace: Workspace) -> list[dict[str, Any]]:
     return [json.loads(line) for line in workspace.path(MEDIA).read_text().splitlines()]
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", first_of([signal.SIGTERM, signal.SIGINT]))
 def test_a_signal_ends_the_run_after_its_step_and_the_run_continues(
     tmp_path: Path, filled: Workspace, straight: Workspace, number: signal.Signals
 ) -> None:

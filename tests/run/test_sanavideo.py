@@ -16,6 +16,7 @@ from tests.clips import write_clip
 from tests.complaints import complaint
 from tests.fidelity.family import CPU
 from tests.fidelity.sana import make_sana_adapter
+from tests.parameters import first_of
 from tests.workspace import DATASETS, Workspace
 
 pytestmark = pytest.mark.slow
@@ -40,7 +41,7 @@ def test_lora(sana_workspace: Workspace, sana_checkpoint: Path, capsys: pytest.C
     assert pipeline.get_active_adapters()
 
 
-@pytest.mark.parametrize("is_i2v", [False, True])
+@pytest.mark.parametrize("is_i2v", first_of([True, False]))
 def test_clips_beside_pictures(sana_workspace: Workspace, is_i2v: bool) -> None:
     """`video.is_i2v` of a dataset decides what the run is; pictures beside its clips are trained from noise."""
     clips = {**DATASETS[0], "id": "clips", "dataset_type": "video", "instance_data_dir": "datasets/clips"}

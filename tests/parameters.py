@@ -1,0 +1,14 @@
+"""Cases of a test, of which a few are enough for every run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import pytest
+
+
+def first_of(cases: Iterable[Any], count: int = 1) -> list[Any]:
+    """The first cases always; the others, which repeat their promise, only with --all."""
+    every = list(cases)
+    return [*every[:count], *(pytest.param(case, marks=pytest.mark.thorough) for case in every[count:])]
