@@ -24,6 +24,7 @@ def draw_part(title: str, draw: Callable[[], str]) -> str:
     except Refusal:
         raise
     except Exception as error:
+        # Any error: the reason stands in the place of the part, and the rest of the page is shown.
         logger.debug("A part of the page cannot be shown: %s", title, exc_info=True)
         return html.render("page/failure.html.jinja", title=title, reason=redact(reason_for(error)))
 

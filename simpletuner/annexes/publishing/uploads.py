@@ -20,6 +20,7 @@ from simpletuner.atomic import TEMPORARY_SUFFIX, UNFINISHED_FOLDER_SUFFIX, sweep
 from simpletuner.config.publishing import PLACEHOLDERS, BucketConfig, PublishConfig, repository_name
 from simpletuner.distributed.requests import FOLDER as REQUESTS
 from simpletuner.errors import Interrupted, UserError, counted
+from simpletuner.models.lora_source import OFFICIAL_SETTINGS
 from simpletuner.reporting.events import UPLOADING, CheckpointSaved, Event, EventStream, Uploaded
 from simpletuner.run.companions import LEDGER_FILE, Companion, Ledger, Task, strike
 from simpletuner.run.lock import LOCK_FILE, STARTED_FILE
@@ -256,7 +257,7 @@ class Uploads(Companion):
 LOADED = (
     "*_weights.safetensors",
     "lycoris_config.json",
-    "config_lora.json",
+    OFFICIAL_SETTINGS,
     "ema/*",
     "transformer/*",
     "transformer_ema/*",
