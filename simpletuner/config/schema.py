@@ -237,20 +237,6 @@ class SpeedConfig(Group):
     recomputing it."""
     speed_bf16_modulation: Flag | None = of_speed()
     """Store Kandinsky's frozen float32 modulation weights as bf16 if that is lossless."""
-    speed_fused_lora: Flag = option(
-        False,
-        label="Fused LoRA",
-        requires=(
-            when(model_type="lora", because="model_type full trains every weight and no LoRA", fatal=True),
-            when(lora_type="standard", because="other updates are no product of two matrices", fatal=True),
-        ),
-        excludes=(
-            when("use_dora", because="DoRA scales the sum of base and update, whose norm takes the whole weight"),
-            when("lora_dropout", because="each layer drops different inputs"),
-        ),
-    )
-    """Compute the LoRAs of layers that share an input in one matmul, on a GPU together with the base weights. Rounds
-    differently; a run prints the error of its gradients."""
     deterministic: Flag = option(False)
     """Bit-identical repeats on a GPU: kernels with a fixed order of summation, none chosen by timing. Slower; no effect
     on a CPU, where repeats are always identical."""

@@ -107,7 +107,7 @@ def check_speed(config: SpeedConfig, precision: PrecisionConfig, launch: LaunchC
     """Report contradicting switches and missing packages."""
     if not plain_math(config):
         message = "has no effect without speed_plain_math, whose blocks it applies to."
-        yield from (NoEffect(key, message) for key in ("speed_keep_attention", "speed_fused_lora"))
+        yield NoEffect("speed_keep_attention", message)
     if launch.sequence_parallel_size > 1 and not plain_math(config):
         message = f"{launch.sequence_parallel_size} needs speed_plain_math: diffusers' own blocks need all tokens."
         yield Problem("sequence_parallel_size", message)

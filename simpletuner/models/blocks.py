@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from pydantic import TypeAdapter, ValidationError
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from simpletuner.atomic import changing, write_json
@@ -139,7 +139,6 @@ class FastBlocks:
         last: names of functions that end a block.
         recomputing: versions of the last functions that keep only their inputs for the backward pass, by name.
         outside_checkpoint: context around these versions that hides the enclosing block's checkpoint.
-        shared_inputs: (module, names of its layers with the same input).
     """
 
     pieces: dict[str, Callable[..., Any]]
@@ -147,7 +146,6 @@ class FastBlocks:
     last: tuple[str, ...] = ()
     recomputing: dict[str, Callable[..., Any]] = field(default_factory=dict)
     outside_checkpoint: AbstractContextManager[Any] = field(default_factory=nullcontext)
-    shared_inputs: Sequence[tuple[nn.Module, tuple[str, ...]]] = ()
 
     def finish(self, name: str, *inputs: Any) -> Any:
         """Run the last function of a block.

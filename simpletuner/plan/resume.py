@@ -174,7 +174,6 @@ def mathematics(plan: Plan) -> dict[str, Any]:
     changeable |= {
         "lora_dropout": lora.lora_dropout,
         "quantized_matmul": precision.quantized_matmul,
-        "speed_fused_lora": config.speed.speed_fused_lora,
         **compute_dtypes(precision, config.caching, spec.text_encoders),
         "gradient_accumulation_steps": config.schedule.gradient_accumulation_steps,
         **{f"{OPTIMIZER}{name}": value for name, value in optimizer.items()},

@@ -7,8 +7,8 @@ checkpointing and weight streaming stay outside.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -237,25 +237,22 @@ def _shape(value: Any) -> object:
 
 
 class FirstGradients:
-    """`forward` of a block that logs the error of its gradients in the first training call.
+    """`forward` of a block that logs how far quantised products change its gradients, in the first training call.
 
-    It uses the run's batch, because the error depends on outliers, which random inputs lack. Block and reference run
-    uncompiled, with the same dropout.
+    The block is compared with its unpacked products on the run's batch, because the error depends on outliers, which
+    random inputs lack. Both run uncompiled, with the same dropout.
 
     Args:
         message: log message, with a placeholder for the error.
-        reference: returns a context in which the block computes the reference.
         fast: the state of fast blocks.
-        is_ready: false in calls that have no error to log yet.
     """
 
-    def __init__(
-        self, message: str, reference: Callable[[], AbstractContextManager[None]], block: nn.Module,
-        fast: FastBlocks | None, is_ready: Callable[[], bool] = lambda: True,
-    ) -> None:  # fmt: skip
-        self.message, self.reference, self.block, self.is_ready = message, reference, block, is_ready
+    def __init__(self, message: str, block: nn.Module, fast: FastBlocks | None) -> None:
+        self.message = message
+        self.block = block
         self.fast = fast or FastBlocks({})
-        self.eager, self.pieces = block.forward, dict(self.fast.pieces)
+        self.eager = block.forward
+        self.pieces = dict(self.fast.pieces)
         self.is_pending = True
 
     def install(self) -> None:
@@ -263,7 +260,7 @@ class FirstGradients:
         forward = self.block.forward
 
         def logged(hidden: Tensor, *others: Any, **named: Any) -> Any:
-            if self.is_pending and torch.is_grad_enabled() and self.is_ready():
+            if self.is_pending and torch.is_grad_enabled():
                 self.is_pending = False
                 self._log(with_gradient(hidden), *others, **named)
             return forward(hidden, *others, **named)
@@ -271,15 +268,18 @@ class FirstGradients:
         self.block.forward = logged
 
     def _log(self, *inputs: Any, **named: Any) -> None:
-        def run(context: Callable[[], AbstractContextManager[None]], *inputs: Any) -> Any:
-            with context():
-                torch.manual_seed(0)
-                return self.eager(*inputs, **named)
+        def quantised(*inputs: Any) -> Any:
+            torch.manual_seed(0)
+            return self.eager(*inputs, **named)
+
+        def unpacked(*inputs: Any) -> Any:
+            with unpacked_products(self.block):
+                return quantised(*inputs)
 
         devices = [inputs[0].device] if inputs[0].is_cuda else []
         # The measurement must not advance the run's random streams.
         with torch.random.fork_rng(devices), self._uncompiled():
-            error = largest_error(self.block, [partial(run, self.reference), partial(run, nullcontext)], inputs)
+            error = largest_error(self.block, [unpacked, quantised], inputs)
         logger.info(self.message, error)
 
     @contextmanager

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import pkgutil
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -29,7 +29,7 @@ from torch.optim import Optimizer
 
 from simpletuner.config.optimizers import trained_precision
 from simpletuner.config.precision import quantisation, transformer_dtype, vae_dtype
-from simpletuner.config.schema import OffloadConfig, RunConfig
+from simpletuner.config.schema import OffloadConfig, PrecisionConfig, RunConfig
 from simpletuner.config.speed import bf16_modulation, compile_backend, keeps_attention, plain_math, samples_compiled
 from simpletuner.diffusion.seeds import seeded, step_seed
 from simpletuner.distributed.sharding import shard
@@ -48,10 +48,10 @@ from simpletuner.models.lora_keys import Targets, matching_modules
 from simpletuner.models.lora_source import find_lora
 from simpletuner.models.spec import FamilySpec
 from simpletuner.speed.attention import kernel_chooser
-from simpletuner.speed.compile import FirstGradients, compile_blocks, unpacked_products
+from simpletuner.speed.compile import FirstGradients, compile_blocks
 from simpletuner.speed.recomputation import enable_checkpointing
 from simpletuner.techniques.base import HiddenStates, Site, Technique
-from simpletuner.training.lora import BASE_CHANGING_INITS, add_lora, start_from
+from simpletuner.training.lora import add_lora, start_from
 from simpletuner.training.meter import count_flops
 from simpletuner.training.optimizers import build_optimizer
 from simpletuner.training.release import GradientRelease, HostState
@@ -290,7 +290,7 @@ def _checkpoint_and_compile(
 ) -> None:
     """Checkpoint blocks, then compile them.
 
-    With `quantized_matmul` or `speed_fused_lora` the first visual block logs the error of its gradients, uncompiled.
+    With `quantized_matmul`, the first visual block logs the error of its gradients, uncompiled.
     """
     dropout = any(isinstance(module, nn.Dropout) and module.p > 0 for module in transformer.modules())
     keeps, inputs_leave = keeps_attention(config.speed), config.offload.offload_block_inputs
@@ -302,7 +302,7 @@ def _checkpoint_and_compile(
         block_inputs=BlockInputs(device) if inputs_leave else None,
         keep=fast.self_attention if fast is not None and keeps else None,
     )
-    compared = list(_comparisons(transformer, layout.visual_blocks[0], fast, config))
+    comparison = _product_comparison(layout.visual_blocks[0], fast, config.precision)
     backend = compile_backend(config.speed, config.launch, device.type)
     if backend is not None:
         # The last functions of checkpointed blocks can recompute themselves if the output of attention is kept, inputs
@@ -311,30 +311,18 @@ def _checkpoint_and_compile(
         if config.speed.speed == "reference":
             layout = replace(layout, compiled=None)  # diffusers' code
         compile_blocks(layout, fast, backend, config.launch, sampling=sampling, recomputing=inside)
-    for each in compared:
-        each.install()
+    if comparison is not None:
+        comparison.install()
 
 
-def _comparisons(
-    transformer: nn.Module, first: nn.Module, fast: FastBlocks | None, config: RunConfig
-) -> Iterator[FirstGradients]:
-    """Comparisons of the first block with and without the settings that change its gradients."""
-    stored = quantisation(config.precision.base_model_precision)
-    if stored is not None and config.precision.quantized_matmul:
-        what = f"{stored.name.partition('-')[0]} products: on the first batch, gradients of block 0"
-        message = f"{what} differ by up to %.1e from unpacked products."
-        yield FirstGradients(message, partial(unpacked_products, first), first, fast)
-    if fast is not None and config.speed.speed_fused_lora:
-        from simpletuner.training.fused_lora import FusedLora
-
-        # FSDP2 shards the weights. Inits that change the base swap the adapter between a forward and its backward pass,
-        # and [W | B] would contain the wrong one.
-        stays = not config.launch.fsdp_enable and config.lora.lora_init_type not in BASE_CHANGING_INITS
-        fused = FusedLora(transformer, fast, pack=stays)
-        message = (
-            "fused LoRA: after the first update, gradients of block 0 differ by up to %.1e from separate products."
-        )
-        yield FirstGradients(message, fused.separate, first, fast, fused.is_updated)
+def _product_comparison(block: nn.Module, fast: FastBlocks | None, precision: PrecisionConfig) -> FirstGradients | None:
+    """The comparison of a block's quantised products with unpacked ones; None if it has none."""
+    stored = quantisation(precision.base_model_precision)
+    if stored is None or not precision.quantized_matmul:
+        return None
+    dtype, _ = stored.name.split("-")
+    message = f"{dtype} products: on the first batch, gradients of block 0 differ by up to %.1e from unpacked products."
+    return FirstGradients(message, block, fast)
 
 
 def _share_tokens(

@@ -41,7 +41,6 @@ ENTANGLED: Mapping[str, tuple[Any, ...]] = {
     "lora_type": ("standard", "lokr"),
     "use_dora": (False, True),
     "lora_init_type": ("default", "pissa"),
-    "speed_fused_lora": (False, True),
 }
 MOST_ROUNDS = 5
 

@@ -11,7 +11,7 @@ product and sum is rounded where the stock code rounds it: a fused multiply-add 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from types import MethodType
@@ -39,9 +39,6 @@ class RotaryTables(NamedTuple):
 # The rotation matrices `B S 1 D/2 2 2` that the stock transformer passes to its blocks, or tables of their entries.
 Rope = Tensor | RotaryTables
 Kernel = Callable[[Tensor, Tensor, Tensor], Tensor]  # of `B S H D` tensors
-# Layers that share their input, in self-attention and in cross-attention.
-QUERY_KEY_VALUE = ("to_query", "to_key", "to_value")
-QUERY, KEY_VALUE = QUERY_KEY_VALUE[:1], QUERY_KEY_VALUE[1:]
 
 
 class TextPadding:
@@ -114,24 +111,16 @@ def project(
     attn: Kandinsky5Attention, hidden_states: Tensor, context: Tensor, rotary_emb: Rope | None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Queries of `hidden_states`, and keys and values of `context`, normalised and rotated; each `B S H D`."""
-    if hidden_states is context:
-        parts = products(attn, QUERY_KEY_VALUE, context)
-    else:
-        parts = [*products(attn, QUERY, hidden_states), *products(attn, KEY_VALUE, context)]
-    query, key, value = (part.unflatten(-1, (attn.num_heads, -1)) for part in parts)
+    query = attn.to_query(hidden_states)
+    key = attn.to_key(context)
+    value = attn.to_value(context)
+    query, key, value = (part.unflatten(-1, (attn.num_heads, -1)) for part in (query, key, value))
     # In float32 and back, as in the stock processor.
     query = attn.query_norm(query.float()).type_as(query)
     key = attn.key_norm(key.float()).type_as(key)
     if rotary_emb is not None:
         query, key = rotate(query, rotary_emb), rotate(key, rotary_emb)
     return query, key, value
-
-
-def products(attn: Kandinsky5Attention, names: tuple[str, ...], x: Tensor) -> Sequence[Tensor]:
-    """`x` through layers of an attention, which `speed_fused_lora` computes together."""
-    if attn.fused_projections and names in attn.shared_inputs:
-        return attn.shared_inputs[names](x)
-    return [attn.get_submodule(name)(x) for name in names]
 
 
 def rotate(x: Tensor, rope: Rope) -> Tensor:
@@ -209,12 +198,7 @@ def use_fast_blocks(transformer: nn.Module, padding: TextPadding) -> FastBlocks:
     fast = FastBlocks(
         {"text": text_block, "before_attention": before_attention, "after_attention": after_attention},
         last=("text", "after_attention"),
-        shared_inputs=[
-            (module, names)
-            for path, module in transformer.named_modules() if isinstance(module, Kandinsky5Attention)
-            for names in ([QUERY, KEY_VALUE] if path.endswith("cross_attention") else [QUERY_KEY_VALUE])
-        ],
-    )  # fmt: skip
+    )
     forward, model = FastForward(fast, padding), cast(Any, transformer)
     for block in model.text_transformer_blocks:
         block.forward = partial(forward.text, block)
