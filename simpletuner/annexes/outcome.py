@@ -1,19 +1,16 @@
-"""Compares a finished run with its estimate, and stores the difference to correct later estimates."""
+"""Compares a finished run with its estimate, and stores the densities of attention that it measured."""
 
 from __future__ import annotations
 
-import time
 from collections import defaultdict
 from collections.abc import Hashable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field, replace
-from datetime import UTC, datetime
-from pathlib import Path
+from dataclasses import dataclass, field
 from statistics import fmean, median
 
 from simpletuner.budget.budget import Budget, round_seconds
+from simpletuner.budget.densities import remember_densities
 from simpletuner.budget.device import gigabytes
-from simpletuner.budget.outcomes import Outcome, remember
 from simpletuner.errors import WriteError
 from simpletuner.plan.build import Plan
 from simpletuner.reporting.events import PREVIEWS, Event, EventStream, PhaseEnded, StepReport
@@ -21,7 +18,6 @@ from simpletuner.run.companions import Companion, Ledger
 from simpletuner.run.session import Session
 
 FEWEST = 10  # minimum number of steps for a comparison
-CONTENDED = 0.25  # maximum share of time spent waiting for a core; beyond it, other programs distort the measurement
 
 
 @dataclass
@@ -34,13 +30,12 @@ class Comparison(Companion):
     rounds: list[float] = field(default_factory=list, init=False)
     peak: float = field(default=0.0, init=False)
     planned: Budget | None = field(default=None, init=False)
-    began: tuple[float, float] = field(default=(0.0, 0.0), init=False)
 
     def begin(self, plan: Plan, step: int) -> None:
         self.events.subscribe(self._note)
 
     def around(self, session: Session, budget: Budget) -> AbstractContextManager[object]:
-        self.planned, self.began = budget, (time.perf_counter(), _seconds_without_core())
+        self.planned = budget
         return nullcontext()
 
     def _note(self, event: Event) -> None:
@@ -55,48 +50,33 @@ class Comparison(Companion):
                 self.rounds.append(event.seconds)
 
     def finish(self, ledger: Ledger) -> str:
-        count, budget = sum(map(len, self.steps.values())), self.planned
+        budget = self.planned
+        count = sum(len(seconds) for seconds in self.steps.values())
         if budget is None or count < FEWEST:
             return ""
+
         # Medians, since the first step of a shape also compiles.
-        step = sum(len(each) * median(each) for each in self.steps.values()) / count
-        known, expected = budget.outcome, round_seconds(budget)
-        parts = [_compared("step", step, budget.step_seconds)]
-        previews = known.previews
-        if self.rounds and expected:
-            measured = median(self.rounds)
-            previews *= measured / expected
-            parts.append(_compared("round of previews", measured, expected))
+        total = sum(len(seconds) * median(seconds) for seconds in self.steps.values())
+        parts = [_compared("step", total / count, budget.step_seconds)]
+        expected_round = round_seconds(budget)
+        if self.rounds and expected_round:
+            parts.append(_compared("round of previews", median(self.rounds), expected_round))
         needed = max(phase.needed(budget.device) for phase in budget.phases)
         parts.append(f"peak {gigabytes(self.peak)}, planned {gigabytes(needed)}")
-        day = datetime.now(UTC).date().isoformat()
-        densities = {**known.densities, **{tokens: fmean(each) for tokens, each in self.densities.items()}}
-        # The next estimate uses the measured densities, so the correction covers only the rest of the difference.
-        informed = replace(budget, parts=budget.parts.with_densities(densities))
-        outcome = Outcome(day, known.step * step / informed.step_seconds, previews, densities)
-        problem = self._problem()
-        if not problem:
-            try:
-                remember(budget.plan, budget.workload, budget.device, outcome)
-            except (OSError, WriteError) as error:  # it ends no run
-                problem = str(error)
-        if problem:
+        if problem := self._remember(budget):
             parts.append(f"not stored for the next estimate: {problem}")
         return f"Estimate and run: {'; '.join(parts)}."
 
-    def _problem(self) -> str:
-        """Why the measurement is not representative; empty if it is."""
-        began, waited = self.began
-        share = (_seconds_without_core() - waited) / (time.perf_counter() - began)
-        return f"other programs used its CPU core for {share:.0%} of the time" if share > CONTENDED else ""
-
-
-def _seconds_without_core() -> float:
-    """Seconds that this thread has waited for a core since it started; 0 if the system does not report them."""
-    try:
-        return int(Path("/proc/thread-self/schedstat").read_text().split()[1]) / 1e9
-    except OSError:
-        return 0.0
+    def _remember(self, budget: Budget) -> str:
+        """Store the measured densities, if any; returns why that failed, which ends no run."""
+        densities = {tokens: fmean(shares) for tokens, shares in self.densities.items()}
+        if not densities:
+            return ""
+        try:
+            remember_densities(budget.plan, budget.workload, budget.device, densities)
+        except (OSError, WriteError) as error:
+            return str(error)
+        return ""
 
 
 def _compared(what: str, seconds: float, predicted: float) -> str:

@@ -13,9 +13,9 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
+from simpletuner.budget.densities import find_densities
 from simpletuner.budget.device import Device, compared
 from simpletuner.budget.estimate import FLOAT32_SHARE, Sent, Step, StepModel, exchange_seconds, sent_bytes
-from simpletuner.budget.outcomes import UNCORRECTED, Outcome, find_outcome
 from simpletuner.budget.workload import Bucket, Parts, Workload, parts_of, workload_of
 from simpletuner.config.precision import vae_dtype
 from simpletuner.config.schema import BY_COST, BY_SIZE, RunConfig
@@ -119,7 +119,7 @@ class Budget:
         listing: cache entries of the first epoch; None if the checkpoint is not on this machine.
         decisions: choices of `offload: auto`, with reasons.
         proposals: settings that a decision only proposes, since they change results.
-        outcome: outcome of an earlier run of this kind on this device, which corrects the durations.
+        densities: densities of block-sparse attention that earlier runs measured, by tokens of a sample.
     """
 
     plan: Plan
@@ -129,7 +129,7 @@ class Budget:
     listing: Listing | None = None
     decisions: Sequence[str] = ()
     proposals: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
-    outcome: Outcome = UNCORRECTED
+    densities: Mapping[int, float] = field(default_factory=dict)
 
     @property
     def config(self) -> RunConfig:
@@ -159,7 +159,7 @@ class Budget:
         micro = sum(step.cost.seconds * bucket.share for bucket, step in buckets)
         computing = micro * self.config.schedule.gradient_accumulation_steps
         # Assumes that the shorter of the two is hidden behind the longer.
-        return self.outcome.step * max(computing, exchange_seconds(self.sent, self.device, self.config.launch))
+        return max(computing, exchange_seconds(self.sent, self.device, self.config.launch))
 
     @property
     def sent(self) -> Sent:
@@ -175,7 +175,7 @@ class Budget:
         """Seconds of one prompt's previews at all sizes."""
         passes = [self._step(self._sampled(preview)).forward_seconds for preview in self.workload.previews]
         decoding = self.config.validation.num_validation_images * decoding_seconds(self)
-        return self.outcome.previews * (self._forwards * sum(passes) + decoding)
+        return self._forwards * sum(passes) + decoding
 
     @property
     def preview_flops(self) -> float:
@@ -407,11 +407,11 @@ def make_budget(plan: Plan, device: Device) -> Budget:
     catalogue = make_catalogue(plan)
     listing = list_entries(plan, catalogue) if catalogue else None
     workload = workload_of(plan, listing)
-    outcome = find_outcome(plan, workload, device)
-    budget = Budget(plan, parts_of(plan, device.torch_type), workload, device, listing, outcome=outcome)
+    budget = Budget(plan, parts_of(plan, device.torch_type), workload, device, listing)
     # With assumed densities, since measured ones are specific to this machine.
     budget = with_milestones(budget)
-    return replace(budget, parts=budget.parts.with_densities(outcome.densities))
+    densities = find_densities(plan, workload, device)
+    return replace(budget, parts=budget.parts.with_densities(densities), densities=densities)
 
 
 def with_milestones(budget: Budget) -> Budget:

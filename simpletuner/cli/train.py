@@ -47,7 +47,6 @@ def train(
     no_auth: Annotated[bool, typer.Option("--no-auth", "--no_auth", help="Let all local users use the page.")] = False,
     yes: Annotated[bool, typer.Option("--yes", help="Allow a CPU run of days.")] = False,
     replay: Annotated[Path | None, typer.Option(metavar="FOLDER", help="Repeat the failed step of FOLDER.")] = None,
-    bisect: Annotated[bool, typer.Option("--bisect", help="With --replay: find the sample at fault.")] = False,
     # Hidden, so that the help stays on one screen: `plan --help` shows them.
     device: Annotated[str | None, typer.Option("--device", hidden=True)] = None,
     device_memory: Annotated[str | None, typer.Option("--device-memory", "--device_memory", hidden=True)] = None,
@@ -57,7 +56,7 @@ def train(
     --config FILE uses that file, env=NAME uses config/NAME/config.json, example=NAME uses a packaged example.
     """
     port = page_port or (PORT if page else None)
-    _check_flags(replay=replay is not None, bisect=bisect, dry_run=dry_run, page=port is not None, no_auth=no_auth)
+    _check_flags(replay=replay is not None, dry_run=dry_run, page=port is not None, no_auth=no_auth)
     arguments = command_settings(context.args)
     if dry_run:
         ask_about(arguments, device, device_memory)
@@ -66,7 +65,7 @@ def train(
     refuse_question(device, device_memory)
     configure_torch()
     if replay is not None:
-        _replay(replay, arguments, bisect)
+        _replay(replay, arguments)
         return
     flags = {f"--page-port={port}": port, "--no-auth": no_auth, "--yes": yes}
     command = ["train", *context.args, *(flag for flag, is_given in flags.items() if is_given)]
@@ -81,9 +80,8 @@ def configure_torch() -> None:
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")  # torch logs every connection attempt
 
 
-def _check_flags(*, replay: bool, bisect: bool, dry_run: bool, page: bool, no_auth: bool) -> None:
+def _check_flags(*, replay: bool, dry_run: bool, page: bool, no_auth: bool) -> None:
     for is_wrong, message in (
-        (bisect and not replay, "--bisect needs --replay FOLDER."),
         (replay and (dry_run or page), "--replay cannot be combined with --dry-run or --page."),
         (no_auth and not page, "--no-auth needs --page: it lets other users of this machine use the page."),
     ):
@@ -150,7 +148,7 @@ def start_limit(arguments: Arguments) -> float:
         return LaunchConfig().start_timeout
 
 
-def _replay(folder: Path, arguments: Arguments, bisect: bool) -> None:
+def _replay(folder: Path, arguments: Arguments) -> None:
     """Repeat a failed step; exits with 1 if it fails again."""
     from simpletuner.annexes.replay.failure import prepare
 
@@ -158,7 +156,7 @@ def _replay(folder: Path, arguments: Arguments, bisect: bool) -> None:
     with logged_events(None) as events:
         with events.phase("Loading torch"), uncollected():
             from simpletuner.annexes.replay.autopsy import replay_step
-        if replay_step(failure, plan, events, bisect=bisect):
+        if replay_step(failure, plan, events):
             raise typer.Exit(1)
 
 

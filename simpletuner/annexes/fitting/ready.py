@@ -26,7 +26,6 @@ from simpletuner.budget.budget import (
 from simpletuner.budget.device import Device, gigabytes
 from simpletuner.budget.disk import check_disk, feature_costs, find_writings
 from simpletuner.budget.drivers import TITLES, Backend, Gpu
-from simpletuner.budget.outcomes import find_outcome
 from simpletuner.config.device import HERE, AskedDevice
 from simpletuner.config.precision import check_capability, multiplied
 from simpletuner.config.sources import Arguments
@@ -231,4 +230,4 @@ def on_cpu(budget: Budget) -> Budget:
         device = devices.with_measured(
             devices.this_cpu(Gpu(device.name, device.memory or 0.0, backend=device.backend)), plan.output_dir
         )
-    return replace(budget, device=device, outcome=find_outcome(plan, budget.workload, device))
+    return replace(budget, device=device)

@@ -259,13 +259,13 @@ def _bucket_lines(budget: Budget) -> Iterator[str]:
 
 def _density_lines(budget: Budget) -> Iterator[str]:
     """The density of block-sparse attention in the largest buckets; TFLOP and time include it."""
-    density, known = budget.parts.transformer.density, budget.outcome.densities
+    density = budget.parts.transformer.density
     if density is not None:
-        shown = zip(budget.workload.buckets[:SHOWN_BUCKETS], [step.load.tokens for step in budget.steps], strict=False)
-        shares = [
-            f"{density(tokens) * 100:.0f} % at {bucket.label} ({'measured' if tokens in known else 'assumed'})"
-            for bucket, tokens in shown
-        ]
+        shares = []
+        for bucket, step in zip(budget.workload.buckets[:SHOWN_BUCKETS], budget.steps, strict=False):
+            tokens = step.load.tokens
+            origin = "measured" if tokens in budget.densities else "assumed"
+            shares.append(f"{density(tokens) * 100:.0f} % at {bucket.label} ({origin})")
         yield f"  attention density (share of the tiles visited): {', '.join(shares)}"
 
 
@@ -281,8 +281,6 @@ def _time_lines(budget: Budget) -> Iterator[str]:
     if previews:
         count, share = preview_rounds(plan), previews / (training + previews)
         yield f"  {counted(count, 'round')} of previews, {share:.0%} of that time; {halved_previews(plan)} halves it"
-    if (known := budget.outcome).day:
-        yield f"  corrected by earlier runs, the last on {known.day}: x{known.step:.2f}"
     if batch := free_batch(budget, steps_per_epoch(plan)):
         yield f"  the GPU waits for the host to launch kernels: with train_batch_size {batch} a step takes as long"
 

@@ -6,13 +6,12 @@ renders and sends nothing; it only writes missing cache entries.
 
 from __future__ import annotations
 
-import gc
 import json
 import traceback
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager, suppress
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any, TypeVar
 
@@ -26,6 +25,7 @@ from simpletuner.annexes.replay.failure import (
     Failure,
     checkpoint_before,
     explicit_settings,
+    failed_run,
 )
 from simpletuner.annexes.report.environment import describe_device, describe_environment
 from simpletuner.atomic import build_folder, free_path, write_atomically, write_json
@@ -40,14 +40,13 @@ from simpletuner.errors import (
     WriteError,
     is_out_of_memory,
     reached_limit,
-    shorten,
 )
 from simpletuner.models.blocks import KERNELS
 from simpletuner.plan.build import Plan
 from simpletuner.plan.entries import list_entries
 from simpletuner.plan.resume import identify
 from simpletuner.redaction import redact, redact_settings
-from simpletuner.reporting.events import Event, EventStream, PhaseEnded, PhaseStarted, StepReport
+from simpletuner.reporting.events import Event, EventStream, PhaseStarted, StepReport
 from simpletuner.reporting.metrics import METRICS_FILE, read_rows
 from simpletuner.run.caches import CacheFiller, Encoding, build_adapter, complete_catalogue
 from simpletuner.run.companions import Companion
@@ -56,7 +55,6 @@ from simpletuner.run.session import Session
 from simpletuner.run.train import prepare_machine
 from simpletuner.training.assemble import make_accelerator
 from simpletuner.training.guard import gradient_size, stop_if_gradients_not_finite, stop_if_losses_not_finite
-from simpletuner.training.recorder import peak_memory
 from simpletuner.training.state import Assembly
 from simpletuner.training.step import optimizer_step
 
@@ -70,22 +68,18 @@ Answer = TypeVar("Answer")
 class Autopsy(Companion):
     """Companion that writes a failure report to a folder, and adds its path to the error.
 
-    As a subscriber it records the current phase and the peak memory of every phase. A full disk or the failure of
-    another process leaves no folder. Its own failures are only logged.
+    As a subscriber it records the current phase. A full disk or the failure of another process leaves no folder. Its
+    own failures are only logged.
     """
 
     phase: str = ""
-    peaks: dict[str, int] = field(default_factory=dict)
 
     def __call__(self, event: Event) -> None:
         match event:
             case PhaseStarted():
                 self.phase = event.title
-            case PhaseEnded():
-                with suppress(RuntimeError):  # it would mask the error that ended the phase
-                    self.peaks[event.phase.title] = peak_memory()
             case StepReport():
-                self.phase, self.peaks["training"] = f"what follows step {event.step}", peak_memory()
+                self.phase = f"what follows step {event.step}"
 
     @contextmanager
     def around(self, session: Session, budget: Budget) -> Iterator[None]:
@@ -93,40 +87,56 @@ class Autopsy(Companion):
             yield
         except Exception as error:  # re-raised below
             world = session.assembly.world
-            # Every process sees NaN in the same step, so each raises it itself.
-            guilty = world.is_main if isinstance(error, NonFiniteError) else world.first_failure(error) is None
-            if guilty and not isinstance(error, Interrupted | WriteError):
+            if _is_reported_here(error, world):
                 try:
                     with world.undisturbed():
-                        error.add_note(self._leave(session, budget, error))
+                        error.add_note(self._leave(session, error))
                 except Exception as failed:  # noqa: BLE001 - it must not mask the run's error
                     session.events.say(f"The folder for this failure could not be written: {failed}", warning=True)
             raise
 
-    def _leave(self, session: Session, budget: Budget, error: Exception) -> str:
+    def _leave(self, session: Session, error: Exception) -> str:
         """Write the failure's folder; returns a note for the error."""
-        plan, done, before = session.plan, session.state.global_step, session.state.data_before
-        step, batches = done + (before is not None), list[PlannedBatch]()
-        if before is not None:
-            # Planned again from the position before the step: prefetching has advanced the loader.
-            batches = session.loader.planned(before, session.assembly.settings.accumulation)
-        cause, advice = cause_of(error, f"step {step}" if batches else self.phase, session, batches, done)
-        start, rows = checkpoint_before(plan, done), [*deque(read_rows(plan.output_dir / METRICS_FILE), LAST_STEPS)]
-        allocator = torch.cuda.memory_summary if torch.cuda.is_available() else str
-        memory = {
-            "planned": [asdict(phase) for phase in budget.phases],
-            "peaks": {**self.peaks, "at the failure": asked(peak_memory)},
-            "allocator": asked(lambda: allocator().splitlines()),
-        }
-        facts = facts_of(plan, asked(describe_device) or "unknown")
-        samples, origin = [describe_batch(batch) for batch in batches], str(start.path) if start else None
-        failure = Failure(cause, advice, step, samples, origin, facts, rows, memory)
+        plan = session.plan
+        done = session.state.global_step
+        batches = _batches_of_failed_step(session)
+        step = done if batches is None else done + 1
+        during = self.phase if batches is None else f"step {step}"
+        cause, advice = cause_of(error, during, session, batches or [], done)
+        checkpoint = checkpoint_before(plan, done)
+        failure = Failure(
+            cause=cause,
+            advice=advice,
+            step=step,
+            batches=[describe_batch(batch) for batch in batches or []],
+            checkpoint=str(checkpoint.path) if checkpoint else None,
+            facts=facts_of(plan, asked(describe_device) or "unknown"),
+            metrics=[*deque(read_rows(plan.output_dir / METRICS_FILE), LAST_STEPS)],
+        )
         folder = free_path(plan.output_dir / session.assembly.world.named(f"{FOLDER}/step-{step}"))
         with build_folder(folder) as unfinished:
             write_json(unfinished / FAILURE_FILE, redact_settings(asdict(failure)))
             write_json(unfinished / CONFIG_FILE, explicit_settings(plan))
             write_atomically(unfinished / "traceback.txt", redact("".join(traceback.format_exception(error))))
         return f"{advice} What happened: {folder}".lstrip()
+
+
+def _is_reported_here(error: Exception, world: World) -> bool:
+    """Whether this process writes the folder of a failure."""
+    if isinstance(error, Interrupted | WriteError):
+        return False
+    if isinstance(error, NonFiniteError):  # every process sees NaN in the same step, so each raises it itself
+        return world.is_main
+    return world.first_failure(error) is None
+
+
+def _batches_of_failed_step(session: Session) -> list[PlannedBatch] | None:
+    """The micro-batches of the step in progress; None between two steps."""
+    before = session.state.data_before
+    if before is None:
+        return None
+    # Planned again from the position before the step: prefetching has advanced the loader.
+    return session.loader.planned(before, session.assembly.settings.accumulation)
 
 
 def asked(query: Callable[[], Answer]) -> Answer | None:
@@ -227,42 +237,59 @@ def describe_batch(planned: PlannedBatch) -> dict[str, Any]:
     return {"size": planned.size, "frames": planned.samples[0].frames, "samples": samples}
 
 
-def replay_step(failure: Failure, plan: Plan, events: EventStream, *, bisect: bool) -> bool:
+def replay_step(failure: Failure, plan: Plan, events: EventStream) -> bool:
     """Repeat the steps up to a failure and report the outcome; returns whether a step fails again."""
     for change in changes(failure, plan):
         events.say(change, warning=True)
+    session = _open_session(plan, events)
+    with closing(session.loader):
+        failed_again = _repeat(session, failure.step, events)
+    if failed_again is None:
+        events.say(f"Step {failure.step} does not fail this time.")
+        return False
+    events.say(_verdict(failure, *failed_again))
+    return True
+
+
+def _open_session(plan: Plan, events: EventStream) -> Session:
+    """Fill missing cache entries and load the checkpoint, as the failed run did."""
     prepare_machine(plan)
-    # Read the kernels of the failed run: `output_dir` is <run>/failures/step-N/replay.
-    KERNELS.open(None, *plan.output_dir.absolute().parents[2:3])
-    accelerator, epoch = make_accelerator(), plan.resume.manifest.epoch if plan.resume else 1
+    KERNELS.open(None, failed_run(plan))
+    accelerator = make_accelerator()
+    epoch = plan.resume.manifest.epoch if plan.resume else 1
     listing = list_entries(plan, complete_catalogue(plan), epoch)
     caches = CacheFiller(Encoding(plan, build_adapter(plan), accelerator.device, events), listing)
     caches.fill()
     session = Session.open(caches, accelerator, World())
-    assembly, loader, begun = session.assembly, session.loader, session.state.global_step
-    assembly.transformer.train()
-    origin, count = plan.resume.path.name if plan.resume else "the beginning", failure.step - begun
-    cause = advice = ""
-    with closing(loader), events.phase(f"Repeating step {failure.step} from {origin}", count, "steps") as phase:
-        for done in range(begun, failure.step):
+    session.assembly.transformer.train()
+    return session
+
+
+def _repeat(session: Session, last: int, events: EventStream) -> tuple[int, str, str] | None:
+    """Train up to a step; returns the step that fails, its cause and advice, or None if none fails."""
+    assembly = session.assembly
+    loader = session.loader
+    begun = session.state.global_step
+    origin = session.plan.resume.path.name if session.plan.resume else "the beginning"
+    with events.phase(f"Repeating step {last} from {origin}", last - begun, "steps") as phase:
+        for done in range(begun, last):
             batches = loader.planned(loader.state_dict(), assembly.settings.accumulation)
             try:
                 optimizer_step(assembly, loader, done)
             except Exception as error:  # noqa: BLE001 - why a step fails is the question
-                cause, advice = cause_of(error, f"step {done + 1}", session, batches, done)
-                break
+                return done + 1, *cause_of(error, f"step {done + 1}", session, batches, done)
             phase.advance()
-    if not cause:
-        events.say(f"Step {failure.step} does not fail this time.")
-        return False
+    return None
+
+
+def _verdict(failure: Failure, step: int, cause: str, advice: str) -> str:
+    """A line that compares the failure of a replay with the recorded one."""
     cause = redact(cause)  # as in the recorded failure
-    again = "already" if done + 1 < failure.step else "again"
-    same = "the same cause" if cause == failure.cause else f"a different cause (before: {failure.cause})"
-    events.say(f"Step {done + 1} fails {again}, with {same}: {cause} {advice}".rstrip())
-    if bisect:
-        gc.collect()  # frees memory after an out-of-memory error
-        events.say(find_guilty(assembly, session.reader, batches, done))
-    return True
+    again = "already" if step < failure.step else "again"
+    same = "the same cause"
+    if cause != failure.cause:
+        same = f"a different cause (before: {failure.cause})"
+    return f"Step {step} fails {again}, with {same}: {cause} {advice}".rstrip()
 
 
 def changes(failure: Failure, plan: Plan) -> Iterator[str]:
@@ -272,21 +299,3 @@ def changes(failure: Failure, plan: Plan) -> Iterator[str]:
     for name in sorted(failure.facts.keys() & now.keys() - OWN_SETTINGS):
         if failure.facts[name] != now[name]:
             yield f"{name} was {failure.facts[name]} and is {now[name]} now."
-
-
-def find_guilty(assembly: Assembly, reader: BatchReader, batches: Sequence[PlannedBatch], done: int) -> str:
-    """The samples that fail alone, run with the random numbers of their whole micro-batch."""
-    if assembly.release is not None and assembly.release.is_halfway:
-        return "The weights are half-updated: to find the sample, add optimizer_release_gradients=false."
-    names, settings = list[str](), replace(assembly.settings, shared_noise=False)
-    for micro_step, planned in enumerate(batches):
-        for rank, sample in enumerate(planned.samples):
-            part = slice(rank, rank + 1)
-            one = replace(planned, samples=(sample,), captions=planned.captions[part], slots=planned.slots[part])
-            # As a process that has this part of a global batch.
-            alone = replace(assembly, world=World(rank, len(planned.samples)), settings=settings)
-            try:
-                attempt(alone, reader, one, done, micro_step)
-            except Exception:  # noqa: BLE001 - any failure counts
-                names.append(sample.full_name)
-    return f"Fails on its own: {shorten(names)}" if names else "No sample of the step fails on its own."

@@ -2,7 +2,7 @@
 
 A process other than 0 that fails alone writes `step-<n>-process-<rank>/`.
 
-failure.json    the cause, the step and its samples, settings, versions, memory, the last metrics
+failure.json    the cause, the step and its samples, settings, versions, the last metrics
 config.json     the user's settings, as a config file for the same working directory
 traceback.txt
 """
@@ -38,7 +38,6 @@ class Failure:
         checkpoint: the checkpoint to start from; None for the beginning.
         facts: settings, versions, models and data; a replay is exact only if they are unchanged.
         metrics: the last rows of the metrics.
-        memory: planned and peak memory by phase in bytes, and the state of the GPU's allocator.
     """
 
     cause: str
@@ -48,7 +47,6 @@ class Failure:
     checkpoint: str | None
     facts: dict[str, Any]
     metrics: list[dict[str, Any]]
-    memory: dict[str, Any]
 
 
 def read_failure(folder: Path) -> Failure:
@@ -95,6 +93,11 @@ def prepare(folder: Path, arguments: Arguments) -> tuple[Failure, Plan]:
     # Even if the data has changed, the order of samples continues; `changes` reports the differences.
     plan = replace(plan, config=config, resume=checkpoint_before(plan, failure.step - 1), same_data=True)
     return failure, replace(plan, origin=data_origin(plan))
+
+
+def failed_run(replay: Plan) -> Path:
+    """The output folder of the failed run; that of its replay is `<run>/failures/step-N/replay`."""
+    return replay.output_dir.absolute().parent.parent.parent
 
 
 def checkpoint_before(plan: Plan, step: int) -> Checkpoint | None:
