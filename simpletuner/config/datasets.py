@@ -16,13 +16,13 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator
 
 from simpletuner.config import values
+from simpletuner.config.absent import instead_of
 from simpletuner.config.foreign_files import foreign_datasets
 from simpletuner.config.load import Layer, build_group, canonical
 from simpletuner.config.option import Group, Option, accepted, common, describe, option, options_of, when
 from simpletuner.config.remote import BucketKeys, CompositeImage, HubKeys, RowFilter, TableKeys, check_written
 from simpletuner.config.schema import LARGEST_SIZE, Alignment, CaptionStrategy, SharedKeys
 from simpletuner.config.sources import resolve_alias
-from simpletuner.config.upstream import instead_of
 from simpletuner.config.values import Flag, Integer, Json, Number, PathText, Text, TextList
 from simpletuner.errors import NoEffect, Problem, Problems, Reading, did_you_mean, result_of, warning, within
 

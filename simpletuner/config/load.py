@@ -16,8 +16,8 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from simpletuner.config import schema
+from simpletuner.config.absent import File, absent_key_problem, is_simpletuner_default, why_no_value
 from simpletuner.config.option import LIMITS, Group, Option, describe, options_of
-from simpletuner.config.upstream import File, asks_for_nothing, foreign_key_problem
 from simpletuner.config.values import expand_environment, plain_key, same_value
 from simpletuner.errors import Kind, Problem, Problems, Reading, did_you_mean, nearest, warning
 from simpletuner.redaction import hide_secrets
@@ -111,7 +111,7 @@ def canonical(
 
     Args:
         names: the known keys, by default those of config.json.
-        file: kind of file, which selects the table of other trainers' keys.
+        file: kind of file, which selects the table of keys that this version does not have.
     """
     names = schema.option_names() if names is None else names
     values: dict[str, Any] = {}
@@ -124,12 +124,12 @@ def canonical(
         key = plain_key(written)
         if key not in names:
             lowered = key.lower()  # a variable of config.env
-            if asks_for_nothing(lowered, raw, file):
+            if is_simpletuner_default(lowered, raw, file):
                 continue
             unknown_keys += 1
             guesses = names if unknown_keys <= MOST_GUESSED else ()
             unknown = Problem(written, f"{unknown_key(lowered, guesses)}{source}", remedy={written: None})
-            yield foreign_key_problem(written, lowered, raw, source, file, is_typed=layer.last_wins) or unknown
+            yield absent_key_problem(written, lowered, raw, source, file, is_typed=layer.last_wins) or unknown
             continue
         name, option = names[key].name, names[key]
         # Planning works without these variables; `check_unset` warns.
@@ -237,7 +237,10 @@ def _why_not(details: ErrorDetails, path: str, model: type[Group]) -> str:
     """Why a key does not accept a word."""
     value, allowed = details["input"], _allowed(details)
     options = options_of(model)
-    if path in options and (why := options[path].refused.get(str(value))):
+    why = why_no_value(path, str(value))
+    if path in options:
+        why = why or options[path].refused.get(str(value), "")
+    if why:
         return f"{why}."
     hint = did_you_mean(str(value), allowed)
     for name in DTYPES.get(str(value).lower().removeprefix("torch."), ()):

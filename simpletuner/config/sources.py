@@ -13,12 +13,12 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from simpletuner.config.absent import why_absent
 from simpletuner.config.device import HERE, AskedDevice
 from simpletuner.config.foreign_files import foreign_config
 from simpletuner.config.load import Layer
 from simpletuner.config.schema import option_names
 from simpletuner.config.strays import describe_folder
-from simpletuner.config.upstream import replacement
 from simpletuner.config.values import home_path, plain_key, read_json, read_text
 from simpletuner.errors import ConfigError, Problem, Problems, Reading, did_you_mean, not_one_of, result_of, warning
 
@@ -327,11 +327,11 @@ def read_env_layer(path: Path) -> Reading[Layer]:
 
 
 def _is_meant_as_setting(name: str, known: Iterable[str]) -> bool:
-    """Whether a variable is a setting of another trainer, or a misspelt one of this program."""
+    """Whether a variable is a setting of another trainer or an earlier version, or a misspelt one."""
     if name in SHELL_VARIABLES or name.startswith(SHELL_PREFIXES):
         return False
     key = name.lower()
-    return bool(replacement(key, "config") or difflib.get_close_matches(key, known, n=1, cutoff=LIKE_A_SETTING))
+    return bool(why_absent(key, "config") or difflib.get_close_matches(key, known, n=1, cutoff=LIKE_A_SETTING))
 
 
 def read_env_file(path: Path) -> Reading[dict[str, str]]:

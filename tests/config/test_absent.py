@@ -1,4 +1,4 @@
-"""Keys of other trainers, and how near a suggestion has to be."""
+"""Keys of other trainers and of earlier versions, and how near a suggestion has to be."""
 
 from __future__ import annotations
 
@@ -7,10 +7,17 @@ from typing import Any
 
 import pytest
 
+from simpletuner.config.absent import (
+    NEUTRAL,
+    Removed,
+    instead_of,
+    removed_keys,
+    removed_values,
+    simpletuner_defaults,
+)
 from simpletuner.config.datasets import dataset_options
 from simpletuner.config.load import Layer, resolve
 from simpletuner.config.schema import option_names
-from simpletuner.config.upstream import NEUTRAL, instead_of, simpletuner_defaults
 from simpletuner.errors import Problem, Problems
 
 REQUIRED = [("model_type", "lora"), ("model_family", "kandinsky5-image")]
@@ -27,28 +34,36 @@ def told(key: str, value: Any) -> Problem:
     return problem
 
 
+def foreign_defaults() -> dict[str, Any]:
+    """The settings of SimpleTuner that no version of this program had, with their defaults."""
+    ours = {*option_names(), *removed_keys("config")}
+    return {key: value for key, value in simpletuner_defaults().items() if key not in ours}
+
+
+# While a mechanism is being removed, its key may already have a row.
+REMOVED = {key: row for key, row in removed_keys("config").items() if key not in option_names()}
+SWITCHES = [key for key, row in REMOVED.items() if not row.part_of]
+DETAILS = [key for key, row in REMOVED.items() if row.part_of]
+
+
 def test_no_key_is_ours_and_theirs() -> None:
     assert not instead_of("config").keys() & option_names().keys()
 
 
 def test_a_key_of_simpletuner_at_its_own_default_asks_for_nothing() -> None:
-    ours = option_names()
-    foreign = {key: value for key, value in simpletuner_defaults().items() if key not in ours}
-    assert len(foreign) > 100
+    assert len(foreign_defaults()) > 100
 
-    assert problems_of(*foreign.items()) == []
+    assert problems_of(*foreign_defaults().items()) == []
 
 
 def test_defaults_that_are_written_as_text_ask_for_nothing_either() -> None:
-    ours = option_names()
-    foreign = [(f"--{key}", str(value)) for key, value in simpletuner_defaults().items() if key not in ours]
+    written = [(f"--{key}", str(value)) for key, value in foreign_defaults().items()]
 
-    assert problems_of(*foreign) == []
+    assert problems_of(*written) == []
 
 
 def test_a_key_of_simpletuner_that_asks_for_something_is_answered() -> None:
-    ours = option_names()
-    foreign = [key for key in simpletuner_defaults() if key not in ours]
+    foreign = [*foreign_defaults()]
 
     problems = problems_of(*((key, "something") for key in foreign))
 
@@ -59,10 +74,57 @@ def test_a_key_of_simpletuner_that_asks_for_something_is_answered() -> None:
 def test_every_setting_named_instead_exists() -> None:
     nested = {part for name in dataset_options() for part in name.split(".")}
     names = {*option_names(), *nested}
-    words = [word for text in instead_of("config").values() for word in re.findall(r"\b[a-z]+(?:_[a-z0-9]+)+\b", text)]
+    texts = [*instead_of("config").values(), *(row.instead for row in removed_keys("config").values())]
+    words = re.findall(r"\b[a-z]+(?:_[a-z0-9]+)+\b", " ".join(texts))
     outside = {"adamw_bf16"}  # a value
 
     assert {word for word in words if word not in names} <= outside
+
+
+def test_removed_keys_that_ask_for_their_mechanism_are_refused_together() -> None:
+    problems = problems_of(*((f"--{key}", "something") for key in SWITCHES))
+
+    assert [problem.where for problem in problems] == [f"--{key}" for key in SWITCHES]
+    assert all(problem.fatal for problem in problems)
+    assert all(problem.message.startswith("was removed in 0.2.0: ") for problem in problems)
+
+
+def test_a_removed_key_that_is_off_is_ignored_with_a_line() -> None:
+    off = [(key, value) for key in SWITCHES for value in (None, *REMOVED[key].off)]
+
+    for key, value in off:
+        problem = told(key, value)
+        assert not problem.fatal, (key, value)
+        assert problem.message.endswith("It is ignored. (config.json)")
+
+
+def test_a_detail_of_a_removed_mechanism_asks_for_nothing_by_itself() -> None:
+    problems = problems_of(*((key, "something") for key in DETAILS))
+
+    assert not problems.are_fatal
+    assert [problem.where for problem in problems] == DETAILS
+
+
+@pytest.mark.parametrize("value", [False, "false", "no", 0, "0", ""])
+def test_a_switch_is_off_in_any_spelling(value: Any) -> None:
+    assert Removed().asks_for_nothing(value)
+
+
+@pytest.mark.parametrize("value", [True, "true", 1, "auto"])
+def test_a_switch_is_on_in_any_spelling(value: Any) -> None:
+    assert not Removed().asks_for_nothing(value)
+
+
+def test_a_key_whose_default_was_on_is_off_only_there() -> None:
+    row = Removed(off=[True])
+    assert row.asks_for_nothing("yes")
+    assert not row.asks_for_nothing(False)
+
+
+def test_a_removed_word_of_a_key_is_refused_with_what_to_do_instead() -> None:
+    for key, rows in removed_values("config").items():
+        for word in rows.keys() - {*option_names()[key].choices}:
+            assert f"{word!r} was removed in 0.2.0: " in told(key, word).message
 
 
 @pytest.mark.parametrize("value", [False, "false", None, 0, "none", ""])
