@@ -18,7 +18,6 @@ from simpletuner.budget.drivers import (
     Backend,
     Gpu,
     is_for_torch,
-    linked,
     query_gpu,
     query_users,
     torch_uses_gpus,
@@ -259,14 +258,9 @@ def core_flops() -> float:
     return next(flops for instructions, flops in CORE_FLOPS.items() if instructions in listed)
 
 
-def one_of_several(device: Device, *, is_planned: bool) -> Device:
-    """The device of one of several processes: with NCCL's buffers, and with this machine's links.
-
-    Args:
-        is_planned: the device may not be in this machine.
-    """
-    links = linked() if device.is_gpu and not is_planned else {}
-    return replace(device, buffers=NCCL_BUFFERS, rates=replace(device.rates, **links))
+def one_of_several(device: Device) -> Device:
+    """The device of one of several processes, where NCCL's buffers take memory."""
+    return replace(device, buffers=NCCL_BUFFERS)
 
 
 def rates_of(name: str) -> Rates:

@@ -56,7 +56,6 @@ IDLE = 0.5e9
 WHOLE = re.compile(r"GPU (?P<index>\d+): (?P<name>.+?) \(UUID")
 SLICE = re.compile(r"MIG (?P<sevenths>\d)g\.(?P<gigabytes>\d+)gb")
 SLICE_SHARE = 0.97  # usable share of the memory in the name of a MIG slice
-NVLINK_BYTES = 18e9  # bytes/s of one NVLink that exchanges reach, of 25 (second to fourth generation)
 
 
 class Gpu(NamedTuple):
@@ -217,17 +216,6 @@ def count_gpus() -> int:
         return len([number for number in visible.split(",") if number.strip() not in ("", "-1")])
     nvidia = sum(WHOLE.match(line) is not None for line in ask_driver("-L"))
     return nvidia or len(_chosen_amd(len(_amd_cards())))
-
-
-def linked() -> dict[str, float]:
-    """The rate of the NVLinks between this machine's GPUs, as `link` of `Rates`; empty if unknown.
-
-    In the matrix of `nvidia-smi topo -m`, NV18 in the row of GPU0 means 18 links to another GPU; PIX, PHB, NODE and SYS
-    are paths through the host.
-    """
-    row = next((line.split() for line in ask_driver("topo", "-m") if line.split()[:2] == ["GPU0", "X"]), [])
-    links = [int(cell[2:]) for cell in row if re.fullmatch(r"NV\d+", cell)]
-    return {"link": max(links) * NVLINK_BYTES} if links else {}
 
 
 def _first_visible() -> str:

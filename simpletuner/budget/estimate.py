@@ -225,12 +225,7 @@ class ModelStates:
         """Bytes of the gradients of trained weights; if released, of the largest block only."""
         if self.config.optimizer.optimizer_release_gradients:
             return max(self.whole_blocks)
-        return self.trained_numbers * self.number_bytes / (1 if self.whole_gradients else self.trained_shares)
-
-    @property
-    def whole_gradients(self) -> bool:
-        """Whether sharded weights have unsharded gradients until the last micro-step."""
-        return self.config.launch.fsdp_whole_gradients and self.config.schedule.gradient_accumulation_steps > 1
+        return self.trained_numbers * self.number_bytes / self.trained_shares
 
     @property
     def average_bytes(self) -> float:
@@ -522,14 +517,12 @@ class Sent:
         reduced: all-reduce of gradients (DDP), including adapters and techniques with FSDP2.
         gathered: all-gather of weights (FSDP2).
         scattered: reduce-scatter of gradients (FSDP2, full fine-tunes).
-        across: all-reduce of gradient shards between machines (hybrid sharding).
         exchanged: all-to-all of tokens and heads (sequence parallelism), which blocks wait for.
     """
 
     reduced: float = 0.0
     gathered: float = 0.0
     scattered: float = 0.0
-    across: float = 0.0
     exchanged: float = 0.0
 
     @property
@@ -538,28 +531,36 @@ class Sent:
 
 
 def sent_bytes(model: StepModel, added: TechniqueCost) -> Sent:
-    """Bytes that each process sends: with DDP once per optimizer step, with FSDP2 in each micro-step, except for
-    gradients that are kept unsharded.
+    """Bytes that each process sends: with DDP once per optimizer step, with FSDP2 in each micro-step.
 
     Args:
         added: cost that techniques add to a micro-step.
     """
     if not model.trains:
         return Sent()
-    launch, micro_steps = model.config.launch, model.config.schedule.gradient_accumulation_steps
-    share, shared = ((count - 1) / count for count in (launch.num_processes, launch.sharers))
+    launch = model.config.launch
+    share = (launch.num_processes - 1) / launch.num_processes  # that a ring sends of a tensor
     weights = sum(model.whole_blocks) + model.rest
-    gradients = weights if model.is_full else model.trained_numbers * model.number_bytes
-    reduced = added.parameters * BYTES["fp32"] + (0.0 if model.sharded and model.is_full else gradients)
+    reduced: float = added.parameters * BYTES["fp32"]
+    if not model.is_full:
+        reduced += model.trained_numbers * model.number_bytes
+    elif not model.sharded:
+        reduced += weights
     if not model.sharded:
         return Sent(reduced=2 * share * reduced)
+
+    micro_steps = model.config.schedule.gradient_accumulation_steps
     backward = 1 + added.passes
-    # Weights that are resharded after the forward pass are gathered again for the backward pass.
-    times = backward + added.forwards + (backward if launch.fsdp_reshard_after_forward else 0.0)
-    scattered = (1 if model.whole_gradients else backward * micro_steps) * weights * model.is_full
-    machines = launch.num_processes / launch.sharers
-    across = 2 * (machines - 1) / machines * scattered / launch.sharers
-    return Sent(2 * share * reduced, shared * weights * times * micro_steps, shared * scattered, across)
+    gathered = backward + added.forwards
+    if launch.fsdp_reshard_after_forward:
+        gathered += backward
+    # The gradients of a full fine-tune are reduced in every backward pass. A LoRA is whole in every process.
+    scattered = backward if model.is_full else 0.0
+    return Sent(
+        reduced=2 * share * reduced,
+        gathered=share * weights * gathered * micro_steps,
+        scattered=share * weights * scattered * micro_steps,
+    )
 
 
 def exchange_seconds(sent: Sent, device: Device, launch: LaunchConfig) -> float:
@@ -567,10 +568,8 @@ def exchange_seconds(sent: Sent, device: Device, launch: LaunchConfig) -> float:
 
     Excludes the all-to-alls of sequence parallelism, which count in the time of micro-steps.
     """
-    link, network = device.rates.link, launch.network_gbit / 8 * 1e9
-    slowest = min(link, network) if launch.num_machines > 1 else link
-    if not launch.fsdp_hybrid:
-        return (sent.total - sent.exchanged) / slowest
-    # All processes of a machine send their shards at once.
-    across = sent.across * launch.local_processes / network
-    return sent.reduced / slowest + (sent.gathered + sent.scattered) / link + across
+    slowest = device.rates.link
+    if launch.num_machines > 1:
+        network = launch.network_gbit / 8 * 1e9
+        slowest = min(slowest, network)
+    return (sent.total - sent.exchanged) / slowest

@@ -65,21 +65,6 @@ class LaunchConfig(Group):
     fsdp_reshard_after_forward: Flag = sharded(True)
     """Free a block's gathered weights after the forward pass and gather them again for the backward pass; false
     communicates less but needs memory for all weights."""
-    fsdp_hybrid: Flag = option(
-        False, requires=(when("fsdp_enable"), unless(num_machines=1, because="one machine shares the weights already"))
-    )
-    """Shard within each machine and replicate across machines (hybrid sharding), so that weights are never gathered
-    over the network; shards are num_machines times larger."""
-    fsdp_whole_gradients: Flag = option(
-        False,
-        requires=(
-            when("fsdp_enable"),
-            when(model_type="full", because="every process has all of a LoRA"),
-            unless(gradient_accumulation_steps=1),
-        ),
-    )
-    """Full fine-tunes with gradient accumulation: keep unsharded gradients and reduce-scatter them in the last
-    micro-step only, which communicates less but needs memory for all gradients."""
     fsdp_auto_wrap_policy: Literal["TRANSFORMER_BASED_WRAP", "SIZE_BASED_WRAP", "NO_WRAP"] = sharded(
         "TRANSFORMER_BASED_WRAP",
         remarks=dict.fromkeys(("SIZE_BASED_WRAP", "NO_WRAP"), "is treated as TRANSFORMER_BASED_WRAP: same results"),
@@ -110,9 +95,7 @@ class LaunchConfig(Group):
     @property
     def sharers(self) -> int:
         """Number of processes that the weights are sharded across."""
-        if not self.is_sharded:
-            return 1
-        return self.local_processes if self.fsdp_hybrid else self.num_processes
+        return self.num_processes if self.is_sharded else 1
 
     @property
     def local_processes(self) -> int:

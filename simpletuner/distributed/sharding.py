@@ -14,7 +14,6 @@ from __future__ import annotations
 import warnings
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -53,9 +52,7 @@ def shard(
     """
     reshard = config.fsdp_reshard_after_forward
     kept = {weight for weight in transformer.parameters() if weight.requires_grad and keep_trained}
-    sizes = {"replicate": config.num_machines, "shard": world.size // config.num_machines}
-    sizes = sizes if config.fsdp_hybrid else {"shard": world.size}
-    mesh = init_device_mesh(device.type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+    mesh = init_device_mesh(device.type, (world.size,), mesh_dim_names=("shard",))
     warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view")  # it is never modified in place
     for module in _units(transformer, blocks, kept):
         fully_shard(module, mesh=mesh, reshard_after_forward=reshard, ignored_params=kept)
@@ -65,21 +62,8 @@ def shard(
         if not isinstance(parameter, DTensor):
             # `fully_shard` has moved all other parameters.
             parameter.data = parameter.data.to(device)
-    if config.fsdp_whole_gradients:
-        model: Any = transformer
-        model.no_sync = partial(_without_exchange, model)  # accelerate calls it, as with DDP
     if not reshard:
         transformer.register_forward_hook(_reshard_after_sampling)
-
-
-@contextmanager
-def _without_exchange(transformer: FSDPModule) -> Iterator[None]:
-    """A context in which backward passes accumulate unsharded gradients without communication."""
-    transformer.set_requires_gradient_sync(False)
-    try:
-        yield
-    finally:
-        transformer.set_requires_gradient_sync(True)
 
 
 def _units(transformer: nn.Module, blocks: Sequence[nn.Module], kept: Collection[nn.Parameter]) -> Iterator[nn.Module]:
@@ -138,9 +122,8 @@ def from_all(values: Tensor, tensors: Iterable[Tensor]) -> Tensor:
         return values
     # NCCL needs GPU memory, and the moving average may be on the CPU.
     values = values.to(mesh.device_type)
-    shards = mesh.ndim - 1  # the last mesh dimension; the other one replicates
-    received = [torch.empty_like(values) for _ in range(mesh.size(shards))]
-    dist.all_gather(received, values, group=mesh.get_group(shards))
+    received = [torch.empty_like(values) for _ in range(mesh.size())]
+    dist.all_gather(received, values, group=mesh.get_group())
     return torch.cat(received)
 
 

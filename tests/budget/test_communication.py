@@ -53,8 +53,6 @@ def test_bytes_computed_by_hand(model: StepModel, expected: Sent) -> None:
     twice = replace(expected, gathered=2 * expected.gathered, scattered=2 * expected.scattered)
     accumulated = under(model, gradient_accumulation_steps=2)
     assert sent_bytes(accumulated, TechniqueCost()) == twice, "DDP sends once in an optimizer step"
-    whole = under(accumulated, fsdp_whole_gradients=True)
-    assert sent_bytes(whole, TechniqueCost()) == replace(twice, scattered=expected.scattered)
 
 
 def test_techniques_add_gradients_and_passes() -> None:
@@ -114,31 +112,9 @@ def test_fsdp_sends_what_is_counted(mesh: Any, reshards: bool) -> None:
     assert {name: nbytes * (PROCESSES - 1) / PROCESSES for name, nbytes in counted.bytes.items()} == expected
 
 
-def test_hybrid_shards_send_what_is_counted() -> None:
-    """Two machines of two processes: weights are gathered within a machine, gradients are summed across both."""
-    distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=PROCESSES)
-    try:
-        mesh = init_device_mesh("cpu", (2, PROCESSES // 2), mesh_dim_names=("replicate", "shard"))
-        model = Model().to(torch.bfloat16)
-        for module in (*model.blocks, model):
-            fully_shard(module, mesh=mesh, reshard_after_forward=True)
-        with Counted() as counted:
-            model(torch.zeros(1, WIDTH, dtype=torch.bfloat16)).sum().backward()
-    finally:
-        distributed.destroy_process_group()
-    planned = sent_bytes(under(FULL, **SHARDED, fsdp_hybrid=True, num_machines=2), TechniqueCost())
-    found = {name: nbytes / 2 for name, nbytes in counted.bytes.items()}
-    assert found["_allgather_base_"] == planned.gathered == 1 / 2 * 2 * 320
-    assert found["_reduce_scatter_base_"] == planned.scattered == 1 / 2 * 320
-    # Summed over two machines: each process sends as many bytes as its shard has.
-    assert 2 * found["allreduce_"] == planned.across == 320 / 2
-
-
 def test_memory_of_a_share() -> None:
     sharded = under(FULL, **SHARDED)
     assert sharded.trained_bytes == FULL.trained_bytes / PROCESSES
-    whole = under(sharded, fsdp_whole_gradients=True, gradient_accumulation_steps=2)
-    assert whole.trained_bytes == sharded.trained_bytes + 320 * 3 / 4
     assert FULL.frozen_bytes == 0
     buffers = 2 * 128  # what was gathered for the block that computes, and the next one's
     assert sharded.frozen_bytes == 64 + 128 + buffers + 64 + 2 * 128, "gradients have one buffer"
@@ -162,7 +138,3 @@ def test_the_network_between_machines_is_slower() -> None:
     assert exchange_seconds(sent, device, two) == pytest.approx(6e9 / network)
     fast = two.model_copy(update={"network_gbit": 400})
     assert exchange_seconds(sent, device, fast) == pytest.approx(6e9 / (4 * network))
-    hybrid = two.model_copy(update={"fsdp_enable": True, "fsdp_hybrid": True})
-    # Eight processes of a machine share its network card.
-    shares = replace(sent, across=1e8)
-    assert exchange_seconds(shares, device, hybrid) == pytest.approx(6e9 / link + 8e8 / network)

@@ -18,7 +18,7 @@ from simpletuner.budget.device import (
     rates_of,
     write_rates,
 )
-from simpletuner.budget.drivers import NVLINK_BYTES, Gpu, compute_capability, linked, query_gpu
+from simpletuner.budget.drivers import Gpu, compute_capability, query_gpu
 from simpletuner.config.device import Card, parse_card
 
 
@@ -161,17 +161,6 @@ def test_every_name_of_a_card_has_its_rates() -> None:
 @pytest.mark.parametrize("written", ["4090", 4090, "RTX 4090", "NVIDIA GeForce RTX 4090", "rtx-4090"])
 def test_a_card_may_be_written_with_its_series(written: object) -> None:
     assert parse_card(written) == "4090"
-
-
-TOPOLOGY = """\tGPU0\tGPU1\tNIC0\tCPU Affinity
-GPU0\t X \t{link}\tSYS\t0-31
-GPU1\t{link}\t X \tNODE\t0-31"""
-
-
-@pytest.mark.parametrize(("link", "rate"), [("NV12", 12 * NVLINK_BYTES), ("PHB", None)])
-def test_the_links_between_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, link: str, rate: float | None) -> None:
-    fake_smi(tmp_path, monkeypatch, f"if [ $1 = topo ]; then echo '{TOPOLOGY.format(link=link)}'; fi")
-    assert linked() == ({} if rate is None else {"link": rate})
 
 
 def test_measured_rates_of_a_processor_count_whatever_the_numbers(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -31,7 +30,6 @@ from simpletuner.training.manifest import Identity, open_checkpoint
 from simpletuner.training.state import TrainingSpec, TrainState
 from simpletuner.training.step import optimizer_step, predict_now
 from simpletuner.validation.runner import quiet
-from tests.budget.test_communication import Counted
 from tests.fidelity.family import CPU, make_adapter, make_config
 from tests.training.assembly import fixed_noise
 from tests.training.test_frozen import files_behind
@@ -47,7 +45,6 @@ class Case:
 
     Attributes:
         fused: whether its optimizer is, as on a GPU.
-        counted: whether the bytes that it exchanges are counted, which makes every operation slower.
         adapter: of the checkpoint's family.
         batch: file of its batch.
     """
@@ -55,7 +52,6 @@ class Case:
     settings: Mapping[str, Any]
     techniques: Callable[[], list[Technique]] = list
     fused: bool = False
-    counted: bool = False
     adapter: Callable[[Path], Any] = make_adapter
     batch: str = BATCH_FILE
 
@@ -64,18 +60,15 @@ CLIPPED = {"grad_clip_method": "norm", "max_grad_norm": 0.05, "gradient_accumula
 CASES = {
     "full": Case({"model_type": "full", "max_grad_norm": 0.01}, fused=True),
     "full-accumulated": Case(
-        {"model_type": "full", "gradient_checkpointing": True, "fsdp_reshard_after_forward": False, **CLIPPED},
-        counted=True,
+        {"model_type": "full", "gradient_checkpointing": True, "fsdp_reshard_after_forward": False, **CLIPPED}
     ),
-    "full-whole": Case({"model_type": "full", "fsdp_whole_gradients": True, **CLIPPED}, counted=True),
-    "full-hybrid": Case({"model_type": "full", "fsdp_hybrid": True, "num_machines": 2, **CLIPPED}),
     "full-bf16": Case({"model_type": "full", "mixed_precision": "bf16", "gradient_checkpointing": True}),
     "lora": Case({"gradient_checkpointing": True, **CLIPPED}),
     "lora-tread": Case({}, lambda: [Tread([Route(0.5, 1, 1)])]),
 }
 RELAYED = ("full", "lora")  # several processes begin the relay with the case itself
 EXACT = "full-bf16"
-SAVED = ("full", "full-hybrid", "full-bf16", "lora")  # the others have the same files before their first step
+SAVED = ("full", "full-bf16", "lora")  # the others have the same files before their first step
 
 
 @dataclass
@@ -109,7 +102,6 @@ class Run:
     losses: list[float] = field(default_factory=list)
     places: set[str] = field(default_factory=set)
     metrics: list[dict[str, float]] = field(default_factory=list)
-    scattered: int = 0
 
     def __post_init__(self) -> None:
         settings = {"mixed_precision": "no", "use_ema": True, "lora_rank": 4, "fsdp_enable": True, **self.case.settings}
@@ -138,10 +130,7 @@ class Run:
         self.assembly.transformer.train()
         assert bool(self.assembly.optimizer.param_groups[0].get("fused")) == self.case.fused, "also when it was resumed"
         for _ in range(steps):
-            sent = Counted()
-            with sent if self.case.counted else nullcontext():
-                report = optimizer_step(self.assembly, self.loader, self.state.global_step)
-            self.scattered += sent.bytes["_reduce_scatter_base_"]
+            report = optimizer_step(self.assembly, self.loader, self.state.global_step)
             self.state.global_step = report.step
             self.ema.update(report.step)
             self.metrics.append(report.metrics)
@@ -207,7 +196,6 @@ def run_case(name: str, checkpoint: Path, world: World, folder: Path) -> dict[st
         "predictions": run.predictions(),
         "held": held,
         "places": [*run.places],
-        "scattered": run.scattered,
     }
 
 

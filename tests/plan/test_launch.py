@@ -47,7 +47,6 @@ def told(**settings: Any) -> tuple[list[str], list[str]]:
         {"num_processes": 4, "num_machines": 2},
         SHARDED,
         {**SHARDED, "model_type": "full", "optimizer": "adamw"},
-        {**SHARDED, "model_type": "full", "fsdp_whole_gradients": True, "gradient_accumulation_steps": 2},
         {**SHARDED, "fsdp_version": 2, "fsdp_reshard_after_forward": False, "fsdp_cpu_ram_efficient_loading": True},
         {**SHARDED, "lora_init_type": "pissa", "mixed_precision": "no"},
         {**SHARDED, "optimizer": "muon"},  # every process has the whole LoRA

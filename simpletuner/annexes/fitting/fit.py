@@ -378,52 +378,30 @@ def _levels(budget: Budget, keys: set[str]) -> list[list[Change]]:
     return levels
 
 
-WAYS: Mapping[str, Mapping[str, Any]] = {
+# Every process has whole weights: on its device, or streamed from the copy in the machine's host memory.
+REPLICATED: Mapping[str, Mapping[str, Any]] = {
     "DDP": {"fsdp_enable": False, "enable_group_offload": False},
     "DDP, streamed": {"fsdp_enable": False, **STREAMED},
-    "FSDP2": {"fsdp_enable": True, "fsdp_hybrid": False, "enable_group_offload": False},
-    "FSDP2, hybrid": {"fsdp_enable": True, "fsdp_hybrid": True, "enable_group_offload": False},
 }
 
 
-def way_of(config: RunConfig) -> str:
-    """The configured way to train on several devices."""
-    if config.launch.is_sharded:
-        return "FSDP2, hybrid" if config.launch.fsdp_hybrid else "FSDP2"
-    return "DDP, streamed" if config.offload.enable_group_offload else "DDP"
-
-
-def find_ways(budget: Budget) -> dict[str, Budget | str]:
-    """The ways to run this configuration on several devices, with their budgets, or the reason why they are excluded.
-
-    Empty for a run of one process.
-    """
-    if budget.config.launch.num_processes == 1 or not budget.steps:
-        return {}
-    # Streaming needs a GPU.
-    names = [name for name in WAYS if budget.device.has_own_memory or not WAYS[name]["enable_group_offload"]]
-    if budget.config.launch.num_machines == 1:
-        names.remove("FSDP2, hybrid")
-    return {name: _other_way(budget, name) for name in names}
-
-
-def _other_way(budget: Budget, name: str) -> Budget | str:
-    if name == way_of(budget.config):
-        return budget
-    other = budget.under(WAYS[name], CHOSEN)
-    problems = (problem for rule in (conflicts, check_launch, check_offload) for problem in rule(other.config))
-    excluded = next((problem for problem in problems if problem.fatal), None)
-    return f"{excluded.where} {excluded.message}" if excluded else other
-
-
-def check_ways(budget: Budget) -> Iterator[Problem]:
+def check_sharded_lora(budget: Budget) -> Iterator[Problem]:
     """Warn about FSDP2 for a LoRA that would fit with DDP."""
-    if not budget.config.launch.is_sharded or budget.config.model.model_type != "lora":
+    if not budget.config.launch.is_sharded or budget.config.model.model_type != "lora" or not budget.steps:
         return
-    for name, way in find_ways(budget).items():
-        if isinstance(way, Budget) and way is not budget and way.fits:
-            sent = f"{gigabytes(way.sent.total)} a step instead of {gigabytes(budget.sent.total)}"
+    for name, values in REPLICATED.items():
+        if values["enable_group_offload"] and not budget.device.has_own_memory:
+            continue
+        replicated = budget.under(values, CHOSEN)
+        if replicated.fits and _is_allowed(replicated.config):
+            sent = f"{gigabytes(replicated.sent.total)} a step instead of {gigabytes(budget.sent.total)}"
             why = "to train a LoRA, FSDP2 gathers the whole model in every pass"
             message = f"{name} fits too, and each process sends {sent}: {why}."
-            yield Problem("fsdp_enable", message, fatal=False, remedy=WAYS[name])
+            yield Problem("fsdp_enable", message, fatal=False, remedy=values)
             return
+
+
+def _is_allowed(config: RunConfig) -> bool:
+    """Whether no setting excludes another one."""
+    problems = [*conflicts(config), *check_launch(config), *check_offload(config)]
+    return not any(problem.fatal for problem in problems)

@@ -9,7 +9,7 @@ from contextlib import suppress
 from dataclasses import replace
 
 from simpletuner.annexes.figures import duration
-from simpletuner.annexes.fitting.fit import STATE_ON_HOST, Change, check_fit, check_ways, choose
+from simpletuner.annexes.fitting.fit import STATE_ON_HOST, Change, check_fit, check_sharded_lora, choose
 from simpletuner.annexes.fitting.show import MISSING_GPU
 from simpletuner.budget import device as devices
 from simpletuner.budget import drivers
@@ -132,7 +132,7 @@ def weigh(plan: Plan, asked: AskedDevice = HERE) -> Reading[Budget]:
     """
     device = devices.find_device(asked.device_memory, plan.output_dir, asked.device)
     if plan.config.launch.num_processes > 1:
-        device = devices.one_of_several(device, is_planned=asked.is_elsewhere)
+        device = devices.one_of_several(device)
     budget = with_strips(make_budget(plan, device))
     # Before `offload: auto`, whose choice depends on whether features are cached.
     if sparing := _sparing(budget):
@@ -140,7 +140,7 @@ def weigh(plan: Plan, asked: AskedDevice = HERE) -> Reading[Budget]:
     if plan.config.offload.offload == "auto":
         budget = _chosen(budget)
     budget = with_faster_previews(budget)
-    judged = [*check_vendor(device), *check_decoding(budget), *check_fit(budget), *check_ways(budget)]
+    judged = [*check_vendor(device), *check_decoding(budget), *check_fit(budget), *check_sharded_lora(budget)]
     writings = [*find_writings(budget)]
     judged += filter(None, (why_not_writable(each.what, each.folder) for each in writings))
     judged += check_disk(budget.plan, writings)

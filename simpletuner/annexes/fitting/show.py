@@ -13,7 +13,6 @@ from typing import Any, TextIO
 
 from simpletuner.annexes.display.progress import in_red
 from simpletuner.annexes.figures import duration
-from simpletuner.annexes.fitting.fit import find_ways, way_of
 from simpletuner.budget.budget import (
     Budget,
     free_batch,
@@ -26,6 +25,7 @@ from simpletuner.budget.device import gigabytes
 from simpletuner.budget.disk import feature_costs, find_writings
 from simpletuner.caching.catalogue import Entries
 from simpletuner.config.optimizers import learning_rate, peak_learning_rate
+from simpletuner.config.schema import RunConfig
 from simpletuner.config.values import typed
 from simpletuner.data.dataset import Dataset
 from simpletuner.data.sample import LedgerEntry
@@ -204,7 +204,7 @@ def budget_lines(budget: Budget) -> Iterator[str]:
     yield f"Estimate for {device.name}, {room}{host} ({'; '.join(filter(None, (device.note, device.hint)))})"
     if launch.num_processes > 1:
         where = counted(launch.num_machines, "machine")
-        yield f"  {launch.num_processes} processes on {where}, one per device, {way_of(budget.config)}"
+        yield f"  {launch.num_processes} processes on {where}, one per device, {parallelism(budget.config)}"
         if launch.sequence_parallel_size > 1:
             shared = f"the tokens of a sample are shared by {launch.sequence_parallel_size} processes"
             yield f"  {shared}, each of which exchanges {gigabytes(budget.sent.exchanged)} a step"
@@ -213,7 +213,6 @@ def budget_lines(budget: Budget) -> Iterator[str]:
     yield from _bucket_lines(budget)
     yield from _density_lines(budget)
     yield from _time_lines(budget)
-    yield from _way_lines(budget)
     added = budget.model.added(budget.steps[0].load)  # included in the estimates above
     kinds = ((added.forwards, "forward"), (added.passes, "forward and backward"))
     if extra := " and ".join(f"{count:.2g} extra {kind} passes" for count, kind in kinds if count):
@@ -285,6 +284,13 @@ def _time_lines(budget: Budget) -> Iterator[str]:
         yield f"  the GPU waits for the host to launch kernels: with train_batch_size {batch} a step takes as long"
 
 
+def parallelism(config: RunConfig) -> str:
+    """How several processes train together: `DDP`, `DDP, streamed` or `FSDP2`."""
+    if config.launch.is_sharded:
+        return "FSDP2"
+    return "DDP, streamed" if config.offload.enable_group_offload else "DDP"
+
+
 def halved_previews(plan: Plan) -> str:
     """The setting that halves the time of previews."""
     flat = plan.config.flat
@@ -294,20 +300,6 @@ def halved_previews(plan: Plan) -> str:
     if fewer <= NEARLY_HALF * preview_rounds(plan):
         return " and ".join(f"{key} {value}" for key, value in intervals.items())
     return f"validation_num_inference_steps {max(1, (flat['validation_num_inference_steps'] or 1) // 2)}"
-
-
-def _way_lines(budget: Budget) -> Iterator[str]:
-    """The ways to use several devices, with peak memory, bytes sent per process and step, and time."""
-    ways = find_ways(budget)
-    if ways:
-        yield _row("ways to train", 17, "device", "host", "sent", "step")
-    for name, way in ways.items():
-        if isinstance(way, str):
-            yield f"  {name}: {way}"
-            continue
-        verdict = ("fits" if way.fits else "does not fit") + (", as configured" if way is budget else "")
-        memory = map(gigabytes, (*way.peaks, way.sent.total))
-        yield f"{_row(name, 17, *memory, duration(way.step_seconds))}  {verdict}"
 
 
 def start_lines(budget: Budget) -> Iterator[str]:
@@ -390,9 +382,8 @@ def _described(budget: Budget) -> dict[str, Any]:
         "processes": {
             "count": launch.num_processes,
             "machines": launch.num_machines,
-            "way": way_of(budget.config),
+            "way": parallelism(budget.config),
             "sent": asdict(budget.sent),
-            "ways": [_way(name, way) for name, way in find_ways(budget).items()],
         },
         "disk": [
             {"what": writing.what, "folder": str(writing.folder), "bytes": writing.total}
@@ -420,18 +411,4 @@ def _dataset(dataset: Dataset) -> dict[str, Any]:
         "repeats": dataset.repeats,
         "buckets": dataset.sizes(),
         "learned": _learned(dataset),  # null without masks
-    }
-
-
-def _way(name: str, way: Budget | str) -> dict[str, Any]:
-    if isinstance(way, str):
-        return {"way": name, "fits": False, "excluded": way}
-    device, host = way.peaks
-    return {
-        "way": name,
-        "fits": way.fits,
-        "device": device,
-        "host": host,
-        "sent": way.sent.total,
-        "seconds": way.step_seconds,
     }

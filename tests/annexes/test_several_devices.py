@@ -1,4 +1,4 @@
-"""Several devices: memory of each and of the host, the ways to use them, and what `offload: auto` makes of them."""
+"""Several devices: memory of each and of the host, and what `offload: auto` makes of them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from simpletuner.annexes.fitting.fit import check_fit, check_ways, choose, find_ways, smallest_change
+from simpletuner.annexes.fitting.fit import check_fit, check_sharded_lora, choose, smallest_change
 from simpletuner.annexes.fitting.ready import check_devices
 from simpletuner.budget.budget import Budget
 from simpletuner.budget.device import HOST_BASE
@@ -100,22 +100,6 @@ def test_clips_that_are_too_long_are_shared() -> None:
         assert "sequence_parallel_size" not in str(smallest_change(pro(**settings))), "nobody to share with, or refused"
 
 
-def test_the_ways_to_train() -> None:
-    assert find_ways(budget(gpu(80))) == {}
-    lora = find_ways(budget(gpu(8), num_processes=4))
-    assert fitting(lora) == {"DDP": False, "DDP, streamed": True, "FSDP2": False}
-    full = find_ways(budget(gpu(24), num_processes=4, **FULL))
-    assert fitting(full) == {"DDP": False, "DDP, streamed": None, "FSDP2": True}
-    assert str(full["DDP, streamed"]).startswith("enable_group_offload cannot be combined with model_type full")
-    quantised = find_ways(budget(gpu(80), num_processes=4, base_model_precision="int8-quanto"))
-    assert list(fitting(quantised).values()) == [True, True, None]
-
-
-def fitting(ways: dict[str, Budget | str]) -> dict[str, bool | None]:
-    """Whether each way fits; None if it is excluded."""
-    return {name: way.fits if isinstance(way, Budget) else None for name, way in ways.items()}
-
-
 def test_a_lora_goes_by_ddp_as_long_as_it_fits() -> None:
     """Rank 16 on q, k and v of 34 self- and 32 cross-attentions, 1792 wide: 22.7 MB of bf16, 1.5 times of which go."""
     chosen = choose(budget(gpu(80), num_processes=4))
@@ -152,11 +136,14 @@ def test_sharding_is_what_would_help_a_full_fine_tune() -> None:
 
 
 def test_sharding_a_lora_for_nothing_is_said() -> None:
-    (warning,) = check_ways(budget(gpu(80), num_processes=4, fsdp_enable=True))
+    (warning,) = check_sharded_lora(budget(gpu(80), num_processes=4, fsdp_enable=True))
     assert not warning.fatal
     assert "DDP fits too, and each process sends 34.1 MB a step instead of " in warning.message
-    assert list(check_ways(budget(gpu(80), num_processes=4, fsdp_enable=True, **FULL))) == []
-    assert list(check_ways(budget(gpu(80), num_processes=4))) == []
+    (warning,) = check_sharded_lora(budget(gpu(8), num_processes=4, fsdp_enable=True))
+    assert warning.message.startswith("DDP, streamed fits too, ")
+    assert warning.remedy == {"fsdp_enable": False, **STREAMED}
+    assert list(check_sharded_lora(budget(gpu(80), num_processes=4, fsdp_enable=True, **FULL))) == []
+    assert list(check_sharded_lora(budget(gpu(80), num_processes=4))) == []
 
 
 @pytest.mark.parametrize("visible", [None, "0,1", "GPU-bb"])
@@ -195,6 +182,3 @@ def test_a_plan_for_several_devices(workspace: Workspace, capsys: pytest.Capture
     told = json.loads(capsys.readouterr().out)["processes"]
     assert (told["count"], told["machines"], told["way"]) == (4, 2, "DDP")
     assert told["sent"]["reduced"] > 0 == told["sent"]["gathered"]
-    assert {way["way"]: way["fits"] for way in told["ways"]} == dict.fromkeys(
-        ("DDP", "DDP, streamed", "FSDP2", "FSDP2, hybrid"), True
-    )
