@@ -35,19 +35,19 @@ from benchmarks.models import (
 from benchmarks.step import RATE, _Memory
 from benchmarks.timing import Ratio, arguments, compare, interleave, show
 from simpletuner.caching.catalogue import Catalogue, LatentEntry, TextEntry
-from simpletuner.caching.fill import _decode, fill_latents, fill_texts, to_pixels
-from simpletuner.caching.read import BatchReader
 from simpletuner.config.sources import parse_arguments
-from simpletuner.data.loader import BatchLoader
 from simpletuner.data.sampler import PlannedBatch
 from simpletuner.diffusion.batch import Batch
+from simpletuner.encoding.caches import build_adapter
+from simpletuner.encoding.fill import _decode, fill_latents, fill_texts, to_pixels
+from simpletuner.encoding.read import BatchReader
 from simpletuner.models.adapter import TextRequest
 from simpletuner.models.kandinsky5.video import HunyuanLatentEncoder
-from simpletuner.plan.build import Plan, make_plan
-from simpletuner.plan.entries import list_entries, make_catalogue
+from simpletuner.planning.build import Plan, make_plan
+from simpletuner.planning.entries import list_entries, make_catalogue
 from simpletuner.reporting.events import EventStream, PhaseStarted, RunningPhase
-from simpletuner.run.caches import build_adapter
 from simpletuner.training.assemble import assemble
+from simpletuner.training.loader import BatchLoader
 from simpletuner.training.state import Assembly, TrainingSpec
 from simpletuner.training.step import optimizer_step
 from tests.tiny import make_checkpoint

@@ -20,7 +20,6 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from benchmarks.models import SHAPES, build_clip_vae, make_config
 from benchmarks.tread import MODELS, share_of_arithmetic
 from benchmarks.variants import Outcome, Settings, Variant, forget, measure
-from simpletuner.budget.measure import fastest, host_to_device_bytes, matmul_flops
 from simpletuner.config.precision import QUANTISATIONS
 from simpletuner.config.techniques import Route
 from simpletuner.memory.precision import QuantisedLinear, pack, use_quantised_products
@@ -28,6 +27,7 @@ from simpletuner.models.blocks import AttentionKernel, torch_attention
 from simpletuner.models.registry import FAMILIES
 from simpletuner.run.train import fix_order
 from simpletuner.speed.attention import NEWER_FLASH, installed_flash, serve
+from simpletuner.speed.measure import fastest, host_to_device_bytes, matmul_flops
 from simpletuner.techniques.base import Technique
 from simpletuner.techniques.tread import Tread
 from simpletuner.training.noise import add_noise

@@ -77,8 +77,8 @@ def copy_entries() -> None:
         StopIteration: there is none of some shape.
     """
     from simpletuner.config.sources import parse_arguments
-    from simpletuner.plan.build import make_plan
-    from simpletuner.plan.entries import list_entries, make_catalogue
+    from simpletuner.planning.build import make_plan
+    from simpletuner.planning.entries import list_entries, make_catalogue
 
     plan = make_plan(parse_arguments([]))
     catalogue = make_catalogue(plan)

@@ -27,9 +27,9 @@ from simpletuner.diffusion.batch import Batch
 from simpletuner.errors import Problems
 from simpletuner.models.adapter import FamilyAdapter
 from simpletuner.models.cost import STOCK, FamilyCost, Kernels, TransformerCost
-from simpletuner.models.part import Part
 from simpletuner.models.registry import FAMILIES, load_adapter
 from simpletuner.models.source import ModelSource
+from simpletuner.weights.part import Part
 from tests.tiny import WIDTH, build_qwen
 from tests.tiny_sana import build_gemma
 

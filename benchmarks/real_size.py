@@ -40,12 +40,12 @@ from simpletuner.budget.workload import Parts
 from simpletuner.config.schema import RunConfig
 from simpletuner.diffusion.flow import make_noisy
 from simpletuner.models.cost import BatchShape
-from simpletuner.models.part import DIFFUSERS_WEIGHTS
 from simpletuner.models.registry import FAMILIES, load_adapter
 from simpletuner.models.source import ModelSource
-from simpletuner.models.weight_files import INDEX_SUFFIX
 from simpletuner.training.assemble import assemble
 from simpletuner.training.state import TrainingSpec
+from simpletuner.weights.files import INDEX_SUFFIX
+from simpletuner.weights.part import DIFFUSERS_WEIGHTS
 
 BAR = 1.10
 SHARD = 10**9  # bytes

@@ -14,8 +14,6 @@ if TYPE_CHECKING:
 
 def __getattr__(name: str) -> Any:
     """The functions of `simpletuner.api`, imported lazily, since the commands do not need them."""
-    if name == "plan":  # also the name of a package, which calls the function
-        return import_module("simpletuner.plan")
-    if name in ("train", "sample"):
+    if name in ("plan", "train", "sample"):
         return getattr(import_module("simpletuner.api"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -27,11 +27,11 @@ from simpletuner.config.schema import all_options
 from simpletuner.config.sources import ARGUMENTS, SELECTORS, Arguments, configured
 from simpletuner.distributed.world import World
 from simpletuner.errors import ConfigError, Problem
-from simpletuner.models.lora_keys import LORA_FILE
-from simpletuner.plan.build import Plan
+from simpletuner.planning.build import Plan
+from simpletuner.planning.checkpoint_folder import PIPELINE_FOLDER
 from simpletuner.reporting.events import EventStream, Subscriber
 from simpletuner.reporting.metrics import MEDIA_FILE, METRICS_FILE, read_media, read_rows
-from simpletuner.training.manifest import PIPELINE_FOLDER
+from simpletuner.weights.lora_names import LORA_FILE
 
 WRITTEN_DATASETS = "data_backend_config.json"  # in the output folder: datasets passed as a list
 

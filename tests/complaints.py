@@ -7,7 +7,7 @@ import pytest
 from simpletuner.config.schema import RunConfig
 from simpletuner.errors import Problem
 from simpletuner.models.spec import FamilySpec
-from simpletuner.plan.checks import family_problems, worth_reporting
+from simpletuner.planning.checks import family_problems, worth_reporting
 from tests.workspace import Workspace
 
 

@@ -190,8 +190,8 @@ def _roomy_machine(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(autouse=True)
 def _silent_hub(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Plans do not depend on whether the hub can be reached from here; tests/models/test_hub.py asks one."""
-    monkeypatch.setattr("simpletuner.models.hub.ask_hub", lambda repository, revision: None)
+    """Plans do not depend on whether the hub can be reached from here; tests/weights/test_hub.py asks one."""
+    monkeypatch.setattr("simpletuner.weights.hub.ask_hub", lambda repository, revision: None)
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 import simpletuner
-import simpletuner.plan.build
+import simpletuner.planning.build
 from simpletuner.errors import ConfigError
 from simpletuner.reporting.events import CheckpointSaved, Event, StepReport
 from tests.workspace import CONFIG, DATASETS, Workspace

@@ -62,7 +62,7 @@ def test_few_files_ask_which_process_they_are_in(house: House) -> None:
             for node in ast.walk(file.tree)
         )
         for file in house.files
-        if file.path.parent.name != "distributed"
+        if file.path.parent.name != "distributed" and file.path.name != "sharding.py"  # shards are of ranks
     }
     assert above(asked, 2) == {}
     assert sum(asked.values()) > 9, "none would mean that they are spelt otherwise"

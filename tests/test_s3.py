@@ -13,8 +13,8 @@ from moto.server import ThreadedMotoServer
 
 from simpletuner.annexes.publishing.uploads import BucketCopy
 from simpletuner.config.publishing import PublishConfig
-from simpletuner.models.lora_keys import LORA_FILE
 from simpletuner.s3 import S3Login
+from simpletuner.weights.lora_names import LORA_FILE
 from tests.workspace import Workspace
 
 

@@ -12,8 +12,8 @@ import torch
 import torch._dynamo.guards
 import torch._inductor.config
 
-from simpletuner.budget import measure
 from simpletuner.models.blocks import FreeSizes
+from simpletuner.speed import measure
 
 torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))  # see tests/conftest.py
 if os.environ.get("MKLDNN") == "off":

@@ -28,7 +28,7 @@ from PIL import Image
 from train_video_transformer import SHIFT
 from video_world import FRAME_RATE, HOP, SIZES, Clip, draw, draw_clip, hop
 
-from simpletuner.validation.clip_writer import write_mp4
+from simpletuner.data.clip_writer import write_mp4
 
 PICTURES = DEMO / "checkpoint"
 VIDEO_DEMO = DEMO.with_name("demo-video")

@@ -1,0 +1,1 @@
+"""Features around the core, which imports none of them."""

@@ -15,7 +15,7 @@ from simpletuner.config.sources import DATASET_FILE, Arguments, located_at, reso
 from simpletuner.errors import Problem, result_of
 from simpletuner.models.registry import FAMILIES
 from simpletuner.models.spec import FamilySpec
-from simpletuner.plan.build import Plan, make_plan
+from simpletuner.planning.build import Plan, make_plan
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from simpletuner.atomic import changing, write_atomically
 from simpletuner.errors import UserError, full_text
-from simpletuner.run.lock import Owner, take
+from simpletuner.planning.lock import Owner, take
 
 QUEUE_FILE = "queue.json"
 SERVER_FILE = ".queue.server"  # locked by the server that starts jobs

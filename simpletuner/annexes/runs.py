@@ -26,13 +26,13 @@ from simpletuner.annexes.payloads import EVENTS_FILE, last_lines
 from simpletuner.config.values import read_json
 from simpletuner.distributed.requests import FOLDER, REQUESTS
 from simpletuner.errors import UserError, result_of
-from simpletuner.models.lora_keys import LORA_FILE
+from simpletuner.planning.checkpoint_folder import find_checkpoints, result_step
+from simpletuner.planning.lineage import continuation
+from simpletuner.planning.lock import LOCK_FILE, STARTED_FILE, Owner, read_owner
 from simpletuner.redaction import redact
 from simpletuner.reporting.metrics import METRICS_FILE, parse_row
 from simpletuner.reporting.pace import clock
-from simpletuner.run.lock import LOCK_FILE, STARTED_FILE, Owner, read_owner
-from simpletuner.training.lineage import continuation
-from simpletuner.training.manifest import find_checkpoints, result_step
+from simpletuner.weights.lora_names import LORA_FILE
 
 Status = Literal["idle", "starting", "running", "completed", "error", "cancelled", "interrupted", "broken"]
 CONSOLE_FILE = "console.log"

@@ -19,14 +19,10 @@ from simpletuner.data.files import MediaError, content_hash
 from simpletuner.data.pictures import inspect
 from simpletuner.data.sample import Sample
 from simpletuner.errors import ConfigError, Problem, Reading, result_of, warning
-from simpletuner.models import lora_checks, lora_keys
-from simpletuner.models.lora_source import lora_file, model_in_header
-from simpletuner.models.part import Part
+from simpletuner.models import lora_checks, lora_layers
 from simpletuner.models.spec import Flavour
-from simpletuner.models.weight_files import tensor_shapes
-from simpletuner.plan.build import Plan, Rendering, make_plan
-from simpletuner.plan.resume import decide_seed
-from simpletuner.training.manifest import (
+from simpletuner.planning.build import Plan, Rendering, make_plan
+from simpletuner.planning.checkpoint_folder import (
     PIPELINE_FOLDER,
     Checkpoint,
     average_is_stale,
@@ -34,7 +30,12 @@ from simpletuner.training.manifest import (
     open_checkpoint,
     result_step,
 )
-from simpletuner.validation.prompts import ValidationPrompt, file_safe, unique
+from simpletuner.planning.prompts import ValidationPrompt, file_safe, unique
+from simpletuner.planning.resume import decide_seed
+from simpletuner.weights import lora_names
+from simpletuner.weights.files import tensor_shapes
+from simpletuner.weights.part import Part
+from simpletuner.weights.published_lora import lora_file, model_in_header
 
 # `offload: auto` chooses again for sampling, except these settings, which change results.
 CHOICES_KEPT = ("base_model_precision", "vae_enable_tiling", "validation_decoding")
@@ -144,7 +145,7 @@ def _pictures(request: SampleRequest) -> Reading[tuple[Sample, ...]]:
 def _check_loras(paths: Sequence[Path], plan: Plan) -> Iterator[Problem]:
     """Check that the LoRA files match the model."""
     source = plan.source
-    modules = {} if source.problems() else lora_keys.linear_modules(source["transformer"].weight_shapes())
+    modules = {} if source.problems() else lora_layers.linear_modules(source["transformer"].weight_shapes())
     for path in paths:
         yield from lora_checks.check_lora_file("LoRA", path, modules, plan.spec.name)
 
@@ -162,7 +163,7 @@ def _check_strengths(request: SampleRequest, weights: Sequence[Sampled]) -> Iter
         why = "a full fine-tune replaces the weights, so it" if is_full else "the base model"
         yield Problem(flag, f"is for LoRAs: {why} has no strength.")
     names = (name for each in weights if each.lora for name in tensor_shapes(each.lora))
-    if set(strengths) != {1.0} and any("magnitude" in (lora_keys.role_of(name) or "") for name in names):
+    if set(strengths) != {1.0} and any("magnitude" in (lora_names.role_of(name) or "") for name in names):
         message = "scales the update of a DoRA but not its magnitudes, as in the stock pipeline."
         yield warning(flag, f"{message} At 0 the base model is rendered, unlike in the stock pipeline.")
 
@@ -208,7 +209,7 @@ def _weights_of_run(request: SampleRequest, path: Path) -> Reading[tuple[list[Sa
             if not weights[-1].name:
                 break  # the others lack it for the same reason
         return weights, run
-    result = path / (PIPELINE_FOLDER if is_full else lora_keys.LORA_FILE)
+    result = path / (PIPELINE_FOLDER if is_full else lora_names.LORA_FILE)
     if result.exists():
         step = result_step(path, "full" if is_full else "lora")
         return [(yield from _weights(result if is_full else path, step, request.ema and not is_full, is_full))], run
@@ -228,7 +229,7 @@ def _checkpoints(folder: Path) -> list[Checkpoint]:
 
 def _weights(folder: Path, step: int | None, ema: bool, is_full: bool) -> Reading[Sampled]:
     """The weights in a checkpoint, an output folder or a published pipeline."""
-    loras, transformers = (lora_keys.LORA_FILE, f"ema/{lora_keys.LORA_FILE}"), ("transformer", "transformer_ema")
+    loras, transformers = (lora_names.LORA_FILE, f"ema/{lora_names.LORA_FILE}"), ("transformer", "transformer_ema")
     name = (transformers if is_full else loras)[ema]
     path = folder / name
     if ema and not is_full and average_is_stale(folder):
@@ -284,7 +285,7 @@ def _layers(request: SampleRequest, weights: Sampled, run: Checkpoint | None) ->
 def _check_result(layers: Sequence[Layer]) -> Iterator[Problem]:
     """Warn that the base model of a configuration is rendered, not the LoRA that was trained with it."""
     folders = [str(value) for layer in layers for key, value in layer.values if key == "output_dir"]
-    if folders and (home_path(folders[-1]) / lora_keys.LORA_FILE).is_file():
+    if folders and (home_path(folders[-1]) / lora_names.LORA_FILE).is_file():
         command = f"simpletuner sample {shlex.quote(folders[-1])}"
         yield warning("source", f"the base model is rendered; for the result of this configuration: {command}")
 

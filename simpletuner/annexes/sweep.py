@@ -24,22 +24,22 @@ from simpletuner.annexes.sampling import Sampled, plan_evaluation
 from simpletuner.atomic import free_path, write_json
 from simpletuner.caching.catalogue import Catalogue
 from simpletuner.caching.keys import digest
-from simpletuner.caching.read import BatchReader
 from simpletuner.config.optimizers import trained_precision
 from simpletuner.config.schema import RunConfig
 from simpletuner.config.sources import Arguments
 from simpletuner.config.values import Size
 from simpletuner.data.sample import Sample
+from simpletuner.encoding.caches import CacheFiller, Encoding, build_adapter, complete_catalogue, fetch
+from simpletuner.encoding.read import BatchReader
 from simpletuner.errors import Problems, UserError
 from simpletuner.memory.precision import DTYPES, check_device
 from simpletuner.models.adapter import FamilyAdapter
 from simpletuner.models.blocks import KERNELS
-from simpletuner.plan.build import Plan
-from simpletuner.plan.entries import evaluated, list_entries
-from simpletuner.plan.resume import package_versions
+from simpletuner.planning.build import Plan
+from simpletuner.planning.entries import evaluated, list_entries
+from simpletuner.planning.resume import package_versions
 from simpletuner.reporting.events import EVALUATION, PREVIEWS, EventStream, RunningPhase
 from simpletuner.reporting.metrics import METRICS_FILE, read_rows
-from simpletuner.run.caches import CacheFiller, Encoding, build_adapter, complete_catalogue, fetch
 from simpletuner.run.session import build_subjects
 from simpletuner.run.train import prepare_machine
 from simpletuner.training.assemble import load_for_sampling, make_accelerator

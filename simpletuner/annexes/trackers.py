@@ -20,13 +20,13 @@ from simpletuner.atomic import write_json
 from simpletuner.config.publishing import tracker_names, wandb_mode, why_missing
 from simpletuner.config.values import read_json
 from simpletuner.errors import result_of
-from simpletuner.plan.build import Plan
+from simpletuner.planning.build import Plan
+from simpletuner.planning.lineage import WANDB_FILE
 from simpletuner.redaction import redact, redact_settings
 from simpletuner.reporting import events as happened
 from simpletuner.reporting.events import ENDED, Event, EventStream
 from simpletuner.reporting.metrics import TIMESTEPS, MediaRecord
 from simpletuner.run.companions import Companion
-from simpletuner.training.lineage import WANDB_FILE
 
 logger = logging.getLogger(__name__)
 Value = TypeVar("Value")

@@ -1,0 +1,1 @@
+"""The memory, time and disk that a plan needs."""

@@ -22,9 +22,9 @@ from simpletuner.config.schema import BY_COST, BY_SIZE, RunConfig
 from simpletuner.config.speed import graph_key
 from simpletuner.errors import Problem, warning
 from simpletuner.models.cost import BYTES, TILE, VaeLoad
-from simpletuner.plan.build import Plan
-from simpletuner.plan.checks import BACKGROUND_KEYS
-from simpletuner.plan.entries import Listing, evaluated, list_entries, make_catalogue, previews_of_a_round
+from simpletuner.planning.build import Plan
+from simpletuner.planning.checks import BACKGROUND_KEYS
+from simpletuner.planning.entries import Listing, evaluated, list_entries, make_catalogue, previews_of_a_round
 from simpletuner.reporting.events import CACHING, EVALUATION, SAVING, Rounds
 from simpletuner.reporting.events import PREVIEWS as PREVIEW_ROUNDS
 

@@ -16,8 +16,8 @@ from simpletuner.budget.device import Device
 from simpletuner.budget.workload import Workload
 from simpletuner.config.values import read_stored
 from simpletuner.distributed.world import compute_threads
-from simpletuner.plan.build import Plan
-from simpletuner.plan.entries import machine_folder
+from simpletuner.planning.build import Plan
+from simpletuner.planning.entries import machine_folder
 
 OUTCOMES_FILE = "outcomes.json"
 

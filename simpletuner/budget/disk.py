@@ -15,9 +15,9 @@ from simpletuner.config.precision import text_encoder_dtype
 from simpletuner.errors import Problem, warning
 from simpletuner.models.cost import BYTES
 from simpletuner.models.spec import FamilySpec
-from simpletuner.plan.build import Plan
-from simpletuner.plan.entries import Listing, text_folder
-from simpletuner.plan.environment import existing
+from simpletuner.planning.build import Plan
+from simpletuner.planning.entries import Listing, text_folder
+from simpletuner.planning.environment import existing
 
 COMPRESSED = 0.8  # size of a latent compressed with zstd, relative to uncompressed
 USUAL_CAPTION = 0.25  # tokens of a typical caption, relative to the maximum

@@ -21,7 +21,7 @@ from typing import Literal, NamedTuple
 
 import psutil
 
-from simpletuner.plan.environment import driver
+from simpletuner.planning.environment import driver
 
 # What a build of torch can use; ROCm's devices are called `cuda` there.
 Backend = Literal["cuda", "rocm", "xpu", "mps"]

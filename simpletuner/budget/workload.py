@@ -23,18 +23,18 @@ from simpletuner.models.cost import (
     BatchShape,
     FamilyCost,
     Kernels,
-    Shape,
     TransformerCost,
     VaeCost,
     VaeLoad,
 )
-from simpletuner.models.lora_keys import Targets, weights_of
-from simpletuner.models.part import Part
+from simpletuner.models.lora_layers import Targets, weights_of
 from simpletuner.models.source import ModelSource, encoder_weights
 from simpletuner.models.spec import FamilySpec
-from simpletuner.plan.build import Plan
-from simpletuner.plan.entries import Listing, evaluated, feature_kinds, latent_storage
-from simpletuner.techniques.spec import TechniqueSpec
+from simpletuner.planning.build import Plan
+from simpletuner.planning.entries import Listing, evaluated, feature_kinds, latent_storage
+from simpletuner.planning.technique_specs import TechniqueSpec
+from simpletuner.weights.files import Shape
+from simpletuner.weights.part import Part
 
 
 @dataclass(frozen=True)

@@ -12,8 +12,8 @@ from simpletuner.cli.settings import PASS_THROUGH, logged_events, planned
 from simpletuner.errors import UserError, counted
 
 if TYPE_CHECKING:
-    from simpletuner.plan.build import Plan
-    from simpletuner.plan.entries import Listing
+    from simpletuner.planning.build import Plan
+    from simpletuner.planning.entries import Listing
 
 Shard = Annotated[str, typer.Option(metavar="I/N", help="Encode shard I, on N machines that share a disk.")]
 app = typer.Typer(help="Fill, verify, explain and clean up the caches of a configuration.", no_args_is_help=True)
@@ -31,7 +31,7 @@ def fill(context: typer.Context, shard: Shard = "1/1") -> None:
 
     with logged_events() as events:
         # Imports torch, which takes seconds, so only after the plan's errors are reported.
-        from simpletuner.run.caches import fill_caches
+        from simpletuner.encoding.caches import fill_caches
 
         fill_caches(plan, events, Share(number - 1, count))
 
@@ -45,7 +45,7 @@ def verify(context: typer.Context) -> None:
     plan = planned(context.args, "caches")
     from simpletuner.annexes.display.progress import shown_events
     from simpletuner.annexes.inspection import Verification, forget_verifications
-    from simpletuner.plan.entries import cache_folders
+    from simpletuner.planning.entries import cache_folders
 
     folders, damaged = cache_folders(plan), 0
     for folder in folders:
@@ -76,7 +76,7 @@ def gc(context: typer.Context, remove: Annotated[bool, typer.Option("--remove", 
     """
     plan, listing = _listing(context.args)
     from simpletuner.annexes.inspection import find_garbage, remove_garbage
-    from simpletuner.plan.entries import cache_folders
+    from simpletuner.planning.entries import cache_folders
 
     # The keys of all configured entries, cached or not.
     wanted, total = listing.keys(), 0
@@ -116,7 +116,7 @@ def explain_file(context: typer.Context, file: str) -> None:
 
 def _listing(tokens: list[str]) -> tuple[Plan, Listing]:
     plan = planned(tokens, "caches")
-    from simpletuner.plan.entries import list_entries, make_catalogue
+    from simpletuner.planning.entries import list_entries, make_catalogue
 
     catalogue = make_catalogue(plan)
     # Keys contain the checkpoint's digests, which are unknown until it is downloaded.

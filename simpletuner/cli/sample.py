@@ -17,7 +17,7 @@ from simpletuner.errors import Problem, Problems, nearest
 if TYPE_CHECKING:
     from simpletuner.annexes.sampling import Sampled, SampleRequest
     from simpletuner.config.sources import Arguments
-    from simpletuner.plan.build import Plan
+    from simpletuner.planning.build import Plan
     from simpletuner.reporting.events import EventStream
 
 # Short names of the settings most often changed for samples.

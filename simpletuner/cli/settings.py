@@ -18,7 +18,7 @@ from simpletuner.errors import UserError
 if TYPE_CHECKING:
     from simpletuner.config.sources import Arguments
     from simpletuner.data.discovery import Scan
-    from simpletuner.plan.build import Plan
+    from simpletuner.planning.build import Plan
     from simpletuner.reporting.events import EventStream
 
 # click passes unknown options through; the option schema parses them as settings.
@@ -81,7 +81,7 @@ def planned(tokens: list[str], purpose: Literal["caches", "survey"], *, cached: 
     Raises:
         ConfigError: lists all problems.
     """
-    from simpletuner.plan.build import make_plan
+    from simpletuner.planning.build import make_plan
 
     with uncollected():
         return make_plan(command_settings(tokens, cached=cached), purpose)

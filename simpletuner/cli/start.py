@@ -47,7 +47,7 @@ def start(
     from simpletuner.config.load import canonical
     from simpletuner.config.schema import main_name
     from simpletuner.config.sources import parse_arguments
-    from simpletuner.models.lora_keys import LORA_FILE
+    from simpletuner.weights.lora_names import LORA_FILE
 
     arguments = parse_arguments(context.args)
     if not dry_run:
@@ -118,8 +118,8 @@ def _best(output: Path) -> str:
     """The LoRA file and strength with the lowest evaluation loss in the sweep; empty if no loss was measured."""
     from simpletuner.annexes.figures import Columns
     from simpletuner.annexes.report.sheet import Sheet
-    from simpletuner.models.lora_keys import LORA_FILE
     from simpletuner.reporting.metrics import METRICS_FILE, read_rows
+    from simpletuner.weights.lora_names import LORA_FILE
 
     sheet = Sheet.read(sweep_folder(output), output.name, Columns.of(read_rows(output / METRICS_FILE)))
     if sheet.best is None:

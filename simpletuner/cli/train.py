@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from simpletuner.budget.budget import Budget
     from simpletuner.cli.server import ServePage
     from simpletuner.config.sources import Arguments
-    from simpletuner.plan.build import Plan
+    from simpletuner.planning.build import Plan
     from simpletuner.reporting.events import EventStream, RunState
     from simpletuner.run.companions import Companion
 
@@ -139,7 +139,7 @@ def agreed(budget: Budget, *, yes: bool) -> Budget:
 def start_limit(arguments: Arguments) -> float:
     """`start_timeout` of the configuration, or its default; configuration errors are reported later."""
     from simpletuner.config.launch import LaunchConfig
-    from simpletuner.plan.build import resolve_layers
+    from simpletuner.planning.build import resolve_layers
 
     try:
         layers, _ = result_of(arguments.layers())
@@ -184,8 +184,8 @@ def recorded_events(plan: Plan, world: World, shown: AbstractContextManager[Even
     """
     from simpletuner.annexes.payloads import EVENTS_FILE, EventLog, Payloads, last_id
     from simpletuner.distributed.requests import signals_as_interrupt
+    from simpletuner.planning.lock import lock_output
     from simpletuner.reporting.events import EventStream, StateChanged
-    from simpletuner.run.lock import lock_output
 
     def ended(message: str, code: int) -> None:
         from simpletuner.annexes.processes.launching import complain
@@ -219,8 +219,8 @@ def run_checked(budget: Budget, events: EventStream, world: World, *, yes: bool)
     from simpletuner.annexes.fitting.show import start_lines
     from simpletuner.annexes.publishing.uploads import prepared_destinations
     from simpletuner.models.registry import load_adapter
-    from simpletuner.plan.entries import machine_folder
-    from simpletuner.plan.length import length_key
+    from simpletuner.planning.entries import machine_folder
+    from simpletuner.planning.length import length_key
     from simpletuner.reporting.events import StateChanged
     from simpletuner.run.companions import read_ledger
 
@@ -268,7 +268,7 @@ def keep_compiled(folder: Path) -> None:
     By default inductor caches below /tmp, which rented machines lose; this default stays if `folder` is not writable.
     torch reads the variables when it compiles.
     """
-    from simpletuner.plan.environment import why_not_writable
+    from simpletuner.planning.environment import why_not_writable
 
     if why_not_writable("cache_dir", folder):
         return

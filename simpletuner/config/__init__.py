@@ -1,0 +1,1 @@
+"""One schema of options, read from JSON, TOML, env files and flags."""

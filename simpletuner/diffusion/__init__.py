@@ -1,0 +1,1 @@
+"""Batches, flow matching, losses and seeds."""

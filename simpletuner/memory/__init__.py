@@ -1,0 +1,1 @@
+"""Dtypes and quantised layers, and the memory that the process returns."""

@@ -12,12 +12,13 @@ from dataclasses import dataclass
 from simpletuner.config.lora import LoraConfig
 from simpletuner.config.schema import PLAIN_PRECISIONS, RunConfig
 from simpletuner.errors import Problem, Reading
-from simpletuner.models import lora_keys
-from simpletuner.models.cost import Adapters, Shapes
+from simpletuner.models import lora_layers
+from simpletuner.models.cost import Adapters
 from simpletuner.models.lora_checks import check_init_lora
-from simpletuner.models.lora_keys import Targets, matching_modules
+from simpletuner.models.lora_layers import Targets, matching_modules
 from simpletuner.models.source import ModelSource
 from simpletuner.models.spec import FamilySpec
+from simpletuner.weights.files import Shapes
 
 
 @dataclass(frozen=True)
@@ -62,18 +63,18 @@ def planned_adapters(config: LoraConfig, spec: FamilySpec, targets: Targets, sha
 def trained_layers(config: RunConfig, spec: FamilySpec, source: ModelSource) -> Reading[Targets]:
     """The layers that get an adapter; reports problems of this selection and of `init_lora`."""
     value = "slider" if config.lora.slider_lora_target else config.lora.peft_lora_target_modules
-    targets = yield from lora_keys.resolve_targets(value, spec)
+    targets = yield from lora_layers.resolve_targets(value, spec)
     if config.model.model_type != "lora":
         return targets
     # Old formats list their weights only on loading, and are checked then.
     shapes, kind = source["transformer"].weight_shapes(), adapter_kind(config.lora)
     if kind.layers:
         quantised = config.precision.base_model_precision not in PLAIN_PRECISIONS
-        return (yield from kind.layers(config.lora, spec, lora_keys.weights_of(shapes), quantised))
-    modules = lora_keys.linear_modules(shapes)
+        return (yield from kind.layers(config.lora, spec, lora_layers.weights_of(shapes), quantised))
+    modules = lora_layers.linear_modules(shapes)
     yield from check_init_lora(config.lora, modules, targets, spec.name)
     if modules:
-        yield from lora_keys.check_targets(modules, targets)
+        yield from lora_layers.check_targets(modules, targets)
     # Above the narrower side of a weight, a higher rank adds parameters without expressiveness.
     narrowest = min((min(modules[name]) for name in matching_modules(modules, targets)), default=None)
     if narrowest is not None and config.lora.lora_rank > narrowest and not kind.takes_any_rank:

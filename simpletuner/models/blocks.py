@@ -28,7 +28,7 @@ from simpletuner.atomic import changing, write_json
 from simpletuner.distributed.world import World
 
 if TYPE_CHECKING:
-    from simpletuner.distributed.sequence import SequenceGroup
+    from simpletuner.models.sequence import SequenceGroup
 
 AttentionKernel = Callable[[Tensor, Tensor, Tensor], Tensor]
 AttentionCall = Callable[[AttentionKernel, Tensor, Tensor, Tensor], Tensor]

@@ -21,11 +21,10 @@ from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar, cast
 
 from simpletuner.config.techniques import Route, tokens_by_block
 from simpletuner.config.values import read_toml
+from simpletuner.weights.files import Shape, Shapes
 
 P = ParamSpec("P")
 R = TypeVar("R")
-Shape = tuple[int, ...]
-Shapes = Mapping[str, Shape]  # of parameters, by name
 BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}  # per number
 # Cost of the backward pass of attention relative to its forward pass. dQ, dK, dV and dP are four matmuls, the forward
 # pass has two; a flash kernel also recomputes the scores (Dao 2023, arXiv 2307.08691, section 2.3).

@@ -28,10 +28,10 @@ from torch import Tensor, nn
 
 from simpletuner.config.schema import CachingConfig
 from simpletuner.errors import UserError, reached_limit, shorten
-from simpletuner.models.part import Part
 from simpletuner.models.source import ModelSource
 from simpletuner.models.spec import FamilySpec
 from simpletuner.models.usage import FLOW, SOLVERS
+from simpletuner.weights.part import Part
 
 
 @contextmanager

@@ -10,19 +10,10 @@ from simpletuner.config.lora import LoraConfig
 from simpletuner.config.values import absence_of, home_path, similar_path
 from simpletuner.errors import Problem, Problems, Reading, counted, shorten, warning
 from simpletuner.headers import METADATA, read_header
-from simpletuner.models.cost import Shape, Shapes
-from simpletuner.models.lora_keys import (
-    COMFYUI_MAGNITUDE,
-    FLOATS,
-    MAGNITUDE,
-    OTHER_KINDS,
-    Targets,
-    layers_in,
-    matching_modules,
-    role_of,
-)
-from simpletuner.models.lora_source import find_lora, lora_settings, model_in_header
-from simpletuner.models.weight_files import WeightsError, tensor_shapes, weights_header
+from simpletuner.models.lora_layers import Targets, matching_modules
+from simpletuner.weights.files import Shape, Shapes, WeightsError, tensor_shapes, weights_header
+from simpletuner.weights.lora_names import COMFYUI_MAGNITUDE, FLOATS, MAGNITUDE, OTHER_KINDS, layers_in, role_of
+from simpletuner.weights.published_lora import find_lora, lora_settings, model_in_header
 
 INIT = "init_lora"
 Features = Mapping[str, tuple[int, int]]  # (out, in) features of a model's linear layers; empty if it is not here

@@ -12,10 +12,10 @@ from typing import Any
 from simpletuner.config.schema import RunConfig
 from simpletuner.config.values import absence_of, home_path, similar_path
 from simpletuner.errors import Problem, shorten, warning
-from simpletuner.models.cost import Shape, Shapes
-from simpletuner.models.original import OriginalTransformer
-from simpletuner.models.part import HUB_ID, Part
 from simpletuner.models.spec import FamilySpec, Flavour, OriginalWeights
+from simpletuner.weights.files import Shape, Shapes
+from simpletuner.weights.original import OriginalTransformer
+from simpletuner.weights.part import HUB_ID, Part
 
 MODEL_KEY, VAE_KEY = "pretrained_model_name_or_path", "pretrained_vae_model_name_or_path"
 LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")  # model.language_model.layers.27.mlp.up_proj.weight

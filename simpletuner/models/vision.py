@@ -13,8 +13,8 @@ from typing import Any
 from simpletuner.config.alignment import PATCH
 from simpletuner.config.values import home_path
 from simpletuner.errors import Problem, did_you_mean
-from simpletuner.models.hub import OFFLINE
-from simpletuner.models.part import HUB_ID, Part
+from simpletuner.weights.hub import OFFLINE
+from simpletuner.weights.part import HUB_ID, Part
 
 KINDS = ("dinov2", "dinov2_with_registers")
 # Name, width and layers of DINOv2's sizes (Oquab et al., arXiv 2304.07193, table 17); each head is 64 wide.

@@ -1,0 +1,1 @@
+"""One stream of events, and the record of a run."""

@@ -18,10 +18,10 @@ import torch
 from simpletuner.budget.budget import Budget
 from simpletuner.budget.device import gigabytes
 from simpletuner.diffusion.batch import Batch
-from simpletuner.distributed.sharding import local
 from simpletuner.errors import UserError, is_out_of_memory
 from simpletuner.run.session import Session
 from simpletuner.training.losses import Losses
+from simpletuner.training.sharding import local
 from simpletuner.training.state import Assembly, random_states, restore_random_states
 from simpletuner.training.step import run_micro_step
 from simpletuner.validation.runner import ValidationRunner

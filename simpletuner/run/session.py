@@ -16,37 +16,37 @@ from torch import Tensor
 from simpletuner.budget.budget import Budget, find_rounds, saves_in_background, steps_per_epoch
 from simpletuner.budget.device import DeviceRates
 from simpletuner.caching.catalogue import Catalogue
-from simpletuner.caching.fill import prepared_picture
-from simpletuner.caching.read import BatchReader
 from simpletuner.config.optimizers import peak_learning_rate
 from simpletuner.config.precision import transformer_dtype
 from simpletuner.config.values import Size
-from simpletuner.data.loader import BatchLoader
 from simpletuner.data.sample import Sample
 from simpletuner.diffusion.batch import TextEmbeds
 from simpletuner.distributed.world import World
+from simpletuner.encoding.caches import CacheFiller
+from simpletuner.encoding.fill import prepared_picture
+from simpletuner.encoding.read import BatchReader
 from simpletuner.memory.precision import DTYPES
-from simpletuner.models.lora_keys import ARCHITECTURE, STEP_NOTE
-from simpletuner.plan.build import Plan
-from simpletuner.plan.entries import evaluated, feature_kinds, preview_sources
-from simpletuner.plan.resume import identify
+from simpletuner.planning.build import Plan
+from simpletuner.planning.entries import evaluated, feature_kinds, preview_sources
+from simpletuner.planning.prompts import fetched_runs
+from simpletuner.planning.resume import identify
 from simpletuner.redaction import redact_settings, redact_texts
 from simpletuner.reporting.events import EventStream
 from simpletuner.reporting.record import Recorded
-from simpletuner.run.caches import CacheFiller
 from simpletuner.run.companions import Companion
 from simpletuner.training.assemble import assemble
 from simpletuner.training.checkpoints import CheckpointWriter, load_checkpoint
 from simpletuner.training.ema import Ema
 from simpletuner.training.guard import stop_if_result_not_finite
+from simpletuner.training.loader import BatchLoader
 from simpletuner.training.loop import Callback
 from simpletuner.training.noise import add_noise, with_noise
 from simpletuner.training.recorder import EmaUpdater, Recorder, RequestHandler
 from simpletuner.training.state import Assembly, TrainingSpec, TrainState
 from simpletuner.training.step import predict_now
 from simpletuner.training.trained import Publication
-from simpletuner.validation.prompts import fetched_runs
 from simpletuner.validation.runner import Subject, ValidationRunner
+from simpletuner.weights.lora_names import ARCHITECTURE, STEP_NOTE
 
 
 @dataclass(frozen=True)

@@ -17,27 +17,27 @@ import torch
 
 from simpletuner.atomic import sweep_files, sweep_folders, writing_to
 from simpletuner.budget.budget import Budget
-from simpletuner.budget.measure import device_rates
 from simpletuner.config.precision import transformer_dtype, vae_dtype
 from simpletuner.distributed.requests import STOPPING, expect_requests, stop_on_interrupt, take_requests
 from simpletuner.distributed.world import World, compute_threads
+from simpletuner.encoding.caches import Encoding, build_adapter, prepare_caches
 from simpletuner.errors import Interrupted, full_text
 from simpletuner.memory.precision import DTYPES, check_device
 from simpletuner.models.blocks import KERNELS
-from simpletuner.plan.build import Plan
-from simpletuner.plan.entries import latent_storage, machine_folder, text_folder
-from simpletuner.plan.length import length_key
+from simpletuner.planning.build import Plan
+from simpletuner.planning.checkpoint_folder import FOLDER_NAME, PIPELINE_FOLDER
+from simpletuner.planning.entries import latent_storage, machine_folder, text_folder
+from simpletuner.planning.length import length_key
+from simpletuner.planning.lineage import branch_folder, start_line
 from simpletuner.reporting.events import EventStream, RunState, StateChanged
 from simpletuner.reporting.metrics import MEDIA_FILE, METRICS_FILE, damage_in
 from simpletuner.reporting.record import Recorded, RunRecord
-from simpletuner.run.caches import Encoding, build_adapter, prepare_caches
 from simpletuner.run.companions import Companion, Ledger, strike
 from simpletuner.run.rehearsal import rehearse
 from simpletuner.run.session import Session, build_callbacks, build_validation, publish_result
+from simpletuner.speed.measure import device_rates
 from simpletuner.training.assemble import make_accelerator
-from simpletuner.training.lineage import branch_folder, start_line
 from simpletuner.training.loop import train
-from simpletuner.training.manifest import FOLDER_NAME, PIPELINE_FOLDER
 from simpletuner.validation.runner import PREVIEW_FOLDERS
 
 # Workspace settings with which cuBLAS is deterministic, at a cost in memory or speed.

@@ -1,0 +1,1 @@
+"""Compiled blocks, attention kernels, activation checkpointing."""

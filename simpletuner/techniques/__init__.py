@@ -1,0 +1,1 @@
+"""Methods that change the mathematics of a step, one file each."""

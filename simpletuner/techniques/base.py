@@ -22,7 +22,7 @@ from simpletuner.distributed.world import World
 from simpletuner.models.adapter import BlockLayout, FamilyAdapter, LatentEncoder
 
 if TYPE_CHECKING:
-    from simpletuner.distributed.sequence import SequenceGroup
+    from simpletuner.models.sequence import SequenceGroup
 
 # The model's current velocity prediction, in a forward pass without techniques.
 Predict = Callable[[NoisyBatch], Tensor]

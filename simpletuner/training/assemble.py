@@ -32,7 +32,6 @@ from simpletuner.config.precision import quantisation, transformer_dtype, vae_dt
 from simpletuner.config.schema import OffloadConfig, PrecisionConfig, RunConfig
 from simpletuner.config.speed import bf16_modulation, compile_backend, keeps_attention, plain_math, samples_compiled
 from simpletuner.diffusion.seeds import seeded, step_seed
-from simpletuner.distributed.sharding import shard
 from simpletuner.distributed.world import World
 from simpletuner.memory.heap import large_tensors_apart
 from simpletuner.memory.offload.attach import Offload, place_model, streamed_blocks
@@ -44,8 +43,7 @@ from simpletuner.models.adapter import BlockLayout, FamilyAdapter
 from simpletuner.models.adapter_kinds import adapter_kind
 from simpletuner.models.blocks import FastBlocks
 from simpletuner.models.loading import DeferredWeights, keep_full_float32
-from simpletuner.models.lora_keys import Targets, matching_modules
-from simpletuner.models.lora_source import find_lora
+from simpletuner.models.lora_layers import Targets, matching_modules
 from simpletuner.models.spec import FamilySpec
 from simpletuner.speed.attention import kernel_chooser
 from simpletuner.speed.compile import FirstGradients, compile_blocks
@@ -56,11 +54,13 @@ from simpletuner.training.meter import count_flops
 from simpletuner.training.optimizers import build_optimizer
 from simpletuner.training.release import GradientRelease, HostState
 from simpletuner.training.replicas import replicate, replicate_whole
+from simpletuner.training.sharding import shard
 from simpletuner.training.state import Assembly, StepSettings, TrainingSpec
 from simpletuner.training.trained import FullModel, Trained
+from simpletuner.weights.published_lora import find_lora
 
 if TYPE_CHECKING:
-    from simpletuner.distributed.sequence import SequenceGroup
+    from simpletuner.models.sequence import SequenceGroup
 
 
 def make_accelerator() -> Accelerator:
@@ -331,7 +331,7 @@ def _share_tokens(
     """Enable sequence parallelism if configured."""
     if config.launch.sequence_parallel_size == 1:
         return None
-    from simpletuner.distributed.sequence import SequenceGroup
+    from simpletuner.models.sequence import SequenceGroup
 
     if fast is None or layout.rope is None:  # `check_sequence` refuses such runs
         raise ValueError("these blocks do not support sequence parallelism")

@@ -32,16 +32,16 @@ from safetensors.torch import load_file
 from simpletuner.atomic import build_folder, open_atomically, write_json
 from simpletuner.config.optimizers import OPTIMIZERS
 from simpletuner.config.schema import CheckpointConfig
-from simpletuner.data.loader import BatchLoader
-from simpletuner.distributed.sharding import is_part, load_shards, shard_moments, without_shards
 from simpletuner.errors import UserError, is_out_of_memory
 from simpletuner.models.blocks import DEVICE_FAILURES
+from simpletuner.planning import checkpoint_folder as manifest
+from simpletuner.planning.checkpoint_folder import ROLLING, STATE_FOLDER, Checkpoint, Identity, Line, Manifest, Progress
 from simpletuner.reporting.events import CheckpointSaved, EventStream, StepReport
-from simpletuner.training import manifest
 from simpletuner.training.guard import refuse_not_finite, stop_if_result_not_finite
+from simpletuner.training.loader import BatchLoader
 from simpletuner.training.loop import Callback
-from simpletuner.training.manifest import ROLLING, STATE_FOLDER, Checkpoint, Identity, Line, Manifest, Progress
 from simpletuner.training.optimizers import load_state
+from simpletuner.training.sharding import is_part, load_shards, shard_moments, without_shards
 from simpletuner.training.state import Assembly, TrainState, random_states, restore_random_states
 from simpletuner.training.trained import Draft, copy_drafts
 

@@ -20,8 +20,8 @@ import torch
 from torch import Tensor, nn
 
 from simpletuner.config.schema import SLOTS, EmaConfig
-from simpletuner.distributed.sharding import as_sharded, like, local
 from simpletuner.memory.offload.beside import SideStream
+from simpletuner.training.sharding import as_sharded, like, local
 
 AnyTensor = TypeVar("AnyTensor", bound=Tensor)
 

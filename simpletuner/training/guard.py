@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from simpletuner.config.schema import OptimizerConfig
-from simpletuner.distributed.sharding import from_all, local, local_parts
 from simpletuner.errors import NonFiniteError, UserError, shorten
+from simpletuner.training.sharding import from_all, local, local_parts
 
 if TYPE_CHECKING:
     from simpletuner.training.state import Assembly

@@ -12,10 +12,10 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Protocol
 
-from simpletuner.data.loader import BatchLoader
 from simpletuner.distributed.requests import Stop
 from simpletuner.errors import Interrupted, WriteError
 from simpletuner.reporting.events import StepReport
+from simpletuner.training.loader import BatchLoader
 from simpletuner.training.state import Assembly, TrainState
 from simpletuner.training.step import optimizer_step
 

@@ -25,20 +25,13 @@ from simpletuner.config.lora import LoraConfig
 from simpletuner.diffusion.seeds import seeded
 from simpletuner.errors import UserError, shorten
 from simpletuner.models.cost import Adapters
-from simpletuner.models.lora_keys import (
-    COMFYUI_MAGNITUDE,
-    LORA_FILE,
-    MAGNITUDE,
-    PREFIXES,
-    LoraForm,
-    Targets,
-    file_settings,
-)
+from simpletuner.models.lora_layers import Targets
 from simpletuner.reporting.pace import size_text
 from simpletuner.training import lora_files
 from simpletuner.training.ema import AnyTensor
 from simpletuner.training.lora_writing import fold_scale
 from simpletuner.training.trained import AdapterWeights, Draft, Publication
+from simpletuner.weights.lora_names import COMFYUI_MAGNITUDE, LORA_FILE, MAGNITUDE, PREFIXES, LoraForm, file_settings
 
 ADAPTER = "default"
 # Inits that move part of the base weight into the adapter. Files hold the difference, since users have the plain base.

@@ -27,14 +27,14 @@ from torch.nn.functional import conv2d, linear
 
 from simpletuner.atomic import UNFINISHED_FOLDER_SUFFIX, write_json
 from simpletuner.errors import UserError, shorten
-from simpletuner.models import lora_keys
 from simpletuner.models.adapter import FamilyAdapter
-from simpletuner.models.lora_keys import LORA_FILE, PREFIXES, LoraForm
-from simpletuner.models.lora_source import lora_file, lora_settings
 from simpletuner.training.lora_writing import write_weights
+from simpletuner.weights import lora_names
+from simpletuner.weights.lora_names import LORA_FILE, PREFIXES, LoraForm
+from simpletuner.weights.published_lora import lora_file, lora_settings
 
-MAGNITUDES = {"magnitude": lora_keys.MAGNITUDE, "comfyui magnitude": lora_keys.COMFYUI_MAGNITUDE}
-COMFYUI_PARTS = (".lora_A.weight", ".lora_B.weight", lora_keys.COMFYUI_MAGNITUDE)
+MAGNITUDES = {"magnitude": lora_names.MAGNITUDE, "comfyui magnitude": lora_names.COMFYUI_MAGNITUDE}
+COMFYUI_PARTS = (".lora_A.weight", ".lora_B.weight", lora_names.COMFYUI_MAGNITUDE)
 
 
 def write_verified(
@@ -48,8 +48,8 @@ def write_verified(
     write_weights(candidate, weights, header)
     verify_file(candidate, weights, form, adapter.load_bare_pipeline())
     if adapter.spec.lora_settings_file and form == "diffusers":
-        settings = json.loads(header[lora_keys.METADATA_KEY])
-        plain = {lora_keys.without_prefix(key): value for key, value in settings.items()}
+        settings = json.loads(header[lora_names.METADATA_KEY])
+        plain = {lora_names.without_prefix(key): value for key, value in settings.items()}
         write_json(folder / adapter.spec.lora_settings_file, plain)
     # Atomic, so that a file with this name is always verified.
     final = candidate.replace(folder / LORA_FILE)
@@ -158,7 +158,7 @@ def _by_module(raw: Mapping[str, Tensor], modules: list[str]) -> dict[str, dict[
     """The tensors of each module with a LoRA pair, by role."""
     known, pairs = set(modules), dict[str, dict[str, Tensor]]()
     for name, tensor in raw.items():
-        module, role = lora_keys.module_of(name, modules), lora_keys.role_of(name)
+        module, role = lora_names.module_of(name, modules), lora_names.role_of(name)
         if module in known and role:
             pairs.setdefault(module, {})[role] = tensor
     return {module: pair for module, pair in pairs.items() if "A" in pair and "B" in pair}

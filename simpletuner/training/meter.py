@@ -11,14 +11,15 @@ from typing import Any
 
 from torch import nn
 
-from simpletuner.data.loader import BatchLoader
 from simpletuner.diffusion.batch import Batch
 from simpletuner.memory.offload.streamer import HostClock
-from simpletuner.models.cost import NO_ADAPTERS, Adapters, BatchShape, FamilyCost, Kernels, Shape, Work
+from simpletuner.models.cost import NO_ADAPTERS, Adapters, BatchShape, FamilyCost, Kernels, Work
 from simpletuner.reporting.events import StepReport
 from simpletuner.techniques.base import Technique
+from simpletuner.training.loader import BatchLoader
 from simpletuner.training.losses import Losses
 from simpletuner.training.state import Assembly, SampleFlops
+from simpletuner.weights.files import Shape
 
 
 class StepMeter:

@@ -30,10 +30,10 @@ from simpletuner.config.optimizers import (
 )
 from simpletuner.config.schema import OptimizerConfig, OptimizerName
 from simpletuner.config.speed import has_compiler
-from simpletuner.distributed.sharding import is_part
 from simpletuner.errors import ConfigError, Problem
 from simpletuner.training.ema import in_bundles
 from simpletuner.training.release import HostState, State
+from simpletuner.training.sharding import is_part
 
 # Parameter group key: name of the technique whose module the group holds.
 OWNER = "owner"

@@ -21,7 +21,7 @@ from simpletuner.distributed.world import World
 from simpletuner.memory.offload.streamer import Streamer
 from simpletuner.models.adapter import FamilyAdapter, TileCounts
 from simpletuner.models.cost import Work
-from simpletuner.models.lora_keys import Targets
+from simpletuner.models.lora_layers import Targets
 from simpletuner.reporting.events import StepReport
 from simpletuner.techniques.base import HiddenStates, Technique
 from simpletuner.training.optimizers import sampling_weights

@@ -16,12 +16,12 @@ import torch
 from torch import Tensor
 
 from simpletuner.config.rates import learning_rate_at
-from simpletuner.data.loader import BatchLoader
 from simpletuner.diffusion.batch import Batch, NoisyBatch
 from simpletuner.diffusion.flow import elementwise_loss, per_sample
 from simpletuner.diffusion.seeds import step_seed
 from simpletuner.reporting.events import StepReport
 from simpletuner.training import guard
+from simpletuner.training.loader import BatchLoader
 from simpletuner.training.losses import Losses, MicroLoss, loss_divisor
 from simpletuner.training.meter import StepMeter
 from simpletuner.training.noise import add_noise

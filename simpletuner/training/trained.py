@@ -19,17 +19,17 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from simpletuner.atomic import build_folder, write_json
-from simpletuner.distributed.sharding import as_sharded, gathered, is_part, local, replaced
 from simpletuner.distributed.world import World
 from simpletuner.errors import UserError, shorten
 from simpletuner.memory.offload.image import wraps
 from simpletuner.models.adapter import FamilyAdapter
 from simpletuner.models.cost import NO_ADAPTERS, Adapters
-from simpletuner.models.part import INDEX_FILE
 from simpletuner.models.source import ModelSource
+from simpletuner.planning.checkpoint_folder import NOTE_FILE, PIPELINE_FOLDER, STATE_FOLDER
 from simpletuner.training.ema import Ema
 from simpletuner.training.guard import not_finite, refuse_not_finite
-from simpletuner.training.manifest import NOTE_FILE, PIPELINE_FOLDER, STATE_FOLDER
+from simpletuner.training.sharding import as_sharded, gathered, is_part, local, replaced
+from simpletuner.weights.part import INDEX_FILE
 
 WEIGHTS_FILE = "trainable.safetensors"
 

@@ -1,0 +1,1 @@
+"""Previews, and the loss on held-out data."""

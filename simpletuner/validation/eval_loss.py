@@ -23,7 +23,7 @@ from simpletuner.data.sample import Sample
 from simpletuner.diffusion.batch import Batch
 from simpletuner.diffusion.flow import diffusion_loss, make_noisy, sample_noise
 from simpletuner.diffusion.seeds import generator_for
-from simpletuner.distributed.sharing import Results, share_work
+from simpletuner.encoding.sharing import Results, share_work
 from simpletuner.models.adapter import FamilyAdapter
 from simpletuner.reporting.events import EVALUATION, Evaluated, EventStream, PhaseStarted, Rounds, StepReport
 from simpletuner.reporting.metrics import EVALUATED

@@ -28,18 +28,18 @@ from simpletuner.config.values import Size
 from simpletuner.data.entries import ProgressBar
 from simpletuner.diffusion.batch import TextEmbeds
 from simpletuner.diffusion.seeds import step_seed
-from simpletuner.distributed.sharing import Results, share_work
+from simpletuner.encoding.sharing import Results, share_work
 from simpletuner.memory.offload.attach import Offload
 from simpletuner.memory.precision import DTYPES
 from simpletuner.models.adapter import FamilyAdapter, PreviewPipeline, PreviewRequest
 from simpletuner.models.decoding import decode_in
+from simpletuner.planning.prompts import AdapterRun, ValidationPrompt
 from simpletuner.reporting.events import PREVIEWS, EventStream, MediaRendered, PhaseStarted, StepReport
 from simpletuner.reporting.metrics import MediaRecord
 from simpletuner.training.guard import stop_if_result_not_finite
 from simpletuner.training.loop import Callback
 from simpletuner.training.lora_files import Loras, applied_loras
 from simpletuner.training.state import Assembly, TrainState, random_states, restore_random_states
-from simpletuner.validation.prompts import AdapterRun, ValidationPrompt
 from simpletuner.validation.sketch import ColourMap, GrowingPreview, discard_unfinished
 
 if TYPE_CHECKING:
@@ -132,7 +132,7 @@ class Renderer:
         warn_of_one_colour(frames, path)
         path.parent.mkdir(parents=True, exist_ok=True)
         if self.frame_rate is not None:
-            from simpletuner.validation.clip_writer import write_mp4  # loads FFmpeg, which pictures do not need
+            from simpletuner.data.clip_writer import write_mp4  # loads FFmpeg, which pictures do not need
 
             write_mp4(path, frames, self.frame_rate)
             return

@@ -18,10 +18,10 @@ from simpletuner.annexes.adapters.forms import other_form
 from simpletuner.cli.app import main
 from simpletuner.errors import UserError
 from simpletuner.headers import METADATA, read_header
-from simpletuner.models.lora_keys import LORA_FILE, METADATA_KEY, STEP_NOTE, LoraForm
-from simpletuner.models.lora_source import COMPANIONS
+from simpletuner.planning.checkpoint_folder import NOTE_FILE
 from simpletuner.training.lora_files import read_lora_file
-from simpletuner.training.manifest import NOTE_FILE
+from simpletuner.weights.lora_names import LORA_FILE, METADATA_KEY, STEP_NOTE, LoraForm
+from simpletuner.weights.published_lora import COMPANIONS
 from tests.closeness import ELEMENTWISE, assert_close
 from tests.complaints import complaints
 from tests.training.assembly import lora_of, make_assembly, write_lora

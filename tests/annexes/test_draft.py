@@ -12,7 +12,7 @@ from simpletuner.config.option import options_of
 from simpletuner.config.schema import all_options, family_groups
 from simpletuner.errors import Problem
 from simpletuner.models.registry import FAMILIES
-from tests.plan.test_precision import without
+from tests.planning.test_precision import without
 
 JUNK: list[Any] = ["", "x", "~nouser/x", -1, float("nan"), ["a", 3], {"a": [1]}]
 

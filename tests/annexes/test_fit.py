@@ -31,7 +31,7 @@ from simpletuner.models.cost import Kernels, VaeLoad
 from simpletuner.models.kandinsky5.cost import VIDEO_COST
 from simpletuner.models.registry import FAMILIES
 from simpletuner.models.source import ModelSource
-from simpletuner.plan.build import Plan
+from simpletuner.planning.build import Plan
 
 STREAMING = "enable_group_offload true, group_offload_use_stream true"
 LITE = Bucket(768, 512, 61, 1, 1.0, 256)

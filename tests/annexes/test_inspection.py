@@ -23,7 +23,7 @@ from simpletuner.annexes.inspection import (
 )
 from simpletuner.caching.entry import entry_path, list_keys
 from simpletuner.caching.keys import EncoderIdentity, FeatureKey, LatentKey, TextKey, provenance_of
-from simpletuner.caching.read import CacheStore
+from simpletuner.encoding.read import CacheStore
 
 FAMILY = "kandinsky5-image"
 ENCODER = EncoderIdentity(FAMILY, "c" * 64, "bf16")

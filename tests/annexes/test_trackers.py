@@ -13,9 +13,9 @@ from PIL import Image
 from simpletuner.annexes.trackers import GuardedTracker, TrackedRun, open_trackers
 from simpletuner.config.publishing import WANDB_REFUSED, check_trackers, has_wandb_login
 from simpletuner.config.schema import TrackingConfig
+from simpletuner.data.clip_writer import write_mp4
 from simpletuner.reporting.events import MediaRendered, PhaseEnded, PhaseStarted, StateChanged, StepReport
 from simpletuner.reporting.metrics import MediaRecord
-from simpletuner.validation.clip_writer import write_mp4
 
 WANDB_VARIABLES = ("WANDB_API_KEY", "WANDB_MODE", "WANDB_DISABLED", "WANDB_BASE_URL", "WANDB_IDENTITY_TOKEN_FILE")
 

@@ -177,7 +177,7 @@ def test_a_main_thread_that_does_nothing(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_where_a_main_thread_waits_for_others(module: str, waits: bool) -> None:
     hanging: dict[str, Any] = {"__name__": module}
     exec("def hang(until): until()", hanging)
-    ours: dict[str, Any] = {"__name__": "simpletuner.distributed.sharding"}
+    ours: dict[str, Any] = {"__name__": "simpletuner.training.sharding"}
     exec("def save(hang, until):\n    hang(until)", ours)
     found: list[tuple[str, bool]] = []
 
@@ -187,7 +187,7 @@ def test_where_a_main_thread_waits_for_others(module: str, waits: bool) -> None:
         looking.join()
 
     ours["save"](hanging["hang"], look)
-    assert found == [("simpletuner.distributed.sharding, line 2", waits)]
+    assert found == [("simpletuner.training.sharding, line 2", waits)]
 
 
 def test_processes_that_wait_for_each_other(joined: Joined, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -27,6 +27,7 @@ from simpletuner.annexes.draft import Draft
 from simpletuner.annexes.payloads import Payloads
 from simpletuner.annexes.webhooks import LONGEST_TEXT, WAITING, Delivery, Outbox, delivered
 from simpletuner.config.publishing import Hook
+from simpletuner.data.clip_writer import write_mp4
 from simpletuner.reporting.events import (
     CheckpointSaved,
     Evaluated,
@@ -39,7 +40,6 @@ from simpletuner.reporting.events import (
     StepReport,
 )
 from simpletuner.reporting.metrics import MediaRecord
-from simpletuner.validation.clip_writer import write_mp4
 from tests.processes import PATIENCE, free_port
 from tests.run.test_interruption import PREVIEWED
 from tests.workspace import Workspace, read_events

@@ -14,7 +14,7 @@ from simpletuner.caching.catalogue import picture_fingerprint
 from simpletuner.caching.keys import digest, hash_text
 from simpletuner.data.buckets import Geometry
 from simpletuner.data.sample import Sample
-from simpletuner.models import weight_files
+from simpletuner.weights import files
 from tests.workspace import DATASETS, Workspace
 
 
@@ -64,10 +64,8 @@ def test_a_start_digests_every_key_once_and_reads_every_header_once(
     hashed: list[str] = []
     headers: list[str] = []
     monkeypatch.setattr(keys, "hash_text", lambda text: hashed.append(text) or hash_text(text))
-    monkeypatch.setattr(
-        weight_files, "safe_open", lambda path, kind: headers.append(str(path)) or safe_open(path, kind)
-    )
-    weight_files._header.cache_clear()
+    monkeypatch.setattr(files, "safe_open", lambda path, kind: headers.append(str(path)) or safe_open(path, kind))
+    files._header.cache_clear()
     assert workspace.run("cache", "fill", *settings) == 0
     pictures = 8
     digests = [text for text in hashed if '"kind":' in text]

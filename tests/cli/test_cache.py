@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from simpletuner.data import file_index
-from simpletuner.run.caches import CacheFiller
+from simpletuner.encoding.caches import CacheFiller
 from tests.complaints import complaint
 from tests.workspace import Workspace
 

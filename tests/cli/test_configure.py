@@ -22,9 +22,9 @@ from simpletuner.annexes.wizard.session import DEVICE, DEVICE_QUESTION, example_
 from simpletuner.cli.app import app, main
 from simpletuner.config.schema import GROUPS, all_options
 from simpletuner.config.sections import SECTIONS
+from simpletuner.data.clip_writer import write_mp4
 from simpletuner.models.registry import FAMILIES
 from simpletuner.models.spec import Task
-from simpletuner.validation.clip_writer import write_mp4
 from tests.clips import write_clip
 from tests.processes import PATIENCE
 from tests.workspace import Workspace

@@ -10,7 +10,7 @@ import pytest
 
 from simpletuner.cli.help import settings_help
 from simpletuner.config.sources import parse_arguments
-from simpletuner.plan.build import make_plan
+from simpletuner.planning.build import make_plan
 from tests.complaints import complaint
 from tests.workspace import Workspace
 

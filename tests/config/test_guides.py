@@ -9,7 +9,7 @@ import pytest
 
 from simpletuner.errors import Problems
 from simpletuner.models.registry import FAMILIES
-from simpletuner.validation.prompts import read_library
+from simpletuner.planning.prompts import read_library
 from tests.complaints import complaints, warnings
 from tests.workspace import DATASETS, Workspace
 

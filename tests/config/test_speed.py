@@ -13,7 +13,7 @@ from simpletuner.config.schema import RunConfig
 from simpletuner.errors import result_of
 from simpletuner.models.kandinsky5.spec import KANDINSKY5_IMAGE
 from simpletuner.models.sanavideo.spec import SANA_VIDEO
-from simpletuner.plan.checks import check_config
+from simpletuner.planning.checks import check_config
 from tests.complaints import family_complaints
 
 REQUIRED = {"model_type": "lora", "model_family": "kandinsky5-image"}

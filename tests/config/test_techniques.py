@@ -10,7 +10,7 @@ import pytest
 from simpletuner.config.alignment import LayerSyncConfig
 from simpletuner.config.techniques import Route, ScheduledSamplingConfig
 from simpletuner.models.registry import FAMILIES
-from tests.plan.test_checks import problems
+from tests.planning.test_checks import problems
 
 GOOD = {"layersync_enabled": True, "layersync_student_block": 2, "layersync_teacher_block": 5}
 SAMPLED = {"scheduled_sampling_max_step_offset": 3, "scheduled_sampling_probability": 0.5}

@@ -15,11 +15,11 @@ from simpletuner.config.schema import CachingConfig
 from simpletuner.data.buckets import BucketRules, PixelGrid
 from simpletuner.data.dataset import Dataset
 from simpletuner.data.discovery import Folder
-from simpletuner.data.loader import BatchLoader
 from simpletuner.data.sample import Sample
 from simpletuner.data.sampler import PlannedBatch, Sampler
 from simpletuner.distributed.world import World
 from simpletuner.errors import UserError
+from simpletuner.training.loader import BatchLoader
 
 SIZES = {"1.0": (100, 100), "1.5": (150, 100), "0.67": (100, 150)}
 

@@ -28,8 +28,8 @@ from simpletuner.config.values import plain_key
 from simpletuner.data.buckets import PixelGrid
 from simpletuner.errors import Problem, Problems
 from simpletuner.models.registry import FAMILIES
-from simpletuner.plan.checks import check_config, check_flavour, worth_reporting
-from simpletuner.validation.prompts import read_library
+from simpletuner.planning.checks import check_config, check_flavour, worth_reporting
+from simpletuner.planning.prompts import read_library
 from tests.complaints import family_complaints
 from tests.docs.languages import FENCE, LANGUAGES
 from tests.workspace import DATASETS, Workspace

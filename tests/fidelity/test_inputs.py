@@ -11,9 +11,9 @@ import torch
 from diffusers import AutoencoderKL
 from PIL.Image import Image
 
-from simpletuner.caching.fill import to_pixels
 from simpletuner.diffusion.batch import Batch
 from simpletuner.diffusion.flow import make_noisy
+from simpletuner.encoding.fill import to_pixels
 from simpletuner.models.adapter import TextRequest
 from simpletuner.models.kandinsky5.spec import KANDINSKY5_IMAGE
 from simpletuner.models.kandinsky5.text import select_template

@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 import torch
 
-from simpletuner.caching.fill import to_pixels
 from simpletuner.config.schema import FlowConfig
 from simpletuner.config.techniques import LossConfig
 from simpletuner.diffusion.batch import Batch
 from simpletuner.diffusion.flow import diffusion_loss, make_noisy, sample_noise, sample_sigmas
 from simpletuner.diffusion.seeds import Place
+from simpletuner.encoding.fill import to_pixels
 from simpletuner.models.adapter import PreviewRequest, TextRequest
 from tests.closeness import SAMPLING, limit
 from tests.fidelity.family import CPU, Recorder, make_adapter, picture

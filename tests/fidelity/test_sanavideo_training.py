@@ -14,7 +14,7 @@ from simpletuner.diffusion.batch import Batch, NoisyBatch, TextEmbeds
 from simpletuner.diffusion.flow import make_noisy, shift_sigmas
 from simpletuner.models.adapter import TextRequest
 from simpletuner.models.lora_checks import check_lora_file
-from simpletuner.models.lora_keys import linear_modules, matching_modules
+from simpletuner.models.lora_layers import linear_modules, matching_modules
 from simpletuner.models.sanavideo.spec import SANA_VIDEO
 from simpletuner.speed.recomputation import enable_checkpointing
 from simpletuner.training.assemble import assemble, make_accelerator

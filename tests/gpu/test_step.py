@@ -11,14 +11,14 @@ from torch import Tensor
 from torch.nn.functional import linear
 
 from simpletuner.budget.device import read_rates
-from simpletuner.budget.measure import device_rates
-from simpletuner.data.loader import BatchLoader
 from simpletuner.data.sampler import PlannedBatch
 from simpletuner.diffusion.batch import Batch
 from simpletuner.models.loading import full_linear
 from simpletuner.speed import attention
+from simpletuner.speed.measure import device_rates
 from simpletuner.training import step
 from simpletuner.training.assemble import assemble
+from simpletuner.training.loader import BatchLoader
 from simpletuner.training.losses import Losses
 from simpletuner.training.state import Assembly, TrainingSpec
 from tests.fidelity.family import make_adapter, make_config

@@ -21,12 +21,12 @@ import torch
 from torch import Tensor, nn
 
 from simpletuner.config.schema import CachingConfig, EmaConfig, OffloadConfig, OptimizerConfig, PrecisionConfig
-from simpletuner.data.loader import BatchLoader
 from simpletuner.diffusion.batch import Batch, upload
 from simpletuner.memory.offload import attach, streamer
 from simpletuner.memory.offload.block_inputs import BlockInputs
 from simpletuner.speed.recomputation import enable_checkpointing
 from simpletuner.training import ema
+from simpletuner.training.loader import BatchLoader
 from simpletuner.training.release import GradientRelease, HostState
 from simpletuner.training.trained import Draft, copy_drafts, page_locked_copy
 from simpletuner.validation.background import DecodingThread

@@ -16,15 +16,15 @@ from torch.utils.checkpoint import checkpoint
 
 from benchmarks.models import cost_of
 from simpletuner.budget.estimate import StepModel
-from simpletuner.distributed.sequence import SequenceGroup
 from simpletuner.memory.precision import QuantisedLinear, ScaledRows, linear_layers
 from simpletuner.models.cost import Adapters, BatchShape, Kernels, TransformerCost
 from simpletuner.models.kandinsky5 import blocks, nabla
 from simpletuner.models.kandinsky5.cost import IMAGE_COST, VIDEO_COST
 from simpletuner.models.kandinsky5.image import ROPE, Kandinsky5ImageAdapter
 from simpletuner.models.kandinsky5.spec import KANDINSKY5_IMAGE
-from simpletuner.models.lora_keys import linear_modules, matching_modules
+from simpletuner.models.lora_layers import linear_modules, matching_modules
 from simpletuner.models.sanavideo.cost import COST as SANA_COST
+from simpletuner.models.sequence import SequenceGroup
 from simpletuner.speed.recomputation import enable_checkpointing
 from simpletuner.training.optimizers import build_optimizer
 from simpletuner.training.release import GradientRelease

@@ -13,8 +13,8 @@ from simpletuner.budget.estimate import Step, StepModel
 from simpletuner.config.techniques import Route, tokens_by_block
 from simpletuner.models.cost import BatchShape, TransformerCost
 from simpletuner.models.kandinsky5.cost import VIDEO_COST
+from simpletuner.planning.technique_specs import TechniqueCost, TechniqueSpec
 from simpletuner.techniques.base import Technique
-from simpletuner.techniques.spec import TechniqueCost, TechniqueSpec
 from tests.budget.test_estimate import KANDINSKY, lora, under
 
 GUIDES = TechniqueSpec(Technique, routes=(Route(0.5, 2, -2),))

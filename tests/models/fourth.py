@@ -15,8 +15,9 @@ from benchmarks.cost_table import table_of
 from simpletuner.config.option import Group
 from simpletuner.diffusion.batch import NoisyBatch
 from simpletuner.models.adapter import BlockLayout, FamilyAdapter
-from simpletuner.models.cost import STOCK, CostTable, FamilyCost, Kernels, Shape, TransformerCost, VaeCost
+from simpletuner.models.cost import STOCK, CostTable, FamilyCost, Kernels, TransformerCost, VaeCost
 from simpletuner.models.spec import AutoShift, Component, FamilyChecks, FamilySpec, FamilyWords, Flavour
+from simpletuner.weights.files import Shape
 from tests.tiny import WIDTH
 
 LINEAR = r"transformer_blocks\.\d+\.attn[12]\.(to_q|to_k|to_v|to_out\.0)"

@@ -38,7 +38,7 @@ from simpletuner.models.cost import (
 )
 from simpletuner.models.kandinsky5 import nabla
 from simpletuner.models.kandinsky5.cost import IMAGE_COST, VIDEO_COST
-from simpletuner.models.lora_keys import linear_modules, matching_modules
+from simpletuner.models.lora_layers import linear_modules, matching_modules
 from simpletuner.models.registry import FAMILIES
 from simpletuner.models.sanavideo.cost import COST as SANA_COST
 from simpletuner.models.spec import FamilySpec

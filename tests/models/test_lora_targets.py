@@ -10,8 +10,8 @@ import pytest
 
 from simpletuner.errors import Problems
 from simpletuner.models.kandinsky5.spec import ALL_LINEAR, KANDINSKY5_IMAGE
-from simpletuner.models.lora_keys import check_targets, linear_modules, matching_modules, resolve_targets
-from simpletuner.models.weight_files import tensor_shapes
+from simpletuner.models.lora_layers import check_targets, linear_modules, matching_modules, resolve_targets
+from simpletuner.weights.files import tensor_shapes
 
 DEFAULT = ["to_query", "to_key", "to_value"]
 

@@ -16,8 +16,8 @@ from simpletuner.models.kandinsky5.spec import KANDINSKY5_VIDEO
 from simpletuner.models.registry import FAMILIES
 from simpletuner.models.sanavideo.spec import SANA_VIDEO, SIZES
 from simpletuner.models.source import ModelSource
-from simpletuner.plan.build import settle_task
-from simpletuner.plan.checks import check_weights
+from simpletuner.planning.build import settle_task
+from simpletuner.planning.checks import check_weights
 
 FLAVOUR = SANA_VIDEO.flavours[0]
 ROUTE = {"selection_ratio": 0.5, "start_layer_idx": 2, "end_layer_idx": -2}

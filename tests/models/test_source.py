@@ -17,9 +17,9 @@ from safetensors.torch import load_file
 from simpletuner.config.load import Layer, resolve
 from simpletuner.errors import UserError, result_of
 from simpletuner.models.kandinsky5.spec import KANDINSKY5_IMAGE
-from simpletuner.models.part import looks_like_path
 from simpletuner.models.source import ModelSource
-from simpletuner.models.weight_files import WeightsError, pickled_shapes, tensor_shapes, weights_fault
+from simpletuner.weights.files import WeightsError, pickled_shapes, tensor_shapes, weights_fault
+from simpletuner.weights.part import looks_like_path
 
 BASE = "pretrained_model_name_or_path"
 

@@ -16,9 +16,9 @@ import torch
 
 from simpletuner.annexes.fitting.ready import weigh_plan
 from simpletuner.annexes.replay import autopsy
-from simpletuner.caching.fill import write_entry
-from simpletuner.caching.read import CacheStore
 from simpletuner.config.sources import parse_arguments
+from simpletuner.encoding.fill import write_entry
+from simpletuner.encoding.read import CacheStore
 from simpletuner.run.session import Session
 from simpletuner.training import step
 from tests import processes

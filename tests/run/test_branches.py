@@ -16,10 +16,11 @@ from simpletuner.annexes.sampling import SampleRequest, plan_samples
 from simpletuner.cli.app import main
 from simpletuner.config.sources import parse_arguments
 from simpletuner.headers import METADATA, read_header
-from simpletuner.models.lora_source import OFFICIAL_SETTINGS
-from simpletuner.run.lock import this_process
-from simpletuner.training import lineage, manifest
-from simpletuner.training.manifest import LINE_FILE, find_checkpoints
+from simpletuner.planning import checkpoint_folder as manifest
+from simpletuner.planning import lineage
+from simpletuner.planning.checkpoint_folder import LINE_FILE, find_checkpoints
+from simpletuner.planning.lock import this_process
+from simpletuner.weights.published_lora import OFFICIAL_SETTINGS
 from tests.conftest import make_room
 from tests.run.test_resume import assert_equal, training_state
 from tests.workspace import Workspace

@@ -16,8 +16,8 @@ from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
 from simpletuner.annexes.captions.captioner import DescriptionRequest, QwenCaptioner
 from simpletuner.annexes.captions.wording import Wording
 from simpletuner.memory.offload import attach
-from simpletuner.models.part import Part
 from simpletuner.models.source import ModelSource
+from simpletuner.weights.part import Part
 from tests.clips import Clip, time_in
 from tests.complaints import complaint
 from tests.memory.streaming import AdversarialLane

@@ -19,8 +19,8 @@ from simpletuner.models.adapter import PreviewRequest, TextRequest
 from simpletuner.models.kandinsky5.blocks import TextPadding
 from simpletuner.models.kandinsky5.image import StockPipeline
 from simpletuner.models.kandinsky5.loading import load_processor
-from simpletuner.plan import resume
-from simpletuner.training.manifest import NOTE_FILE
+from simpletuner.planning import resume
+from simpletuner.planning.checkpoint_folder import NOTE_FILE
 from tests.fidelity.family import make_adapter
 from tests.tiny import PIPELINES, make_checkpoint
 from tests.workspace import DATASETS, Workspace

@@ -15,7 +15,7 @@ from PIL import Image, ImageFilter
 from simpletuner.annexes.captions.dataset_page import caption_reader, colour_grid, motion, near_duplicates
 from simpletuner.config.sources import parse_arguments
 from simpletuner.models.registry import load_adapter
-from simpletuner.plan.build import make_plan
+from simpletuner.planning.build import make_plan
 from tests.clips import Clip
 from tests.pictures import photograph
 from tests.workspace import DATASETS, Workspace

@@ -12,9 +12,9 @@ import pytest
 
 from simpletuner.annexes.fitting.ready import weigh_plan
 from simpletuner.budget.budget import Budget
-from simpletuner.caching import fill
 from simpletuner.config.sources import parse_arguments
 from simpletuner.data import files
+from simpletuner.encoding import fill
 from tests.parameters import first_of
 from tests.run.test_resume import STEPS, assert_same_run
 from tests.validation.test_eval_loss import EVAL

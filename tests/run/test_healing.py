@@ -11,8 +11,8 @@ import pytest
 import torch
 from transformers import Dinov2Config, Dinov2Model
 
-from simpletuner.data.loader import in_loop, read_ahead
 from simpletuner.reporting.events import CACHING, EVALUATION, PREVIEWS, EventStream, PhaseStarted, StepReport
+from simpletuner.training.loader import in_loop, read_ahead
 from tests.run.test_encoding_in_training import ENTRIES
 from tests.run.test_resume import RESULT
 from tests.validation.test_eval_loss import EVAL

@@ -12,8 +12,8 @@ from PIL import Image
 from safetensors.torch import load_file
 
 from simpletuner.caching.entry import list_keys
-from simpletuner.caching.read import CacheStore
 from simpletuner.config.precision import Quantisation
+from simpletuner.encoding.read import CacheStore
 from simpletuner.memory.precision import Packed, pack
 from simpletuner.models.kandinsky5.loading import load_processor
 from tests.run.test_kandinsky5_video import make_workspace

@@ -27,7 +27,7 @@ from simpletuner.annexes.processes.launching import joined
 from simpletuner.config.sources import parse_arguments
 from simpletuner.distributed.world import World
 from simpletuner.errors import Interrupted
-from simpletuner.plan.build import make_plan
+from simpletuner.planning.build import make_plan
 from tests.closeness import ROTATION, distance
 from tests.commands import forked_commands
 from tests.parameters import first_of

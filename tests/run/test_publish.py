@@ -19,15 +19,15 @@ from simpletuner.config.schema import EmaConfig
 from simpletuner.config.sources import parse_arguments
 from simpletuner.errors import NonFiniteError
 from simpletuner.headers import METADATA, read_header
-from simpletuner.models.lora_keys import LORA_FILE, STEP_NOTE
 from simpletuner.models.registry import FAMILIES
 from simpletuner.models.source import ModelSource
+from simpletuner.planning.checkpoint_folder import PIPELINE_FOLDER
 from simpletuner.run.session import publish_result
 from simpletuner.training import lora_files
 from simpletuner.training.ema import Ema
-from simpletuner.training.manifest import PIPELINE_FOLDER
 from simpletuner.training.state import TrainState
 from simpletuner.training.trained import FullModel, Publication
+from simpletuner.weights.lora_names import LORA_FILE, STEP_NOTE
 from tests.fidelity.family import make_config
 from tests.training.assembly import lora_of, make_assembly, write_lora
 from tests.workspace import Workspace

@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file
 
 from simpletuner.cli.app import main
-from simpletuner.training.manifest import describe_files
+from simpletuner.planning.checkpoint_folder import describe_files
 from tests.processes import PATIENCE
 from tests.workspace import DATASETS, Workspace
 

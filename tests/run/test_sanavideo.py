@@ -10,7 +10,7 @@ import torch
 from diffusers import SanaVideoPipeline
 
 from simpletuner.caching.entry import entry_path, list_keys, read_provenance
-from simpletuner.caching.read import CacheStore
+from simpletuner.encoding.read import CacheStore
 from simpletuner.models.adapter import TextRequest
 from tests.clips import write_clip
 from tests.complaints import complaint

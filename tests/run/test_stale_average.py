@@ -7,7 +7,7 @@ import shutil
 import pytest
 
 from simpletuner.annexes.publishing.uploads import copied_files, loaded_files
-from simpletuner.training.manifest import average_is_stale
+from simpletuner.planning.checkpoint_folder import average_is_stale
 from tests.complaints import complaint
 from tests.workspace import Workspace
 

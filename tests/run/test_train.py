@@ -20,11 +20,11 @@ from safetensors.torch import load_file, save_file
 from simpletuner.headers import METADATA, read_header
 from simpletuner.models.kandinsky5.image import Kandinsky5ImageAdapter
 from simpletuner.models.kandinsky5.loading import load_processor
-from simpletuner.models.lora_keys import LORA_FILE, METADATA_KEY, STEP_NOTE
+from simpletuner.planning.lock import lock_output
 from simpletuner.reporting import metrics
 from simpletuner.reporting.metrics import MetricsFile
-from simpletuner.run.lock import lock_output
 from simpletuner.training import step
+from simpletuner.weights.lora_names import LORA_FILE, METADATA_KEY, STEP_NOTE
 from tests.closeness import ELEMENTWISE, assert_close
 from tests.hub import repository_of_loras
 from tests.tiny import make_checkpoint

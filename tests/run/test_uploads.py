@@ -19,11 +19,11 @@ from simpletuner.annexes.payloads import EVENTS_FILE
 from simpletuner.annexes.publishing.uploads import Uploads
 from simpletuner.config.publishing import PublishConfig
 from simpletuner.headers import METADATA, read_header
-from simpletuner.models.lora_keys import LORA_FILE
+from simpletuner.planning.checkpoint_folder import Identity, Manifest, describe_files, prune, write_manifest
 from simpletuner.reporting.events import CheckpointSaved, EventStream, PhaseStarted, Uploaded
 from simpletuner.run.companions import Ledger
-from simpletuner.training.manifest import Identity, Manifest, describe_files, prune, write_manifest
 from simpletuner.training.state import TrainState
+from simpletuner.weights.lora_names import LORA_FILE
 from tests.hub import GUEST, OWNER, READ, FakeHub, Repository, used_hub
 from tests.processes import PATIENCE
 from tests.workspace import Workspace, read_events

@@ -12,8 +12,8 @@ from torch.nn.functional import cosine_similarity
 from simpletuner.caching.catalogue import FeatureKind
 from simpletuner.diffusion.batch import NoisyBatch
 from simpletuner.models.cost import BatchShape, TransformerCost
+from simpletuner.planning.technique_specs import TechniqueCost, TechniqueSpec
 from simpletuner.techniques.base import Site, Technique
-from simpletuner.techniques.spec import TechniqueCost, TechniqueSpec
 
 CHANNELS, PATCH = 16, 2
 

@@ -20,9 +20,9 @@ from simpletuner.diffusion.seeds import Place
 from simpletuner.models.adapter import TextRequest
 from simpletuner.models.cost import STOCK, BatchShape
 from simpletuner.models.kandinsky5.spec import KANDINSKY5_IMAGE
+from simpletuner.planning.technique_specs import chosen_techniques
 from simpletuner.run.rehearsal import rehearse_micro_step
 from simpletuner.techniques.crepa import FEATURES, Crepa, Grid, align, neighbours_of, scheduled_weight
-from simpletuner.techniques.spec import chosen_techniques
 from simpletuner.techniques.tread import Tread
 from simpletuner.training import step
 from simpletuner.training.state import Assembly

@@ -15,11 +15,11 @@ from torch import Tensor
 from simpletuner.config.techniques import Route
 from simpletuner.diffusion.batch import Batch, NoisyBatch
 from simpletuner.diffusion.flow import hold_first_frame, make_noisy
-from simpletuner.plan.build import Plan
+from simpletuner.planning.build import Plan
+from simpletuner.planning.technique_specs import chosen_techniques
 from simpletuner.run.rehearsal import rehearse_micro_step
 from simpletuner.techniques.base import Predict, Technique
 from simpletuner.techniques.preservation import Preservation
-from simpletuner.techniques.spec import chosen_techniques
 from simpletuner.techniques.tread import Tread
 from simpletuner.training import step
 from simpletuner.training.ema import Ema

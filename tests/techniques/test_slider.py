@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 
 from simpletuner.diffusion.batch import Batch
-from simpletuner.models.lora_keys import matching_modules
+from simpletuner.models.lora_layers import matching_modules
 from simpletuner.models.registry import FAMILIES
 from simpletuner.techniques.preservation import Preservation
 from simpletuner.techniques.slider import Slider

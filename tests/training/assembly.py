@@ -14,12 +14,12 @@ from torch import Tensor, nn
 from simpletuner.diffusion.batch import Batch, NoisyBatch, TextEmbeds
 from simpletuner.diffusion.flow import make_noisy
 from simpletuner.models.adapter import FamilyAdapter, TextRequest
-from simpletuner.models.lora_keys import LORA_FILE
 from simpletuner.techniques.base import HiddenStates, Site, Technique
 from simpletuner.training.assemble import assemble, make_accelerator
 from simpletuner.training.lora import LoraAdapter
 from simpletuner.training.lora_files import write_weights
 from simpletuner.training.state import Assembly, TrainingSpec
+from simpletuner.weights.lora_names import LORA_FILE
 from tests.fidelity.family import CPU, make_adapter, make_config
 
 

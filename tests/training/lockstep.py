@@ -14,13 +14,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from simpletuner.annexes.processes.joining import connect, settle_meeting
 from simpletuner.diffusion.batch import Batch
-from simpletuner.distributed.sharding import local
 from simpletuner.distributed.world import World
 from simpletuner.errors import NonFiniteError
+from simpletuner.planning.technique_specs import TrainedData, chosen_techniques
 from simpletuner.techniques.base import Technique
-from simpletuner.techniques.spec import TrainedData, chosen_techniques
-from tests.distributed.sharded_run import Batches, Case, Run
+from simpletuner.training.sharding import local
 from tests.fidelity.family import make_config
+from tests.training.sharded_run import Batches, Case, Run
 from tests.training.test_guarded_step import Constant
 
 STEPS = 2

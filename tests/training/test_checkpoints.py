@@ -15,11 +15,8 @@ import torch
 from simpletuner.config.schema import CheckpointConfig, EmaConfig
 from simpletuner.distributed.world import World
 from simpletuner.errors import DiskFullError, UserError
-from simpletuner.reporting.events import CheckpointSaved, Event, EventStream, StepReport
-from simpletuner.training import checkpoints, manifest
-from simpletuner.training.checkpoints import STATE_FILE, CheckpointWriter, load_checkpoint
-from simpletuner.training.ema import Ema
-from simpletuner.training.manifest import (
+from simpletuner.planning import checkpoint_folder as manifest
+from simpletuner.planning.checkpoint_folder import (
     STATE_FOLDER,
     Identity,
     Manifest,
@@ -28,11 +25,15 @@ from simpletuner.training.manifest import (
     open_checkpoint,
     write_manifest,
 )
+from simpletuner.reporting.events import CheckpointSaved, Event, EventStream, StepReport
+from simpletuner.training import checkpoints
+from simpletuner.training.checkpoints import STATE_FILE, CheckpointWriter, load_checkpoint
+from simpletuner.training.ema import Ema
 from simpletuner.training.state import TrainState
 from simpletuner.training.step import optimizer_step
 from simpletuner.training.trained import WEIGHTS_FILE, Draft
-from tests.distributed.sharded_run import Batches
 from tests.training.assembly import CPU, make_assembly, make_batch
+from tests.training.sharded_run import Batches
 
 IDENTITY = Identity("kandinsky5-image", "t2i-lite-sft", "full", 1, seed=1, datasets="", versions={})
 

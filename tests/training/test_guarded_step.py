@@ -16,6 +16,7 @@ from simpletuner.config.schema import CheckpointConfig, EmaConfig
 from simpletuner.diffusion.batch import Batch, NoisyBatch
 from simpletuner.distributed.world import Value, World
 from simpletuner.errors import NonFiniteError, UserError
+from simpletuner.planning.checkpoint_folder import STATE_FOLDER, Identity
 from simpletuner.reporting.events import EventStream
 from simpletuner.techniques.base import ExtraPass, Technique
 from simpletuner.training import step
@@ -23,7 +24,6 @@ from simpletuner.training.checkpoints import CheckpointWriter
 from simpletuner.training.ema import Ema
 from simpletuner.training.guard import equalise_samples, stop_if_weights_not_finite
 from simpletuner.training.losses import Losses, loss_divisor
-from simpletuner.training.manifest import STATE_FOLDER, Identity
 from simpletuner.training.noise import add_noise
 from simpletuner.training.state import Assembly, TrainState
 from tests.training.assembly import fixed_noise, make_assembly, make_batch

@@ -20,18 +20,19 @@ from simpletuner.config.techniques import Route
 from simpletuner.headers import METADATA, read_header
 from simpletuner.models.adapter_kinds import planned_adapters
 from simpletuner.models.kandinsky5.loading import load_processor
-from simpletuner.models.lora_keys import LORA_FILE, weights_of
+from simpletuner.models.lora_layers import weights_of
+from simpletuner.planning.checkpoint_folder import ERRORS
 from simpletuner.run.rehearsal import rehearse_micro_step
 from simpletuner.techniques.tread import Tread
 from simpletuner.training.assemble import assemble, make_accelerator
 from simpletuner.training.ema import Ema
 from simpletuner.training.lora_files import applied_loras
-from simpletuner.training.manifest import ERRORS
 from simpletuner.training.meter import weight_shapes
 from simpletuner.training.noise import add_noise
 from simpletuner.training.state import Assembly, TrainingSpec
 from simpletuner.training.step import optimizer_step, predict_now
 from simpletuner.training.trained import AdapterWeights
+from simpletuner.weights.lora_names import LORA_FILE
 from tests.closeness import ELEMENTWISE, MODEL, ROTATION, assert_close, distance
 from tests.fidelity.family import make_adapter, make_config
 from tests.fidelity.sana import make_sana_adapter, make_sana_config

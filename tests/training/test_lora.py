@@ -15,9 +15,9 @@ from simpletuner.config.lora import LoraConfig
 from simpletuner.errors import UserError
 from simpletuner.headers import METADATA, read_header
 from simpletuner.models.lora_checks import check_init_lora
-from simpletuner.models.lora_keys import METADATA_KEY
 from simpletuner.training.lora import LoraAdapter, rounding_error, start_from
 from simpletuner.training.lora_files import read_lora_file, verify_file
+from simpletuner.weights.lora_names import METADATA_KEY
 from tests.closeness import ELEMENTWISE, ROTATION, assert_close, distance
 from tests.fidelity.family import make_adapter
 from tests.training.assembly import fixed_noise, lora_of, make_assembly, make_batch, write_lora

@@ -11,16 +11,16 @@ import torch
 from torch import Tensor
 
 from simpletuner.caching.catalogue import Catalogue, DatasetCaches
-from simpletuner.caching.read import BatchReader
 from simpletuner.config.techniques import Route
 from simpletuner.data.sampler import PlannedBatch, Sampler
 from simpletuner.diffusion.batch import Batch
 from simpletuner.distributed.world import World
+from simpletuner.encoding.read import BatchReader
 from simpletuner.techniques.tread import Tread
 from simpletuner.training.noise import add_noise
 from simpletuner.training.state import Assembly
-from tests.caching.test_clips import ENCODER
 from tests.data.test_sampler import make_dataset
+from tests.encoding.test_clips import ENCODER
 from tests.training.assembly import make_assembly, make_batch, no_forward
 
 ONE, TWO = [World()], [World(0, 2), World(1, 2)]

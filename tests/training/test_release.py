@@ -19,7 +19,7 @@ from simpletuner.config.load import Layer, resolve
 from simpletuner.config.optimizers import OPTIMIZERS
 from simpletuner.config.schema import EmaConfig, OptimizerConfig
 from simpletuner.errors import NonFiniteError, Problems
-from simpletuner.plan.checks import check_config
+from simpletuner.planning.checks import check_config
 from simpletuner.run.rehearsal import rehearse_micro_step, unchanged
 from simpletuner.training import step
 from simpletuner.training.ema import Ema

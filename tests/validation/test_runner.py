@@ -17,10 +17,10 @@ from torch import nn
 
 from simpletuner.distributed.world import World
 from simpletuner.models.kandinsky5.spec import KANDINSKY5_IMAGE
+from simpletuner.planning.prompts import ValidationPrompt
 from simpletuner.reporting.events import EventStream
 from simpletuner.training.state import TrainState, random_states, restore_random_states
 from simpletuner.validation import runner
-from simpletuner.validation.prompts import ValidationPrompt
 from tests.fidelity.family import CPU, make_config
 from tests.training.assembly import make_assembly
 

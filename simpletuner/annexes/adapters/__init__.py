@@ -1,0 +1,1 @@
+"""LoKr, LoHa and LyCORIS, and files for ComfyUI and back."""

@@ -25,7 +25,10 @@ from simpletuner.config.values import absence_of, read_json
 from simpletuner.errors import UserError, required, result_of, shorten
 from simpletuner.headers import METADATA, join_header, read_head, read_header
 from simpletuner.models.lora_checks import read_shapes
-from simpletuner.models.lora_keys import (
+from simpletuner.planning.checkpoint_folder import NOTE_FILE, PIPELINE_FOLDER
+from simpletuner.training.lora_writing import fold_scale, write_weights
+from simpletuner.weights.files import WeightsError, weights_header
+from simpletuner.weights.lora_names import (
     ARCHITECTURE,
     COMFYUI_MAGNITUDE,
     KOHYA_PREFIX,
@@ -42,10 +45,7 @@ from simpletuner.models.lora_keys import (
     role_of,
     without_prefix,
 )
-from simpletuner.models.lora_source import LoraSettings, lora_file, lora_settings
-from simpletuner.models.weight_files import WeightsError, weights_header
-from simpletuner.training.lora_writing import fold_scale, write_weights
-from simpletuner.training.manifest import NOTE_FILE, PIPELINE_FOLDER
+from simpletuner.weights.published_lora import LoraSettings, lora_file, lora_settings
 
 KEY = "convert"
 FOLDER = "transformer"  # of a pipeline

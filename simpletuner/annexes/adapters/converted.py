@@ -35,22 +35,15 @@ from simpletuner.config.lora import LoraConfig
 from simpletuner.diffusion.seeds import seeded
 from simpletuner.errors import ConfigError, Problems
 from simpletuner.models.cost import Adapters
-from simpletuner.models.lora_keys import (
-    ARCHITECTURE,
-    LORA_FILE,
-    PREFIXES,
-    Targets,
-    file_settings,
-    plain_settings,
-    weights_of,
-)
+from simpletuner.models.lora_layers import Targets, weights_of
 from simpletuner.models.spec import FamilySpec
+from simpletuner.planning.checkpoint_folder import ERRORS, describe_errors
 from simpletuner.reporting.pace import size_text
 from simpletuner.training.lora import ADAPTER, inject, without_adapters
 from simpletuner.training.lora_files import LoraHook, write_verified, write_weights
-from simpletuner.training.manifest import ERRORS, describe_errors
 from simpletuner.training.meter import weight_shapes
 from simpletuner.training.trained import AdapterWeights, Draft, Publication
+from simpletuner.weights.lora_names import ARCHITECTURE, LORA_FILE, PREFIXES, file_settings, plain_settings
 
 # Oversampling of the randomised SVD: its last singular vectors are the least accurate.
 SPARE = 16

@@ -6,11 +6,11 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from simpletuner.headers import METADATA, read_header
-from simpletuner.models import lora_keys
-from simpletuner.models.lora_keys import PREFIXES, LoraForm
-from simpletuner.models.lora_source import model_in_header
 from simpletuner.models.registry import FAMILIES
 from simpletuner.models.spec import FamilySpec
+from simpletuner.weights import lora_names
+from simpletuner.weights.lora_names import PREFIXES, LoraForm
+from simpletuner.weights.published_lora import model_in_header
 
 DORA = "The magnitudes of a DoRA differ between diffusers and ComfyUI, by norms of the model's weights."
 
@@ -33,7 +33,7 @@ def other_form(path: Path) -> tuple[LoraForm, str]:
     if holds_magnitudes(header):
         return form, f"{DORA} For the other file, train with lora_format: {form}."
     try:
-        lora_keys.rename(header, form)
+        lora_names.rename(header, form)
     except (KeyError, ValueError):
         return form, "It cannot be converted: its header does not have the settings of the LoRA."
     return form, ""
@@ -53,7 +53,7 @@ def why_not_comfyui(family: str, flavour: str) -> str:
 
 def holds_magnitudes(names: Iterable[str]) -> bool:
     """Whether a file with tensors of these names is a DoRA."""
-    return any(name.endswith((lora_keys.MAGNITUDE, lora_keys.COMFYUI_MAGNITUDE)) for name in names)
+    return any(name.endswith((lora_names.MAGNITUDE, lora_names.COMFYUI_MAGNITUDE)) for name in names)
 
 
 def model_of(path: Path) -> tuple[str, str]:
@@ -61,7 +61,7 @@ def model_of(path: Path) -> tuple[str, str]:
     family, flavour = model_in_header(path)
     if family:
         return family, flavour
-    names = [lora_keys.without_prefix(name) for name in read_header(path) if name != METADATA]
+    names = [lora_names.without_prefix(name) for name in read_header(path) if name != METADATA]
     for spec in FAMILIES.values():
         if _has_layers_of(spec, names):
             return spec.name, ""

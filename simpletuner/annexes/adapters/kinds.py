@@ -20,9 +20,9 @@ from simpletuner.config.option import Package, check_installed
 from simpletuner.config.values import read_json
 from simpletuner.errors import Problem, Problems, Reading, did_you_mean, result_of, warning
 from simpletuner.models.adapter_kinds import AdapterKind, Shapes
-from simpletuner.models.cost import Shape
-from simpletuner.models.lora_keys import Targets, matching_modules
+from simpletuner.models.lora_layers import Targets, matching_modules
 from simpletuner.models.spec import FamilySpec
+from simpletuner.weights.files import Shape
 
 LYCORIS = Package("lycoris", "lycoris-lora>=4.1,<5")
 KEY = "lycoris_config"

@@ -1,0 +1,1 @@
+"""Writes captions, and draws the page of a dataset."""

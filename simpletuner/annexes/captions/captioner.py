@@ -25,24 +25,24 @@ from transformers import GenerationConfig, ProcessorMixin, Qwen2_5_VLForConditio
 
 from simpletuner.annexes.captions.wording import ENCODER, LENGTHS, Wording, check_captioner
 from simpletuner.atomic import write_atomically
-from simpletuner.caching.fill import ShrinkingEncoder
 from simpletuner.config.precision import quantisation, text_encoder_dtype
 from simpletuner.config.schema import RunConfig
 from simpletuner.data.dataset import DatasetFile
 from simpletuner.data.files import MediaError
 from simpletuner.distributed.world import compute_threads
+from simpletuner.encoding.caches import download, load_encoder
+from simpletuner.encoding.fill import ShrinkingEncoder
 from simpletuner.errors import Problems, UserError
 from simpletuner.memory.precision import DTYPES
 from simpletuner.models.adapter import EncoderQuantiser
 from simpletuner.models.kandinsky5.loading import load_processor
 from simpletuner.models.kandinsky5.text import QWEN_LAYERS
 from simpletuner.models.loading import load_whole, user_errors
-from simpletuner.models.part import Part
 from simpletuner.models.source import ModelSource
-from simpletuner.plan.build import Plan
+from simpletuner.planning.build import Plan
 from simpletuner.reporting.events import EventStream
-from simpletuner.run.caches import download, load_encoder
 from simpletuner.training.assemble import make_accelerator
+from simpletuner.weights.part import Part
 
 # The chat format of Qwen2.5-VL; the placeholders are the picture or clip, and the instruction.
 CHAT = (

@@ -24,7 +24,7 @@ from simpletuner.data.media_checks import NOTICEABLE_ENLARGEMENT
 from simpletuner.data.pictures import fit
 from simpletuner.data.sample import UNCAPTIONED, LedgerEntry
 from simpletuner.distributed.world import usable_cores
-from simpletuner.plan.build import Plan
+from simpletuner.planning.build import Plan
 from simpletuner.reporting.events import EventStream
 
 TOKENIZER = "tokenizer.json"

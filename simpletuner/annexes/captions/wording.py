@@ -15,7 +15,7 @@ from simpletuner.data.pictures import PICTURE_SUFFIXES
 from simpletuner.errors import Problem, Problems, did_you_mean
 from simpletuner.models.source import ModelSource
 from simpletuner.models.spec import FamilySpec
-from simpletuner.plan.build import Plan
+from simpletuner.planning.build import Plan
 
 Style = Literal["short", "long", "tags"]
 # Maximum tokens of a caption by style; the prompt may have room for fewer.

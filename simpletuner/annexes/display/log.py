@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TextIO
 
 from simpletuner.errors import required
-from simpletuner.plan.environment import log_level
+from simpletuner.planning.environment import log_level
 from simpletuner.redaction import redact
 
 OWN_LOGGER = "simpletuner"

@@ -1,0 +1,1 @@
+"""`offload: auto`, and changes that make a plan fit."""

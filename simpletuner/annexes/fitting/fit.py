@@ -20,8 +20,8 @@ from simpletuner.config.schema import CHOSEN, PLAIN_PRECISIONS, RunConfig
 from simpletuner.config.speed import graph_key, keeps_attention, plain_math
 from simpletuner.config.values import typed
 from simpletuner.errors import Problem
-from simpletuner.plan.checks import conflicts
-from simpletuner.plan.environment import check_launch, check_offload, may_shard
+from simpletuner.planning.checks import conflicts
+from simpletuner.planning.environment import check_launch, check_offload, may_shard
 
 HEADROOM = 0.05  # share of memory that auto leaves free, for other programs and estimation errors
 STREAMED = {"enable_group_offload": True, "group_offload_use_stream": True}

@@ -15,11 +15,11 @@ from simpletuner.atomic import write_json
 from simpletuner.config.schema import RunConfig
 from simpletuner.config.sources import Arguments, dataset_file, resolve_alias
 from simpletuner.config.values import Size, read_json
+from simpletuner.data.clip_writer import write_mp4
 from simpletuner.errors import ConfigError, result_of
 from simpletuner.models.registry import FAMILIES
 from simpletuner.models.spec import FamilySpec
-from simpletuner.plan.build import resolve_layers
-from simpletuner.validation.clip_writer import write_mp4
+from simpletuner.planning.build import resolve_layers
 
 FILES = 10  # in place of a folder
 USUAL_FRAMES = 61  # of clips, if their entry does not say

@@ -33,8 +33,8 @@ from simpletuner.config.values import check_unset
 from simpletuner.distributed.world import launched
 from simpletuner.errors import ConfigError, Problem, Problems, Reading, counted, result_of, warning
 from simpletuner.models.source import ModelSource
-from simpletuner.plan.build import Plan, make_plan
-from simpletuner.plan.environment import existing, why_not_writable
+from simpletuner.planning.build import Plan, make_plan
+from simpletuner.planning.environment import existing, why_not_writable
 
 FEATURE_SHARE = 0.2  # of the free disk space, at most, for features of techniques
 FULL_SIZE = 1e9  # parameters; published transformers have at least 2e9, models of demos and tests far fewer

@@ -30,10 +30,10 @@ from simpletuner.config.values import typed
 from simpletuner.data.dataset import Dataset
 from simpletuner.data.sample import LedgerEntry
 from simpletuner.errors import Problem, counted, visible
-from simpletuner.plan.build import Plan
-from simpletuner.plan.entries import evaluated, previews_of_a_round
+from simpletuner.planning.build import Plan
+from simpletuner.planning.entries import evaluated, previews_of_a_round
+from simpletuner.planning.lineage import continuation
 from simpletuner.redaction import redact_settings
-from simpletuner.training.lineage import continuation
 
 logger = logging.getLogger(__name__)
 # Longer ledgers are reduced to counts and rejected files.

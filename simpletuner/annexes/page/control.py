@@ -43,10 +43,10 @@ from simpletuner.config.sources import (
 )
 from simpletuner.distributed import requests
 from simpletuner.errors import UserError, did_you_mean, result_of
-from simpletuner.models.lora_keys import LORA_FILE
+from simpletuner.planning.lock import LOCK_FILE, STARTED_FILE, refuse_if_alive
 from simpletuner.redaction import redact, redact_settings
 from simpletuner.reporting.metrics import METRICS_FILE
-from simpletuner.run.lock import LOCK_FILE, STARTED_FILE, refuse_if_alive
+from simpletuner.weights.lora_names import LORA_FILE
 
 # Limits of the search for runs below a folder; a --root may be a whole disk.
 DEPTH, FOLDERS = 4, 2000

@@ -41,7 +41,7 @@ from simpletuner.data.clips import CLIP_SUFFIXES
 from simpletuner.data.file_names import CAPTION_SUFFIXES
 from simpletuner.data.pictures import PICTURE_SUFFIXES
 from simpletuner.errors import ConfigError, Problem, Problems, required, result_of
-from simpletuner.plan.environment import why_not_writable
+from simpletuner.planning.environment import why_not_writable
 from simpletuner.redaction import REFERENCE, SECRET_NAME, hide, redact, redact_settings
 
 SECRET = {"secret": "set"}

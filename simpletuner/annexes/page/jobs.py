@@ -20,7 +20,7 @@ from simpletuner.annexes.report import html
 from simpletuner.annexes.report.sheet import SWEEP_FOLDER
 from simpletuner.annexes.runs import ACTIVE, CONSOLE_FILE, INTERRUPTED, PROMPT, printed, said_at_the_end
 from simpletuner.errors import Problem, UserError
-from simpletuner.run.lock import owner_of
+from simpletuner.planning.lock import owner_of
 
 # Folders of jobs in the run's output folder.
 FOLDERS = {"sweep": SWEEP_FOLDER, "sample": SAMPLES_FOLDER, "caption": ""}

@@ -43,8 +43,8 @@ from simpletuner.data.files import MediaError
 from simpletuner.data.pictures import PICTURE_SUFFIXES, decode
 from simpletuner.distributed.world import usable_cores
 from simpletuner.errors import Problem, UserError, required, result_of
-from simpletuner.plan.build import settle_task
-from simpletuner.plan.environment import why_not_writable
+from simpletuner.planning.build import settle_task
+from simpletuner.planning.environment import why_not_writable
 
 PAGE = 60
 PAINTED_SIDE = 1024  # of the picture under a painted mask; a latent position averages 8x8 pixels of it

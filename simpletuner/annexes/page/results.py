@@ -24,10 +24,10 @@ from simpletuner.annexes.report.sheet import SWEEP_FOLDER, Sheet, samples_in
 from simpletuner.annexes.runs import Run
 from simpletuner.errors import UserError
 from simpletuner.headers import join_header, read_head
-from simpletuner.models import lora_keys
-from simpletuner.models.lora_keys import LORA_FILE
+from simpletuner.planning.checkpoint_folder import PIPELINE_FOLDER, find_checkpoints, result_step
 from simpletuner.reporting.metrics import MEDIA_FILE, REPORT_FILE, MediaRecord, damage_in, read_media
-from simpletuner.training.manifest import PIPELINE_FOLDER, find_checkpoints, result_step
+from simpletuner.weights import lora_names
+from simpletuner.weights.lora_names import LORA_FILE
 
 AS_IT_IS = "application/octet-stream"  # not compressed: that would be slow, and hide the size from the browser
 PART = 1 << 20
@@ -185,7 +185,7 @@ def send_lora(request: Request) -> Response:
     if form != other or obstacle:
         raise Refusal(404, obstacle or f"form: {form!r} is not {other}; the file can be converted only to that.")
     file = path.open("rb")
-    head = join_header(lora_keys.rename(read_head(file)[1], other), b"")
+    head = join_header(lora_names.rename(read_head(file)[1], other), b"")
     length = len(head) + os.fstat(file.fileno()).st_size - file.tell()
     headers = {**whole.headers, "accept-ranges": "none", "content-length": str(length)}
     return StreamingResponse(_in_parts(head, file), headers=headers)

@@ -10,8 +10,8 @@ from pathlib import Path
 from simpletuner.budget.budget import Budget
 from simpletuner.distributed.world import World
 from simpletuner.errors import ConfigError, Problem, shorten
-from simpletuner.plan.build import Plan
-from simpletuner.plan.resume import identify
+from simpletuner.planning.build import Plan
+from simpletuner.planning.resume import identify
 
 
 def plan_together(world: World, make: Callable[[int | None], Budget]) -> Budget:

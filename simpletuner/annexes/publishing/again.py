@@ -16,8 +16,8 @@ from simpletuner.config.sources import Arguments, read_config_file
 from simpletuner.config.values import absence_of, check_unset, read_json
 from simpletuner.distributed.requests import signals_as_interrupt
 from simpletuner.errors import Problem, Problems, Reading, SimpleTunerError, UserError, result_of, warning
-from simpletuner.run.lock import lock_output
-from simpletuner.training.manifest import find_checkpoints
+from simpletuner.planning.checkpoint_folder import find_checkpoints
+from simpletuner.planning.lock import lock_output
 
 
 def publish_again(output_dir: Path, arguments: Arguments) -> None:

@@ -29,15 +29,15 @@ from simpletuner.config.precision import transformer_dtype
 from simpletuner.config.values import home_path, read_json
 from simpletuner.errors import result_of
 from simpletuner.headers import METADATA, read_header
-from simpletuner.models.lora_keys import LORA_FILE
-from simpletuner.models.original import OriginalTransformer
 from simpletuner.models.registry import load_adapter
 from simpletuner.models.usage import Usage
-from simpletuner.plan.build import Plan
+from simpletuner.planning.build import Plan
+from simpletuner.planning.checkpoint_folder import PIPELINE_FOLDER, describe_errors, result_step
 from simpletuner.redaction import HIDDEN, redact, redact_settings
 from simpletuner.reporting.metrics import MEDIA_FILE, METRICS_FILE, MediaRecord, read_media, read_rows
 from simpletuner.reporting.pace import size_text
-from simpletuner.training.manifest import PIPELINE_FOLDER, describe_errors, result_step
+from simpletuner.weights.lora_names import LORA_FILE
+from simpletuner.weights.original import OriginalTransformer
 
 CARD_FOLDER, README, SETTINGS_FILE, ASSETS = "model_card", "README.md", "simpletuner_config.json", "assets"
 MOST_MEDIA = 32  # previews in a gallery

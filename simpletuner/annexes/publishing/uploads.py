@@ -20,11 +20,7 @@ from simpletuner.atomic import TEMPORARY_SUFFIX, UNFINISHED_FOLDER_SUFFIX, sweep
 from simpletuner.config.publishing import PLACEHOLDERS, BucketConfig, PublishConfig, repository_name
 from simpletuner.distributed.requests import FOLDER as REQUESTS
 from simpletuner.errors import Interrupted, UserError, counted
-from simpletuner.models.lora_source import OFFICIAL_SETTINGS
-from simpletuner.reporting.events import UPLOADING, CheckpointSaved, Event, EventStream, Uploaded
-from simpletuner.run.companions import LEDGER_FILE, Companion, Ledger, Task, strike
-from simpletuner.run.lock import LOCK_FILE, STARTED_FILE
-from simpletuner.training.manifest import (
+from simpletuner.planning.checkpoint_folder import (
     AVERAGE_FOLDER,
     PIPELINE_FOLDER,
     Checkpoint,
@@ -32,9 +28,13 @@ from simpletuner.training.manifest import (
     find_checkpoints,
     result_step,
 )
+from simpletuner.planning.lock import LOCK_FILE, STARTED_FILE
+from simpletuner.reporting.events import UPLOADING, CheckpointSaved, Event, EventStream, Uploaded
+from simpletuner.run.companions import LEDGER_FILE, Companion, Ledger, Task, strike
+from simpletuner.weights.published_lora import OFFICIAL_SETTINGS
 
 if TYPE_CHECKING:
-    from simpletuner.plan.build import Plan
+    from simpletuner.planning.build import Plan
     from simpletuner.reporting.events import StepReport
     from simpletuner.training.state import Assembly, TrainState
 

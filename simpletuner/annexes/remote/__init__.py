@@ -1,0 +1,1 @@
+"""Datasets from tables and the hub."""

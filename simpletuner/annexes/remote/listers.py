@@ -34,8 +34,8 @@ from simpletuner.data.file_names import name_problem
 from simpletuner.data.files import LARGEST_CLIP, LARGEST_PICTURE, MediaError, check_regular, read_file
 from simpletuner.data.pictures import decode
 from simpletuner.errors import Problem, Reading, UserError, shorten, warning
-from simpletuner.models.hub import hub_fault
 from simpletuner.s3 import S3Login
+from simpletuner.weights.hub import hub_fault
 
 WEB_PICTURE, WEB_CLIP = 10 << 20, 200 << 20  # bytes of one download
 SCHEME = re.compile(r"([a-z][a-z0-9+.-]+):", re.IGNORECASE)  # two letters or more: C:\ is a path

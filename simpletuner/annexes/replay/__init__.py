@@ -1,0 +1,1 @@
+"""Repeats a failed step, to name its cause."""

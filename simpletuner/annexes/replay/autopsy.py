@@ -30,9 +30,10 @@ from simpletuner.annexes.replay.failure import (
 from simpletuner.annexes.report.environment import describe_device, describe_environment
 from simpletuner.atomic import build_folder, free_path, write_atomically, write_json
 from simpletuner.budget.budget import Budget
-from simpletuner.caching.read import BatchReader
 from simpletuner.data.sampler import PlannedBatch
 from simpletuner.distributed.world import World
+from simpletuner.encoding.caches import CacheFiller, Encoding, build_adapter, complete_catalogue
+from simpletuner.encoding.read import BatchReader
 from simpletuner.errors import (
     Interrupted,
     NonFiniteError,
@@ -42,13 +43,12 @@ from simpletuner.errors import (
     reached_limit,
 )
 from simpletuner.models.blocks import KERNELS
-from simpletuner.plan.build import Plan
-from simpletuner.plan.entries import list_entries
-from simpletuner.plan.resume import identify
+from simpletuner.planning.build import Plan
+from simpletuner.planning.entries import list_entries
+from simpletuner.planning.resume import identify
 from simpletuner.redaction import redact, redact_settings
 from simpletuner.reporting.events import Event, EventStream, PhaseStarted, StepReport
 from simpletuner.reporting.metrics import METRICS_FILE, read_rows
-from simpletuner.run.caches import CacheFiller, Encoding, build_adapter, complete_catalogue
 from simpletuner.run.companions import Companion
 from simpletuner.run.rehearsal import rehearse_micro_step, unchanged
 from simpletuner.run.session import Session

@@ -18,10 +18,10 @@ from pydantic import TypeAdapter, ValidationError
 from simpletuner.annexes.fitting.ready import ready_plan
 from simpletuner.config.sources import Arguments
 from simpletuner.errors import UserError, shorten
-from simpletuner.plan.build import Plan
-from simpletuner.plan.length import data_origin
+from simpletuner.planning.build import Plan
+from simpletuner.planning.checkpoint_folder import Checkpoint, find_checkpoints
+from simpletuner.planning.length import data_origin
 from simpletuner.redaction import HIDDEN, redact_settings
-from simpletuner.training.manifest import Checkpoint, find_checkpoints
 
 FOLDER, FAILURE_FILE, CONFIG_FILE = "failures", "failure.json", "config.json"
 

@@ -6,7 +6,7 @@ import os
 import platform
 import sys
 
-from simpletuner.plan.resume import package_versions
+from simpletuner.planning.resume import package_versions
 
 
 def describe_environment(device: str | None = None) -> dict[str, str]:

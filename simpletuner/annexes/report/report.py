@@ -19,13 +19,13 @@ from simpletuner.annexes.publishing.card import published_result
 from simpletuner.annexes.report.environment import describe_environment
 from simpletuner.annexes.report.html import gallery, render, thin, thumbnail
 from simpletuner.atomic import write_atomically
-from simpletuner.caching.fill import prepared_picture
 from simpletuner.config.schema import RunConfig, all_options
 from simpletuner.data.dataset import ledger_rows
 from simpletuner.data.files import DeviceError, MediaError
 from simpletuner.data.sample import Sample
+from simpletuner.encoding.fill import prepared_picture
 from simpletuner.errors import UserError
-from simpletuner.plan.build import Plan
+from simpletuner.planning.build import Plan
 from simpletuner.redaction import redact, redact_settings
 from simpletuner.reporting import events as happened
 from simpletuner.reporting.events import ENDED, Event, EventStream

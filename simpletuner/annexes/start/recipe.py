@@ -39,7 +39,7 @@ from simpletuner.data.sample import ADVICE
 from simpletuner.errors import ConfigError, UserError, counted, shorten
 from simpletuner.models.registry import FAMILIES
 from simpletuner.models.spec import FamilySpec
-from simpletuner.validation.prompts import SMALLEST_SIDE
+from simpletuner.planning.prompts import SMALLEST_SIDE
 
 T = TypeVar("T")
 # Packaged examples that provide the settings of models; the first suits most users.

@@ -17,8 +17,8 @@ from simpletuner.budget.budget import Budget
 from simpletuner.budget.device import gigabytes
 from simpletuner.config.device import AskedDevice
 from simpletuner.config.sources import DATASET_FILE, Arguments, configured
+from simpletuner.data.clip_writer import write_mp4
 from simpletuner.errors import ConfigError, Problem, Problems, counted
-from simpletuner.validation.clip_writer import write_mp4
 
 NO_GPU = "There is no GPU here. For an estimate name device below, or later run simpletuner plan --device 4090."
 

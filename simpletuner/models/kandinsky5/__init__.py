@@ -1,0 +1,1 @@
+"""Kandinsky 5 Image and Video."""

@@ -11,13 +11,13 @@ from simpletuner.models.cost import (
     BatchShape,
     FamilyCost,
     Kernels,
-    Shapes,
     TransformerCost,
     number,
     read_cost_table,
     read_vae_costs,
 )
 from simpletuner.models.kandinsky5.options import TILE, is_sparse, is_sparse_flavour
+from simpletuner.weights.files import Shapes
 
 PACKAGE, TRANSFORMER_CLASS = "simpletuner.models.kandinsky5", "Kandinsky5Transformer3DModel"
 # Parameters of the published encoders.

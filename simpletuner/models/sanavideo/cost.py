@@ -6,15 +6,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from simpletuner.config.values import read_toml
-from simpletuner.models.cost import (
-    FamilyCost,
-    Kernels,
-    Shapes,
-    TransformerCost,
-    number,
-    read_cost_table,
-    read_vae_costs,
-)
+from simpletuner.models.cost import FamilyCost, Kernels, TransformerCost, number, read_cost_table, read_vae_costs
+from simpletuner.weights.files import Shapes
 
 PACKAGE, TRANSFORMER_CLASS = "simpletuner.models.sanavideo", "SanaVideoTransformer3DModel"
 WAN, LTX2 = "AutoencoderKLWan", "AutoencoderKLLTX2Video"  # classes of the VAE

@@ -12,10 +12,10 @@ from typing import Literal, get_args
 from PIL import Image
 
 from simpletuner.headers import join_header
-from simpletuner.models.lora_keys import LORA_FILE, METADATA_KEY, STEP_NOTE
+from simpletuner.planning.checkpoint_folder import FILE_NAME, Identity, Manifest, describe_files, write_manifest
 from simpletuner.reporting.events import StateChanged
 from simpletuner.reporting.metrics import MEDIA_FILE, METRICS_FILE, MediaRecord
-from simpletuner.training.manifest import FILE_NAME, Identity, Manifest, describe_files, write_manifest
+from simpletuner.weights.lora_names import LORA_FILE, METADATA_KEY, STEP_NOTE
 from tests.annexes.page.test_runs import STEPS, own, tell
 
 Saved = Literal["nothing", "checkpoint", "result"]

@@ -12,8 +12,8 @@ import pytest
 
 from simpletuner.annexes.queue import JOBS, QUEUE_FILE, Job
 from simpletuner.headers import with_metadata
-from simpletuner.models.lora_keys import LORA_FILE, STEP_NOTE
 from simpletuner.reporting.events import StateChanged
+from simpletuner.weights.lora_names import LORA_FILE, STEP_NOTE
 from tests.annexes.page.page import opened
 from tests.annexes.page.test_run_page import preview
 from tests.annexes.page.test_runs import STEPS, tell

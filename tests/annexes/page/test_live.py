@@ -25,10 +25,10 @@ from simpletuner.annexes.page.project import Project
 from simpletuner.annexes.page.serve import create_app
 from simpletuner.annexes.payloads import EVENTS_FILE, EventLog, Payloads
 from simpletuner.annexes.runs import CONSOLE_FILE
-from simpletuner.models.lora_keys import LORA_FILE
+from simpletuner.planning.lock import LOCK_FILE
 from simpletuner.reporting.events import EventStream, Notice, StateChanged, StepReport
 from simpletuner.reporting.metrics import METRICS_FILE, MetricsFile
-from simpletuner.run.lock import LOCK_FILE
+from simpletuner.weights.lora_names import LORA_FILE
 from tests.annexes.page.page import ending_runs, serving
 from tests.annexes.page.test_runs import STEPS, lengthen, own, tell
 from tests.annexes.page.test_serve import fetch, started

@@ -15,9 +15,9 @@ from starlette.testclient import TestClient
 from simpletuner.annexes.page.project import Project
 from simpletuner.annexes.page.serve import create_app
 from simpletuner.annexes.payloads import EVENTS_FILE
+from simpletuner.planning.lock import LOCK_FILE, STARTED_FILE
 from simpletuner.reporting.events import StateChanged
 from simpletuner.reporting.metrics import METRICS_FILE
-from simpletuner.run.lock import LOCK_FILE, STARTED_FILE
 from tests.annexes.page.page import opened
 from tests.annexes.page.test_runs import STEPS, own, tell
 

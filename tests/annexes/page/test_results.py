@@ -28,11 +28,11 @@ from simpletuner.annexes.queue import Queue
 from simpletuner.annexes.report.html import pages_of
 from simpletuner.errors import UserError
 from simpletuner.headers import join_header, with_metadata
-from simpletuner.models.lora_keys import LORA_FILE, STEP_NOTE, LoraForm
+from simpletuner.planning.lock import LOCK_FILE
 from simpletuner.reporting.events import StateChanged
 from simpletuner.reporting.metrics import MEDIA_FILE, METRICS_FILE, MediaRecord
-from simpletuner.run.lock import LOCK_FILE
 from simpletuner.training.lora_files import verify_file
+from simpletuner.weights.lora_names import LORA_FILE, STEP_NOTE, LoraForm
 from tests.annexes.page.page import opened, serving
 from tests.annexes.page.test_run_page import preview
 from tests.annexes.page.test_runs import STEPS, own, tell

@@ -19,9 +19,9 @@ from simpletuner.annexes.page.control import run_id
 from simpletuner.annexes.page.guard import Access
 from simpletuner.annexes.page.serve import listen, page_of_run
 from simpletuner.annexes.runs import Run
+from simpletuner.data.clip_writer import write_mp4
 from simpletuner.reporting.events import EventStream, MediaRendered, StateChanged
 from simpletuner.reporting.metrics import MEDIA_FILE, REPORT_FILE, MediaFile, MediaRecord
-from simpletuner.validation.clip_writer import write_mp4
 from tests.annexes.page.page import ending_runs, opened, serving, tab
 from tests.annexes.page.run_folder import RunFolder
 from tests.annexes.page.test_runs import STEPS, own, tell

@@ -16,9 +16,9 @@ from simpletuner.annexes.page.project import Project
 from simpletuner.annexes.page.serve import create_app
 from simpletuner.annexes.payloads import EVENTS_FILE
 from simpletuner.annexes.runs import CONSOLE_FILE
-from simpletuner.models.lora_keys import LORA_FILE
+from simpletuner.planning.lock import LOCK_FILE, STARTED_FILE
 from simpletuner.reporting.metrics import MEDIA_FILE, METRICS_FILE, REPORT_FILE
-from simpletuner.run.lock import LOCK_FILE, STARTED_FILE
+from simpletuner.weights.lora_names import LORA_FILE
 from tests.annexes.page.run_folder import RunFolder, every_run
 
 ADDRESSES = (

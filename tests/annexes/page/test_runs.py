@@ -23,6 +23,7 @@ from simpletuner.annexes.page.project import Refusal
 from simpletuner.annexes.payloads import EVENTS_FILE, EventLog, Payloads, last_id
 from simpletuner.annexes.runs import CONSOLE_FILE, Run, Tail
 from simpletuner.distributed.requests import take_requests
+from simpletuner.planning.lock import LOCK_FILE, STARTED_FILE, lock_output, this_process
 from simpletuner.reporting.events import (
     UPLOADING,
     CheckpointSaved,
@@ -35,13 +36,12 @@ from simpletuner.reporting.events import (
     Uploaded,
 )
 from simpletuner.reporting.metrics import METRICS_FILE, MetricsFile
-from simpletuner.run.lock import LOCK_FILE, STARTED_FILE, lock_output, this_process
 from tests.processes import PATIENCE
 
 SESSION = """
 import sys
 from pathlib import Path
-from simpletuner.run.lock import lock_output
+from simpletuner.planning.lock import lock_output
 from tests.annexes.page.test_runs import STEPS, tell
 with lock_output(Path(sys.argv[1])):
     tell(Path(sys.argv[1]), *STEPS)

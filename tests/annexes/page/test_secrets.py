@@ -21,8 +21,8 @@ from simpletuner.annexes.queue import QUEUE_FILE
 from simpletuner.annexes.runs import CONSOLE_FILE
 from simpletuner.cli.settings import command_settings
 from simpletuner.config.sources import SECRET_SETTINGS
-from simpletuner.models.lora_keys import LORA_FILE
-from simpletuner.run.lock import STARTED_FILE
+from simpletuner.planning.lock import STARTED_FILE
+from simpletuner.weights.lora_names import LORA_FILE
 from tests.annexes.page.run_folder import write_lora
 from tests.annexes.page.test_results import page, project
 from tests.workspace import Workspace

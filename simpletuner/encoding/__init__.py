@@ -1,0 +1,1 @@
+"""Fills the caches and reads them."""

@@ -1,0 +1,1 @@
+"""Everything that is decided before a weight is loaded."""

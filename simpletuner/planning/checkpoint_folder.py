@@ -1,0 +1,316 @@
+"""Finds checkpoints and checks that they are complete. Imports no torch.
+
+A checkpoint is complete if its manifest exists: the manifest is written last, before the folder is renamed.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+from collections.abc import Collection, Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from simpletuner.atomic import write_json
+from simpletuner.caching.keys import hash_file
+from simpletuner.config.values import read_json, read_stored
+from simpletuner.errors import Problem, Reading, result_of
+from simpletuner.headers import METADATA, read_header
+from simpletuner.weights.lora_names import LORA_FILE, STEP_NOTE
+
+PIPELINE_FOLDER = "pipeline"  # result of a full fine-tune, for `from_pretrained`
+NOTE_FILE = "simpletuner.json"  # in the pipeline folder: its run and step
+AVERAGE_FOLDER = "ema"  # beside the file of a LoRA, with the file of its moving average
+STATE_FOLDER = "training_state"  # in a checkpoint: files needed only to resume
+# Header notes of a LoRA converted from another adapter: its relative errors, and their reference.
+ERRORS = {
+    "simpletuner.weight_error": "of the update",
+    "simpletuner.prediction_error": "of a prediction",
+    "simpletuner.effect_error": "of what the adapter changes in that prediction",
+}
+
+FILE_NAME = "manifest.json"
+LINE_FILE = "lineage.json"  # in the output folder, see `Line`
+BRANCHES = "branches"  # in the output folder: what branches have left behind, in numbered folders
+ROLLING = "-rolling"
+FOLDER_NAME = re.compile(rf"checkpoint-(\d+)({ROLLING})?")
+
+
+@dataclass(frozen=True)
+class Identity:
+    """The run that a checkpoint belongs to.
+
+    Attributes:
+        seed: seed of the run, kept on resume even if it was drawn.
+        datasets: fingerprint of the samples.
+        files: digests of the trained files, or of a sample of them, separated by blanks; empty in older checkpoints.
+        versions: versions of the relevant packages.
+        weights: content hash of every model involved, by its role; empty in older checkpoints.
+        settings: keys that change the mathematics, with their effective values.
+        order: keys that decide which samples share a batch, with their effective values.
+        origins: origin of each value that is not the default, by key.
+        num_processes: number of processes, each with batches of `train_batch_size`; a sequence-parallel group counts
+            once.
+    """
+
+    model_family: str
+    model_flavour: str
+    model_type: str
+    train_batch_size: int
+    seed: int
+    datasets: str
+    versions: dict[str, str]
+    weights: dict[str, str] = field(default_factory=dict)
+    settings: dict[str, Any] = field(default_factory=dict)
+    order: dict[str, Any] = field(default_factory=dict)
+    origins: dict[str, str] = field(default_factory=dict)
+    num_processes: int = 1
+    files: str = ""
+
+
+@dataclass(frozen=True)
+class Progress:
+    """How far a run was at a checkpoint.
+
+    Attributes:
+        position: micro-batches of the epoch that are trained.
+        epochs_done: number of complete epochs.
+        total_steps: the length of the run as planned.
+    """
+
+    position: int
+    epochs_done: int
+    total_steps: int
+
+
+@dataclass(frozen=True)
+class Fork:
+    """Where a run continued from a checkpoint that was not its last.
+
+    Attributes:
+        step: step of that checkpoint.
+        number: number of the branch; the folder `branches/<number>` has what it left behind.
+    """
+
+    step: int
+    number: int
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """The contents of a checkpoint and the run it belongs to.
+
+    Attributes:
+        files: size in bytes and SHA-256 of every file, by relative path.
+        progress: None in older checkpoints.
+        forks: the branches on the way from the start of the run, in the order of their steps. They name the ancestors
+            of the checkpoint; without any, these are all checkpoints with lower steps.
+    """
+
+    step: int
+    epoch: int
+    identity: Identity
+    files: dict[str, tuple[int, str]]
+    progress: Progress | None = None
+    forks: tuple[Fork, ...] = ()
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A complete checkpoint folder."""
+
+    path: Path
+    step: int
+    rolling: bool
+    manifest: Manifest
+
+
+@dataclass(frozen=True)
+class Move:
+    """The start of a branch, while files are being moved.
+
+    Attributes:
+        shared: the last step that the old and the new line have in common.
+        home: folder of the checkpoint that the branch continues: relative to the output folder, or of another run.
+        is_aside: the old line has been moved; the new one may still have to come back from `home`.
+    """
+
+    shared: int
+    home: str
+    is_aside: bool = False
+
+    @property
+    def is_foreign(self) -> bool:
+        """Whether the branch continues a checkpoint of another run."""
+        return Path(self.home).is_absolute()
+
+    @property
+    def is_return(self) -> bool:
+        """Whether the branch continues a checkpoint that had been set aside."""
+        return self.home.startswith(BRANCHES)
+
+
+@dataclass(frozen=True)
+class Line:
+    """The checkpoints that led to what an output folder has last trained.
+
+    Attributes:
+        forks: as in `Manifest`.
+        move: None once the last branch has started.
+    """
+
+    forks: tuple[Fork, ...] = ()
+    move: Move | None = None
+
+    def holds(self, checkpoint: Checkpoint) -> bool:
+        """Whether a checkpoint is on the line."""
+        earlier = tuple(fork for fork in self.forks if fork.step < checkpoint.step)
+        return checkpoint.manifest.forks == earlier
+
+    def begins_at(self, checkpoint: Checkpoint) -> bool:
+        """Whether the line is a branch from this checkpoint whose start has not been completed."""
+        if self.move is None:
+            return False
+        *earlier, last = self.forks
+        return checkpoint.step == last.step and checkpoint.manifest.forks == tuple(earlier)
+
+
+def read_line(output_dir: Path) -> Line | None:
+    """The line of an output folder; None if all its checkpoints are one line by their steps."""
+    return read_stored(output_dir / LINE_FILE, Line)
+
+
+def write_line(output_dir: Path, line: Line) -> None:
+    """Replace the file, or delete it if the line has no forks."""
+    if line == Line():
+        (output_dir / LINE_FILE).unlink(missing_ok=True)
+    else:
+        write_json(output_dir / LINE_FILE, asdict(line))
+
+
+def describe_files(folder: Path) -> dict[str, tuple[int, str]]:
+    """Size and hash of every file below a folder."""
+    paths = sorted(path for path in folder.rglob("*") if path.is_file() and path.name != FILE_NAME)
+    return {path.relative_to(folder).as_posix(): (path.stat().st_size, hash_file(path)) for path in paths}
+
+
+def write_manifest(folder: Path, manifest: Manifest) -> None:
+    """Write the manifest, which declares a folder complete."""
+    write_json(folder / FILE_NAME, asdict(manifest))
+
+
+def read_manifest(folder: Path) -> Manifest | None:
+    """The manifest of a folder; None unless all its files exist with the right size."""
+    manifest = read_stored(folder / FILE_NAME, Manifest)
+    if manifest is None:
+        return None
+    # Only sizes: hashing gigabytes would delay every listing of checkpoints. Resuming hashes (`damaged_files`).
+    sizes = {folder / name: size for name, (size, _) in manifest.files.items()}
+    whole = all(path.is_file() and path.stat().st_size == size for path, size in sizes.items())
+    return manifest if whole else None
+
+
+def damaged_files(checkpoint: Checkpoint) -> list[str]:
+    """Files of a checkpoint whose content has changed since it was written."""
+    files = checkpoint.manifest.files.items()
+    return [name for name, (_, digest) in files if hash_file(checkpoint.path / name) != digest]
+
+
+def open_checkpoint(path: Path) -> Checkpoint | None:
+    """The checkpoint in a folder; None if it is not a complete checkpoint."""
+    match, manifest = FOLDER_NAME.fullmatch(path.name), read_manifest(path)
+    if match is None or manifest is None:
+        return None
+    return Checkpoint(path, manifest.step, match.group(2) is not None, manifest)
+
+
+def list_checkpoints(folder: Path) -> tuple[list[Checkpoint], list[Path]]:
+    """All complete checkpoints in a folder, and incomplete folders with the name of a checkpoint."""
+    named = sorted(path for path in folder.glob("*") if path.is_dir() and FOLDER_NAME.fullmatch(path.name))
+    opened = {path: open_checkpoint(path) for path in named}
+    whole = [checkpoint for checkpoint in opened.values() if checkpoint is not None]
+    return whole, [path for path, checkpoint in opened.items() if checkpoint is None]
+
+
+def find_checkpoints(output_dir: Path) -> tuple[list[Checkpoint], list[Path]]:
+    """Complete checkpoints on the folder's line, sorted by step, and incomplete folders with the name of one."""
+    line = read_line(output_dir)
+    whole, broken = list_checkpoints(output_dir)
+    if line is not None:
+        if line.move is not None and line.move.home != ".":  # the checkpoint that the branch continues is there
+            whole += list_checkpoints(output_dir / line.move.home)[0]
+        # A file that holds none of them is of another folder, or all that it holds have been deleted.
+        whole = [checkpoint for checkpoint in whole if line.holds(checkpoint)] or whole
+    # At the same step, the regular checkpoint comes last, so that `latest` selects it.
+    whole.sort(key=lambda checkpoint: (checkpoint.step, not checkpoint.rolling))
+    return whole, broken
+
+
+def select_checkpoint(wanted: str, output_dir: Path) -> Reading[Checkpoint | None]:
+    """The checkpoint that `resume_from_checkpoint` selects; None starts a new run."""
+    key = "resume_from_checkpoint"
+    whole, broken = find_checkpoints(output_dir)
+    if wanted.lower() == "none":
+        if whole:
+            message = f"is none, but {output_dir} holds checkpoints that the run would meet; choose another output_dir."
+            yield Problem(key, message)
+        return None
+    if wanted.lower() == "latest":
+        yield from (Problem(key, f"{path} is not complete and was skipped.", fatal=False) for path in broken)
+        return whole[-1] if whole else None
+    named = [output_dir / wanted, Path(wanted).expanduser()]
+    if wanted.isdecimal():  # a step
+        named += [output_dir / f"checkpoint-{int(wanted)}{kind}" for kind in ("", ROLLING)]
+    for path in named:
+        if checkpoint := open_checkpoint(path):
+            return checkpoint
+    names = ", ".join(checkpoint.path.name for checkpoint in whole) or "none"
+    yield Problem(key, f"{wanted!r} is not a complete checkpoint. In {output_dir} there are: {names}.")
+    return None
+
+
+def prune(output_dir: Path, limit: int, *, rolling: bool, in_use: Collection[Path] = ()) -> list[Path]:
+    """Delete the oldest checkpoints of one kind beyond the limit (0 keeps all); returns the deleted folders.
+
+    Deletes only complete checkpoints that are not in use, never other folders.
+    """
+    if limit == 0:
+        return []
+    whole, _ = find_checkpoints(output_dir)
+    checkpoints = [checkpoint for checkpoint in whole if checkpoint.rolling == rolling]
+    surplus = [checkpoint.path for checkpoint in checkpoints[:-limit] if checkpoint.path not in in_use]
+    for path in surplus:
+        # The manifest first, so that an interrupted deletion leaves an incomplete checkpoint.
+        (path / FILE_NAME).unlink()
+        shutil.rmtree(path)
+    return surplus
+
+
+def result_step(output_dir: Path, model_type: str) -> int | None:
+    """The step of the result in a folder, from the result's note; None without a result or note."""
+    if model_type == "lora":
+        try:
+            notes = read_header(output_dir / LORA_FILE)[METADATA]
+        except (OSError, ValueError):
+            return None
+    else:
+        notes = result_of(read_json(output_dir / PIPELINE_FOLDER / NOTE_FILE))
+    step = notes.get(STEP_NOTE, "") if isinstance(notes, dict) else ""
+    return int(step) if str(step).isdecimal() else None
+
+
+def average_is_stale(output_dir: Path) -> bool:
+    """Whether the moving average of a LoRA is of another step than the result beside it.
+
+    A run that was continued without `use_ema` leaves the average of an earlier result.
+    """
+    average = output_dir / AVERAGE_FOLDER
+    if not (average / LORA_FILE).is_file():
+        return False
+    return result_step(average, "lora") != result_step(output_dir, "lora")
+
+
+def describe_errors(notes: Mapping[str, str]) -> str:
+    """The errors of a converted LoRA as text; empty for other files."""
+    return ", ".join(f"{notes[key]} {whole}" for key, whole in ERRORS.items() if key in notes)

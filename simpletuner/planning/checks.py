@@ -1,0 +1,501 @@
+"""Rules between keys: declared by options (`requires`, `excludes`), and functions that report contradictions and keys
+without effect; then rules between settings and datasets."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
+from operator import itemgetter
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from simpletuner.config.datasets import DatasetConfig
+from simpletuner.config.optimizers import check_optimizer, learning_rate
+from simpletuner.config.precision import check_packages, check_products, text_encoder_dtype, transformer_dtype
+from simpletuner.config.publishing import check_publishing, check_trackers, check_typed, check_webhooks
+from simpletuner.config.schema import DECAYING_SCHEDULERS, PLAIN_PRECISIONS, RunConfig, all_options, family_groups
+from simpletuner.config.sources import ARGUMENTS, COMMAND_LINE
+from simpletuner.config.speed import BLOCK_KEYS, check_speed
+from simpletuner.config.values import check_unset, home_path
+from simpletuner.data.buckets import Geometry
+from simpletuner.data.captions import control_token
+from simpletuner.data.dataset import Dataset
+from simpletuner.errors import NoEffect, Problem, counted, did_you_mean, shorten, warning, within
+from simpletuner.models.adapter_kinds import adapter_kind
+from simpletuner.models.registry import FAMILY_DATASET_KEYS
+from simpletuner.models.source import (
+    ModelSource,
+    blocks_of,
+    differing_weights,
+    encoder_fault,
+    encoder_weights,
+    vae_fault,
+)
+from simpletuner.models.spec import FamilySpec, Flavour
+from simpletuner.planning import effects
+from simpletuner.planning.environment import check_folders, check_launch, check_offload, why_not_writable
+from simpletuner.planning.prompts import ValidationPrompt
+from simpletuner.planning.technique_specs import check_encoders
+
+if TYPE_CHECKING:  # it checks by this module
+    from simpletuner.planning.build import Plan, Purpose
+
+HIGHEST_USUAL_RATE = 0.1
+SMALLEST_RESOLUTION = 64  # pixels; a smaller number was probably meant as megapixels
+MOST_CROPPED = 0.2  # share of a side that may be cropped without a warning if `crop` is off
+OTHER_LAWS = ("flow_use_uniform_schedule", "flow_use_beta_schedule", "mixflow_enabled")
+# Without effect on families of pictures.
+BACKGROUND_KEYS = ("validation_decode_in_background",)
+FRAME_KEYS = ("vae_enable_temporal_roll", "validation_num_video_frames", "framerate")
+RATE_IS_A_FACTOR = ("prodigy", "muon", "torch-sgd", "optimi-sgd", "bnb-sgd8bit")  # a rate of 1 is reasonable there
+
+
+def check_config(config: RunConfig, purpose: Purpose = "train") -> list[Problem]:
+    """All problems visible in the settings alone, for every family."""
+    rules = SAMPLE_RULES if purpose == "sample" else RULES
+    return worth_reporting((problem for rule in rules for problem in rule(config)), config)
+
+
+def unmet(config: RunConfig) -> Iterator[NoEffect]:
+    """Keys, set or not, whose requirements do not hold."""
+    for key, option in all_options().items():
+        # A group's switch precedes the conditions of a key; one reason is enough.
+        lacking = [condition for condition in option.requires if not condition.holds(config.flat)]
+        if not lacking:
+            continue
+        fatal = [condition for condition in lacking if condition.fatal]
+        if fatal and lacking[0].fatal:  # whoever meets one is not refused for the next
+            reason = next((condition.reason for condition in fatal if condition.reason), "")
+            yield NoEffect(key, f"needs {' and '.join(map(str, fatal))}{reason}.", fatal=True)
+        else:
+            yield NoEffect(key, lacking[0].lacking)
+
+
+def conflicts(config: RunConfig) -> Iterator[Problem]:
+    """Conflicts, refusals and remarks that options declare; see `Option.conflicts`."""
+    for option in all_options().values():
+        if option.excludes or option.refused or option.remarks:
+            yield from option.conflicts(config.flat)
+
+
+def findings(plan: Plan, purpose: Purpose) -> list[Problem]:
+    """All findings about the settings and their checkpoint, including keys without effect, set or not.
+
+    A survey looks at datasets alone. Samples are made with the settings of a run that gave its warnings, so they need
+    only what makes rendering fail. A draft is judged after each answer, so no file of the checkpoint is looked for.
+    """
+    config, spec, flavour, source = plan.config, plan.spec, plan.flavour, plan.source
+    found = [problem for rule in (SAMPLE_RULES if purpose == "sample" else RULES) for problem in rule(config)]
+    if purpose == "survey":
+        return found
+    found += family_problems(config, spec)
+    found += spec.checks.settings(config, flavour)
+    found += check_block_numbers(config, spec, source)
+    if config.launch.sequence_parallel_size > 1:
+        found += check_sequence(plan)
+    if purpose == "draft":
+        # The steps of an epoch are unknown without datasets.
+        found += check_total(config, config.schedule.max_train_steps or 0)
+    else:
+        found += check_flavour(config, flavour)
+        found += effects.by_source(source)
+        # Skip content checks if the checkpoint cannot be found or read.
+        found += [*source.doubts(), *(source.problems() or check_parts(spec, flavour, source))]
+    return [*found, *check_packages(config.precision)]
+
+
+def without_effect(problems: Iterable[Problem]) -> dict[str, str]:
+    """The keys that have no effect, and why: the first of several reasons."""
+    effects = [each for each in problems if isinstance(each, NoEffect)]
+    return {each.where: each.message for each in reversed(effects)}
+
+
+def worth_reporting(problems: Iterable[Problem], config: RunConfig) -> list[Problem]:
+    """The problems, but for keys without effect that are unset, have their default, or are errors anyway.
+
+    Of several reasons why a key has no effect, the first one is enough.
+    """
+    options, settings, problems = all_options(), config.flat, list(problems)
+    # A key with an error need not also be called useless.
+    wrong = {problem.where for problem in problems if problem.fatal and not isinstance(problem, NoEffect)}
+    kept: dict[tuple[str, ...], Problem] = {}
+    for problem in problems:
+        key = problem.where
+        if not isinstance(problem, NoEffect):
+            kept.setdefault((key, problem.message), problem)
+        elif not config.is_explicit(key) or settings[key] == options[key].default:
+            continue
+        elif problem.fatal or key not in wrong:
+            way_out = " Otherwise leave it out." if problem.fatal else ""
+            # One reason for a key; others by their message.
+            kept.setdefault((key,), replace(problem, message=problem.message + way_out))
+    return list(kept.values())
+
+
+def check_output(config: RunConfig) -> Iterator[Problem]:
+    """Report an output folder that is not writable, before slow work starts, and cache paths that are files."""
+    shared = {home_path("~").resolve(): "the home folder", Path("/"): "the root of the file system"}
+    if place := shared.get(home_path(config.run.output_dir).resolve()):
+        message = f"{config.run.output_dir!r} is {place}; a run needs a folder of its own, such as output/my-lora."
+        yield Problem("output_dir", message)
+        return
+    if problem := why_not_writable("output_dir", Path(config.run.output_dir).expanduser()):
+        yield problem
+        return  # caches are often inside it and would repeat the problem
+    folders = config.run.model_dump(include={"cache_dir", "cache_dir_text", "cache_dir_vae"}, exclude_none=True)
+    yield from check_folders(folders)
+
+
+def check_length(config: RunConfig) -> Iterator[Problem]:
+    """Exactly one of steps and epochs must be set."""
+    schedule = config.schedule
+    steps, epochs = schedule.max_train_steps or 0, schedule.num_train_epochs
+    if steps > 0 and (epochs or 0) > 0:
+        yield Problem("num_train_epochs", f"is {epochs} and max_train_steps is {steps}; set one to 0 or leave it out.")
+    if steps == 0 and epochs == 0:
+        yield Problem("num_train_epochs", "and max_train_steps are both 0; there is nothing to train.")
+
+
+def check_rates(config: RunConfig) -> Iterator[Problem]:
+    """A decaying rate must end below its start; a rate must be plausible."""
+    optimizer = config.optimizer
+    rate = learning_rate(optimizer, config.model.model_type)
+    # A sine may also rise, so it is not checked.
+    if optimizer.lr_scheduler in DECAYING_SCHEDULERS and optimizer.lr_end >= rate:
+        message = f"{optimizer.lr_end:g} is not below learning_rate {rate:g}; {optimizer.lr_scheduler} could not decay."
+        yield Problem("lr_end", message)
+    # Such as 1e4 for 1e-4.
+    if rate > HIGHEST_USUAL_RATE and optimizer.optimizer not in RATE_IS_A_FACTOR:
+        yield warning("learning_rate", f"{rate:g} is far above the usual 1e-4; weights will diverge.")
+
+
+def check_lora(config: RunConfig) -> Iterator[Problem]:
+    """Report inits that change the base if its precision cannot hold the remainder."""
+    init, precision = config.lora.lora_init_type, config.precision
+    base, dtype = precision.base_model_precision, transformer_dtype(precision)
+    if init in ("olora", "pissa") and base not in PLAIN_PRECISIONS:
+        message = f"{init!r} changes the base, which base_model_precision {base!r} does not allow."
+        yield Problem("lora_init_type", f"{message} Use default or gaussian.")
+    elif init in ("olora", "pissa") and dtype != "fp32":
+        message = f"{init!r} moves part of the base into the LoRA and rounds the rest to {dtype}, which changes more"
+        advice = "than the LoRA does. Use default or gaussian, or base_model_precision fp32."
+        yield Problem("lora_init_type", f"{message} {advice}")
+
+
+def check_rest(config: RunConfig) -> Iterator[Problem]:
+    """Short rules, and the rules declared beside their settings."""
+    if config.is_explicit("flow_schedule_shift"):
+        yield NoEffect("flow_schedule_auto_shift", "has no effect: flow_schedule_shift is set and wins.")
+    if None not in (config.evaluation.eval_steps_interval, config.evaluation.eval_epoch_interval):
+        yield warning("eval_epoch_interval", "and eval_steps_interval are both given; both are used.")
+    yield from check_optimizer(config.optimizer, config.precision.mixed_precision)
+    if config.model.model_type == "lora":  # of a full fine-tune, no weight is multiplied as it is stored
+        yield from check_products(config.precision)
+    yield from check_speed(config.speed, config.precision, config.launch)
+    yield from check_trackers(config.tracking)
+    yield from check_publishing(config.publish, config.tracking.tracker_project_name)
+    # A file can be read again by `simpletuner publish`.
+    if config.origins.get("publishing_config") in (COMMAND_LINE, ARGUMENTS):
+        yield from check_typed(config.publish)
+    if config.webhooks.hooks:
+        yield from check_webhooks(config.webhooks)
+    yield from check_unset([*config.publish, *config.webhooks], fatal=False)
+    for technique in config.techniques_in_use:
+        yield from technique.check(config)
+    yield from check_encoders(config)
+
+
+def family_problems(config: RunConfig, spec: FamilySpec) -> Iterator[Problem]:
+    """Report violated limits of the family, and every key without effect on it, set or not."""
+    length = config.text.tokenizer_max_length
+    if length is not None and length > spec.words.longest:
+        yield warning("tokenizer_max_length", f"{length} is too long for {spec.title}; {spec.words.longest} is used.")
+    yield from _check_vae(config, spec)
+    if config.lora.lora_format == "comfyui" and not spec.in_comfyui:
+        model = " ".join(filter(None, [spec.title, config.model.model_flavour]))
+        yield Problem("lora_format", f"'comfyui': ComfyUI cannot run {model}; use diffusers.")
+    yield from _unused_keys(spec)
+    second = config.precision.text_encoder_2_precision
+    if spec.text_encoders > 1 and second in ("bf16", "fp32") and second != text_encoder_dtype(config.precision):
+        message = f"{second!r}: the text encoders compute in one dtype; set text_encoder_1_precision to the same."
+        yield Problem("text_encoder_2_precision", message)
+    vae, base = config.model.pretrained_vae_model_name_or_path, config.model.pretrained_model_name_or_path
+    if None not in (vae, base) and vae != base:
+        yield warning("pretrained_vae_model_name_or_path", f"{vae!r} is not pretrained_model_name_or_path {base!r}.")
+
+
+def _check_vae(config: RunConfig, spec: FamilySpec) -> Iterator[Problem]:
+    """Ways to decode and encode that the VAE of the family lacks, and lengths of clips that it cannot decode."""
+    if config.validation.validation_decoding == "strips" and not spec.decodes_in_strips:
+        message = f"'strips' has no effect: the VAE of {spec.title} takes few frames at a time; tiles take less memory."
+        yield warning("validation_decoding", message)
+    if config.caching.vae_enable_temporal_roll and spec.slices_convolutions:
+        message = f"diffusers encodes a clip of {spec.title} as a whole and cannot carry convolutions between frames;"
+        yield Problem("vae_enable_temporal_roll", f"{message} vae_enable_patch_conv lowers the VAE's memory.")
+    frames, stride = config.validation.validation_num_video_frames, spec.frame_stride
+    if spec.media == "video" and frames is not None and (frames - 1) % stride:  # clips fill whole latent frames
+        below = (frames - 1) // stride * stride + 1
+        message = f"{frames} is not {stride}k+1; the nearest are {below} and {below + stride}."
+        yield Problem("validation_num_video_frames", message, remedy={"validation_num_video_frames": below + stride})
+
+
+def _unused_keys(spec: FamilySpec) -> Iterator[Problem]:
+    """Report keys for features that the family lacks."""
+    groups = family_groups()
+    for is_used, keys, reason in (
+        (spec.slices_convolutions, ("vae_enable_patch_conv",), f"the VAE of {spec.title} is not the one it applies to"),
+        (spec.frame_rate, FRAME_KEYS, f"{spec.title} has no frames"),
+        (spec.fast_blocks, BLOCK_KEYS, f"{spec.title} has no such blocks to choose"),
+        (not spec.cost.guided_together, ("validation_batched_guidance",), f"{spec.title}'s pipeline always does so"),
+        (spec.defaults.get("vae_dtype") != "fp32", BACKGROUND_KEYS, f"the VAE of {spec.title} decodes in float32"),
+        (spec.text_encoders > 1, ("text_encoder_2_precision",), f"{spec.title} has one text encoder"),
+        *((group is spec.options, group.model_fields, f"{spec.title} is not {group.__doc__}") for group in groups),
+    ):
+        yield from (NoEffect(key, f"has no effect: {reason}.") for key in keys if not is_used)
+
+
+def check_flavour(config: RunConfig, flavour: Flavour) -> Iterator[Problem]:
+    """Report keys that the flavour does not use, and the effects of training it."""
+    if flavour.distilled:
+        yield warning("model_flavour", f"{flavour.name} is distilled; trained, it may need guidance or more steps.")
+    yield from effects.by_flavour(config, flavour)
+
+
+def check_block_numbers(config: RunConfig, spec: FamilySpec, source: ModelSource) -> Iterator[Problem]:
+    """Compare keys with visual block numbers with the number of blocks, if the checkpoint is on this machine.
+
+    A family that cannot skip tokens says why in its own checks.
+    """
+    counts = list(spec.block_counts.values())
+    # The last group holds the visual blocks, after the text blocks.
+    found = (source["transformer"].read_config() or {}).get(counts[-1]) if counts else None
+    blocks = found if isinstance(found, int) else None
+    routes = config.tread.routes if spec.token_blocks else ()
+    for technique in config.techniques_in_use:
+        yield from technique.check_model(spec, routes, blocks)
+
+
+def check_sequence(plan: Plan) -> Iterator[Problem]:
+    """Check that a sequence-parallel group divides the heads, and is within one machine."""
+    spec, launch = plan.spec, plan.config.launch
+    size, key = launch.sequence_parallel_size, "sequence_parallel_size"
+    if spec.heads is None:
+        yield Problem(key, f"{size}: a block of {spec.title} needs all tokens of a sample together; use 1.")
+        return
+    heads = spec.heads(plan.source["transformer"].read_config() or spec.cost.published(plan.flavour.name))
+    both = math.gcd(heads, launch.local_processes)
+    if both % size:
+        allowed = ", ".join(str(each) for each in range(1, both + 1) if both % each == 0)
+        processes = counted(launch.local_processes, "process", "processes")
+        message = f"{size} must divide the {heads} heads of the model and the {processes} of each machine"
+        yield Problem(key, f"{message}: use {allowed}.")
+
+
+def check_parts(spec: FamilySpec, flavour: Flavour, source: ModelSource) -> list[Problem]:
+    """Whether the parts on this machine can be used, belong to the family and hold every weight."""
+    vae = source["vae"]
+    if fault := vae_fault(vae.read_config() or {}):
+        return [Problem(vae.key, f"the vae in {vae.location!r} {fault}.")]
+    return [*spec.checks.checkpoint(flavour, source), *check_weights(spec, flavour, source)]
+
+
+def check_weights(spec: FamilySpec, flavour: Flavour, source: ModelSource) -> Iterator[Problem]:
+    """Whether the parts on this machine are of the family and hold every weight.
+
+    The libraries initialise a missing weight at random with no more than a warning.
+    """
+    # From config.json and headers alone, before gigabytes are read.
+    for role, component in spec.components.items():
+        config = source[role].read_config() if component.kinds else None
+        if config is None:
+            continue
+        part, kind = source[role], config.get("_class_name", config.get("model_type"))
+        where = f"the {role} in {part.location!r}"
+        if kind not in component.kinds:
+            allowed = " or ".join(map(repr, component.kinds))
+            yield Problem(part.key, f"{where} is a {kind!r}; {spec.title} has a {allowed}.")
+        elif role.startswith("text_encoder"):
+            tokens = source[role.replace("text_encoder", "tokenizer")].tokens()
+            if fault := encoder_fault(config, encoder_weights(part), tokens):
+                yield Problem(part.key, f"{where} {fault}.")
+    yield from _check_transformer(spec, flavour, source)
+
+
+def _check_transformer(spec: FamilySpec, flavour: Flavour, source: ModelSource) -> Iterator[Problem]:
+    """Every block that its config.json counts, all with the same weights, and every weight outside the blocks.
+
+    Shapes are compared with the class when the run starts (`models.loading.check_shapes`).
+    """
+    part, config = source["transformer"], source["transformer"].read_config()
+    found = part.weight_shapes()
+    if config is None or not found:
+        return
+    where = f"the transformer in {part.location!r}"
+    published = spec.cost.of_flavour(flavour.name).shapes
+    # Weights outside the blocks, as the published checkpoint has them.
+    beside = {name for name in published if not name.startswith(tuple(f"{group}." for group in spec.block_counts))}
+    absent = sorted(beside - found.keys())
+    for group, key in spec.block_counts.items():
+        expected, there = config.get(key), blocks_of(group, found)
+        if isinstance(expected, int):  # a file of the user may hold anything
+            surplus = sorted(number for number in there if number >= expected)
+            if surplus:
+                yield Problem(part.key, f"{where} has {len(there)} {group}, its config.json has {key} {expected}.")
+            absent += [f"{group}.{number}" for number in range(expected) if number not in there]
+        absent += differing_weights(group, there)
+    if absent:
+        yield Problem(part.key, f"{where} is incomplete: its files lack {shorten(absent)}.")
+
+
+def check_prompts(config: RunConfig, prompts: Sequence[ValidationPrompt]) -> Iterator[Problem]:
+    """Prompts must not contain control tokens: the tokenizer would read them as the end of the prompt or a picture."""
+    texts: list[tuple[str, str | None]] = [(each.nickname, each.prompt) for each in prompts]
+    texts.append(("validation_negative_prompt", config.validation.validation_negative_prompt))
+    # It becomes a caption, see `PreservationConfig.other_caption`.
+    texts.append(("preservation_prompt", config.preservation.preservation_prompt))
+    for name, text in texts:
+        token = control_token(text or "")
+        if token is not None:
+            yield Problem(f"prompt {name!r}", f"holds {token}, a control token of the tokenizer; remove it.")
+
+
+def check_total(config: RunConfig, total_steps: int) -> Iterator[Problem]:
+    """Warm-up must end, and what starts at a step must start, before the run ends."""
+    consequences = {
+        "lr_warmup_steps": (True, "the learning rate never reaches its value and never decays"),
+        "ema_warmup_steps": (config.ema.use_ema, "the average stays a copy of the weights"),
+        **{key: (True, reason) for technique in config.techniques_in_use for key, reason in technique.late.items()},
+        "validate_after_step": (not config.validation.validation_disable, "no previews before the last step"),
+    }
+    steps = config.flat
+    for key, (is_on, consequence) in consequences.items():
+        if is_on and steps[key] >= total_steps > 0:  # 0 in a draft whose epochs decide
+            length = counted(total_steps, "step")
+            yield warning(key, f"{steps[key]} is not below the length of the run ({length}): {consequence}.")
+
+
+# `unmet` first: of several reasons why a key has no effect, `worth_reporting` keeps the first.
+RULES = (
+    unmet, effects.by_settings, conflicts, check_output, check_launch, check_length, check_rates, check_offload,
+    check_lora, check_rest,
+)  # fmt: skip
+# What training needs, such as packages of an optimizer, may be missing here.
+SAMPLE_RULES = (conflicts, check_output, check_offload)
+
+
+def check_datasets(plan: Plan) -> Iterator[Problem]:
+    """Entries that nothing uses, keys without effect, and what evaluation lacks."""
+    config, datasets = plan.config, plan.datasets
+    yield from _check_kinds(config, plan.trained)
+    yield from _check_previewed(config.validation.eval_dataset_id or [], datasets)
+    for technique in config.techniques_in_use:
+        yield from technique.check_datasets(config, datasets)
+    for dataset in datasets:
+        yield from _check_resolution(plan, dataset)
+        yield from _check_cropping(dataset)
+        yield from _check_noise_levels(config, dataset)
+        if dataset.config.slider_strength:
+            yield from _check_slider(config, dataset)
+        for key in sorted((FAMILY_DATASET_KEYS - plan.spec.words.dataset_keys) & dataset.config.model_fields_set):
+            yield warning(f"{dataset.id}.{key}", f"has no effect: {plan.spec.title} does not use it.")
+        if dataset.config.dataset_type == "eval":
+            yield from _check_evaluated(plan, dataset)
+
+
+def _check_evaluated(plan: Plan, dataset: Dataset) -> Iterator[Problem]:
+    """An eval dataset needs a use: its loss, or previews that start from it."""
+    measures_loss = plan.config.evaluation.measures_loss
+    if measures_loss and plan.flavour.task == "i2i" and not dataset.references:
+        message = "is required: without source pictures this flavour has no loss on the dataset."
+        yield Problem(f"{dataset.id}.conditioning_data", message)
+    elif not measures_loss and dataset.id not in (plan.config.validation.eval_dataset_id or []):
+        yield warning(dataset.id, "is not used: set eval_steps_interval (loss) or eval_dataset_id (previews).")
+
+
+def _check_noise_levels(config: RunConfig, dataset: Dataset) -> Iterator[Problem]:
+    """A dataset's own noise levels need a law that they shift."""
+    # Logit-normal has no key: it is what the others replace.
+    law = next((key for key in OTHER_LAWS if config.flat[key]), None)
+    if dataset.config.timestep_sampling_offset and law:
+        message = f"is added before the sigmoid of logit-normal sigmas, and {law} has none; remove one of them."
+        yield Problem(f"{dataset.id}.timestep_sampling_offset", message)
+
+
+def _check_kinds(config: RunConfig, trained: Sequence[Dataset]) -> Iterator[Problem]:
+    """Regularisation data needs a LoRA and other data, and a LoRA for sliders data with a strength."""
+    regularised = [each.id for each in trained if each.config.is_regularisation_data]
+    drawn = [dataset for dataset in trained if dataset.config.probability > 0]
+    if drawn and all(dataset.config.is_regularisation_data for dataset in drawn):
+        message = "is set on every dataset that is trained, so the only target would be the base model itself."
+        yield Problem(f"{drawn[0].id}.is_regularisation_data", f"{message} Remove it, or add a dataset without it.")
+    if regularised and config.model.model_type == "full":
+        message = "needs model_type lora: the base model is the one with the LoRA off."
+        yield Problem(f"{regularised[0]}.is_regularisation_data", message)
+    if config.lora.slider_lora_target and not any(each.config.slider_strength for each in trained):
+        yield warning("slider_lora_target", "is on, but no trained dataset has a slider_strength: this is no slider.")
+
+
+def _check_previewed(chosen: Sequence[str], datasets: Sequence[Dataset]) -> Iterator[Problem]:
+    """Datasets chosen for previews must exist and should not be trained."""
+    ids = [each.id for each in datasets]
+    for name in chosen:
+        if name not in ids:
+            yield Problem("eval_dataset_id", f"{name!r} is no dataset ({', '.join(ids)}).{did_you_mean(name, ids)}")
+    for each in datasets:
+        if each.config.is_trained and each.id in chosen:
+            message = f"{each.id} is also trained; give it dataset_type eval if it is for evaluation and previews only."
+            yield warning("eval_dataset_id", message)
+
+
+def _check_slider(config: RunConfig, dataset: Dataset) -> Iterator[Problem]:
+    """A strength multiplies a LoRA that scales with it."""
+    lora, key = config.lora, f"{dataset.id}.slider_strength"
+    if not dataset.config.is_trained:
+        return
+    if config.model.model_type == "full":
+        yield Problem(key, "needs model_type lora: it is the strength of the LoRA.")
+    elif reason := adapter_kind(lora).no_slider:
+        yield Problem(key, f"{reason}.")
+    elif dataset.config.is_regularisation_data:
+        yield Problem(key, "cannot be combined with is_regularisation_data: that target is the model at strength 0.")
+    elif lora.use_dora or lora.lora_init_type in ("olora", "pissa"):
+        with_it = "use_dora" if lora.use_dora else f"lora_init_type {lora.lora_init_type}"
+        yield Problem(key, f"cannot be combined with {with_it}: not all that it changes scales with the strength.")
+
+
+def _check_resolution(plan: Plan, dataset: Dataset) -> Iterator[Problem]:
+    """A resolution in pixels that looks like megapixels."""
+    resolution, kind = dataset.config.resolution, dataset.config.resolution_type
+    if resolution is not None and resolution < SMALLEST_RESOLUTION and kind != "area":
+        largest = (plan.spec.largest_side / 1000) ** 2  # megapixels
+        advice = "for megapixels set resolution_type area" if resolution <= largest else f"use {SMALLEST_RESOLUTION}"
+        message = (
+            f"{resolution:g} is in pixels, since resolution_type is {kind}; {advice}. "
+            "(i_know_what_i_am_doing allows it.)"
+        )
+        yield Problem(f"{dataset.id}.resolution", message, fatal=not plan.config.run.i_know_what_i_am_doing)
+
+
+def _check_cropping(dataset: Dataset) -> Iterator[Problem]:
+    """Samples that lose much of a side only because sides are rounded to the model's grid."""
+    if dataset.config.crop or not dataset.config.is_trained or not dataset.samples:  # others follow a trained one
+        return
+    share, sample = max(((_cropped(each.geometry), each) for each in dataset.samples), key=itemgetter(0))
+    if share > MOST_CROPPED:
+        (width, height), resized = sample.geometry.size, sample.geometry.resized
+        # The picture is wider than its bucket, by cross-multiplied ratios.
+        side = "width" if resized[0] * height > resized[1] * width else "height"
+        message = f"{share:.0%} of the {side} of {sample.name} is cropped: {width}x{height} is the nearest size"
+        yield warning(f"{dataset.id}.resolution", f"{message} on the model's grid; a larger resolution crops less.")
+
+
+def _cropped(geometry: Geometry) -> float:
+    """The share of a side."""
+    return 1 - min(kept / whole for kept, whole in zip(geometry.size, geometry.resized, strict=True))
+
+
+def check_cache_folders(entries: Sequence[DatasetConfig]) -> Iterator[Problem]:
+    """Cache paths that datasets name must not be files."""
+    for entry in entries:
+        yield from within(entry.id, check_folders({"cache_dir": entry.cache_dir, "cache_dir_vae": entry.cache_dir_vae}))

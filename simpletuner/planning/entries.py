@@ -1,0 +1,234 @@
+"""The cache entries of a plan, and the source pictures of its previews."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
+from itertools import chain
+from pathlib import Path
+
+from simpletuner.caching.catalogue import (
+    AnyEntry,
+    Catalogue,
+    DatasetCaches,
+    Entries,
+    FeatureEntry,
+    FeatureKind,
+    LatentEntry,
+    Storage,
+    TextEntry,
+    missing,
+)
+from simpletuner.caching.keys import EncoderIdentity, checkpoint_identity
+from simpletuner.config.datasets import DatasetConfig
+from simpletuner.config.precision import text_encoder_dtype, text_encoder_storage, vae_dtype
+from simpletuner.data.dataset import Dataset
+from simpletuner.data.entries import DataContext, text_entry_of
+from simpletuner.data.sample import Sample
+from simpletuner.models.source import ModelSource
+from simpletuner.planning.build import Plan
+from simpletuner.planning.environment import driver
+from simpletuner.planning.prompts import adapter_runs
+
+TEXT_ROLES = ("text_encoder", "tokenizer", "text_encoder_2", "tokenizer_2")
+
+
+def make_catalogue(plan: Plan) -> Catalogue | None:
+    """The cache entries of a plan; None while a part of the checkpoint is not on this machine.
+
+    Keys depend on the content of the encoders, so they are unknown before a download.
+    """
+    # Only encoders: keys do not depend on the transformer, so every transformer can use the caches.
+    vae, text_encoder = _identity(plan.source, ["vae"]), _identity(plan.source, TEXT_ROLES)
+    # Vision encoders of techniques, such as CREPA's DINOv2.
+    visions = [kind.encoder for kind in feature_kinds(plan) if kind.encoder]
+    if vae is None or text_encoder is None or not all(vision.local() for vision in visions):
+        return None
+    config, family = plan.config, plan.spec.name
+    dtype = vae_dtype(config.precision, config.caching)
+    # By content, so that the same files at another path have the same keys.
+    return Catalogue(
+        datasets={dataset.id: _caches(plan, dataset) for dataset in plan.datasets},
+        prompts=text_folder(plan),
+        compress=config.caching.compress_disk_cache,
+        vae=EncoderIdentity(
+            family,
+            vae,
+            dtype,
+            tiling=config.caching.vae_enable_tiling,
+            # On a GPU only: a float32 VAE runs without TF32; older entries, computed with TF32, do not match.
+            tf32=False if dtype == "fp32" and driver() else None,
+        ),
+        text_encoder=EncoderIdentity(
+            family,
+            text_encoder,
+            text_encoder_dtype(config.precision),
+            text_encoder_storage(config.precision, plan.spec.text_encoders),
+        ),
+        template=plan.spec.words.fingerprint(config.family, plan.flavour),
+        max_length=plan.spec.words.length(config.text),
+        bare_template=plan.spec.words.bare_fingerprint,
+        clean=plan.spec.words.clean,
+        prompt_holds_picture=plan.flavour.task in plan.spec.words.hold_picture,
+    )
+
+
+def _identity(source: ModelSource, roles: Iterable[str]) -> str | None:
+    """Identity of those parts that the checkpoint has; None while one of them is not on this machine."""
+    folders = [source[role].local_folder() for role in roles if role in source.parts]
+    return checkpoint_identity(*filter(None, folders)) if all(folders) else None
+
+
+def _caches(plan: Plan, dataset: Dataset) -> DatasetCaches:
+    config, preservation = dataset.config, plan.config.preservation
+    # The target of regularisation data is already the base model.
+    preserves = preservation.is_on and config.is_trained and not config.is_regularisation_data
+    return DatasetCaches(
+        latents=dataset.latent_dir,
+        texts=text_folder(plan, dataset),
+        compress=bool(config.compress_cache),
+        storage=latent_storage(plan, dataset),
+        complete=partial(plan.spec.words.of_dataset, config),
+        preserve=preservation.other_caption if preserves else None,
+    )
+
+
+def latent_storage(plan: Plan, dataset: Dataset) -> Storage:
+    """When the latents of a dataset are encoded."""
+    if dataset.config.vae_cache_disable:
+        return "never"
+    return "ondemand" if plan.config.caching.vae_cache_ondemand else "ahead"
+
+
+def text_folder(plan: Plan, dataset: Dataset | None = None) -> Path:
+    """The text cache of a dataset, or of the prompts (None): the folder of its entry, else the family's default."""
+    entry = text_entry_of(dataset.config if dataset else DatasetConfig(id="prompts"), plan.text_caches)
+    if entry is not None and entry.cache_dir:
+        return Path(entry.cache_dir).expanduser()
+    return DataContext.of(plan.config, plan.spec, plan.flavour.task).text_root
+
+
+def machine_folder(plan: Plan) -> Path:
+    """The folder of machine-specific data for all runs: compiled code, kernel choices, measured densities."""
+    return Path(plan.config.run.cache_dir or "cache").expanduser()
+
+
+def cache_folders(plan: Plan) -> list[Path]:
+    """Every existing cache folder of a plan, without duplicates."""
+    folders = [text_folder(plan)]
+    for dataset in plan.datasets:
+        folders += [text_folder(plan, dataset), dataset.latent_dir]
+    # Without duplicates, since datasets may share a folder.
+    return [folder for folder in dict.fromkeys(folders) if folder.is_dir()]
+
+
+@dataclass(frozen=True)
+class Listing:
+    """Every cache entry that a run reads in an epoch: captions and prompts, latents, and features of techniques."""
+
+    plan: Plan
+    epoch: int
+    catalogue: Catalogue
+    texts: Entries[TextEntry]
+    latents: Entries[LatentEntry]
+    features: Entries[FeatureEntry]
+
+    def holds_for(self, plan: Plan, epoch: int) -> bool:
+        """Whether another plan certainly reads the same entries; False if unknown without listing them again."""
+        # New random crops have different latents.
+        same_epoch = epoch == self.epoch or not any(each.changes_each_epoch for each in plan.datasets)
+        return same_epoch and (plan.config, plan.datasets) == (self.plan.config, self.plan.datasets)
+
+    def keys(self) -> set[str]:
+        """The keys of all entries."""
+        entries: list[Iterable[AnyEntry]] = [self.texts, self.latents, self.features]
+        return {entry.key.digest() for entry in chain.from_iterable(entries)}
+
+    @cached_property
+    def ahead(self) -> Entries[LatentEntry]:
+        """The latents that are encoded before training."""
+        return Entries(lambda: (entry for entry in self.latents.make() if entry.storage == "ahead"))
+
+    @cached_property
+    def encoded_in_training(self) -> list[LatentEntry]:
+        """The latents that training encodes, without those cached at the first access."""
+        if all(caches.storage == "ahead" for caches in self.catalogue.datasets.values()):
+            return []
+        later = [entry for entry in self.latents if entry.storage != "ahead"]
+        uncached = missing(entry for entry in later if entry.storage == "ondemand")
+        return uncached + [entry for entry in later if entry.storage == "never"]
+
+
+def list_entries(plan: Plan, catalogue: Catalogue, epoch: int = 1) -> Listing:
+    """The entries that the run reads in an epoch; a text with several uses is listed once."""
+    dropout = plan.config.text.caption_dropout_probability > 0
+    trained = [each.at_epoch(epoch) for each in plan.trained]
+    watched, kinds = evaluated(plan), feature_kinds(plan)
+
+    def texts() -> Iterator[TextEntry]:
+        yield from catalogue.texts_of(trained, with_empty=dropout)
+        yield from catalogue.texts_of(watched, with_empty=False)
+        yield from prompt_entries(plan, catalogue)
+
+    latents = Entries(lambda: catalogue.latents_of([*trained, *watched]))
+    features = Entries(lambda: catalogue.features_of(trained, kinds))
+    return Listing(plan, epoch, catalogue, Entries(texts), latents, features)
+
+
+def feature_kinds(plan: Plan) -> list[FeatureKind]:
+    """The features that the techniques of a run cache for every sample."""
+    return [kind for technique in plan.techniques for kind in technique.features if kind.is_cached]
+
+
+def evaluated(plan: Plan) -> list[Dataset]:
+    """The eval datasets of the evaluation loss, cut to the evaluated samples."""
+    if not plan.config.evaluation.measures_loss:
+        return []
+    # The first samples, so that every evaluation is comparable.
+    most = plan.config.validation.num_eval_images
+    sets = [each for each in plan.datasets if each.config.dataset_type == "eval" and each.samples]
+    return [replace(each, samples=each.samples[:most]) for each in sets]
+
+
+def prompt_entries(plan: Plan, catalogue: Catalogue) -> list[TextEntry]:
+    """The embeddings that validation needs, including the negative prompt."""
+    if not plan.prompts:
+        return []
+    pictures: list[Sample | None] = [None]
+    if catalogue.prompt_holds_picture:
+        sources = [each for each in preview_sources(plan) if each is not None]
+        # The picture is part of the prompt, so every size has another embedding.
+        pictures = [source.fitted(size) for source in sources for size in plan.sizes]
+    texts = [(prompt.prompt, False) for prompt in plan.prompts]
+    texts.append((plan.config.validation.validation_negative_prompt or "", True))
+    return [
+        catalogue.text(None, text, picture, f"validation prompt {text!r}", negative=negative)
+        for text, negative in texts
+        for picture in pictures
+    ]
+
+
+def preview_sources(plan: Plan) -> list[Sample | None]:
+    """The sources of previews: none (None), source pictures (i2i), or the first frames of clips (i2v).
+
+    They come from `eval_dataset_id`, else from the trained datasets.
+    """
+    if plan.flavour.task not in ("i2i", "i2v"):
+        return [None]
+    if plan.pictures:
+        return [*plan.pictures]
+    chosen = plan.config.validation.eval_dataset_id
+    datasets = [each for each in plan.datasets if (each.id in chosen if chosen else each.config.is_trained)]
+    samples = [sample for each in datasets for sample in each.samples if not each.config.disable_validation]
+    # The first frame of a clip, or the source of an edited picture (i2i).
+    sources = [sample.partner or sample for sample in samples]
+    return [*sources[: plan.config.validation.num_eval_images]]
+
+
+def previews_of_a_round(plan: Plan) -> tuple[int, int]:
+    """(previews per round, previews per size and seed): of all prompts, source pictures, LoRAs and sets of weights."""
+    config = plan.config
+    weights = 2 if config.ema.use_ema and config.ema.ema_validation == "comparison" else 1
+    subjects = len(plan.prompts) * len(preview_sources(plan)) * len(adapter_runs(config)) * weights
+    return subjects * len(plan.sizes) * config.validation.num_validation_images, subjects

@@ -1,0 +1,183 @@
+"""The length of a run: its steps and epochs, what is left of it, and whether every step has a dataset."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from simpletuner.config.optimizers import peak_learning_rate
+from simpletuner.config.rates import learning_rate_at
+from simpletuner.config.schema import DECAYING_SCHEDULERS
+from simpletuner.data.dataset import Dataset
+from simpletuner.data.schedule import Origin, Schedule, Stretch, epochs_of, steps_of
+from simpletuner.errors import Problem, counted, shorten, warning
+from simpletuner.planning.checkpoint_folder import Checkpoint
+
+if TYPE_CHECKING:  # it is measured by this module
+    from simpletuner.planning.build import Plan
+
+# A change of the learning rate by more than this share of it is worth a warning.
+NOTICEABLE_JUMP = 0.1
+
+
+@dataclass(frozen=True)
+class Length:
+    """How long a run is.
+
+    Attributes:
+        total_steps: optimizer steps of the whole run, with those done by earlier sessions.
+        batches_per_epoch: batches of each process in the first epoch of the session.
+        epochs: number of the last epoch.
+    """
+
+    total_steps: int
+    batches_per_epoch: int
+    epochs: int
+
+
+def data_origin(plan: Plan) -> Origin:
+    """Where the data of a session begins: with the epoch in which its checkpoint was saved.
+
+    If the datasets have changed, an epoch that was not complete starts over.
+    """
+    batches_done = plan.steps_done * plan.config.schedule.gradient_accumulation_steps
+    if plan.resume is None:
+        return Origin(1, batches_done)
+    if not plan.same_data:
+        return Origin(next_epoch(plan.resume), batches_done)
+    progress = plan.resume.manifest.progress
+    if progress is None:  # older checkpoints do not say where in the epoch they are
+        return Origin()
+    return Origin(plan.resume.manifest.epoch, batches_done - progress.position)
+
+
+def next_epoch(checkpoint: Checkpoint) -> int:
+    """The epoch that follows a checkpoint if an incomplete epoch starts over."""
+    manifest = checkpoint.manifest
+    # Older checkpoints do not say whether their epoch is complete.
+    return manifest.epoch if manifest.progress is None else manifest.progress.epochs_done + 1
+
+
+def plan_length(plan: Plan) -> Length:
+    """Steps and epochs of a run: `max_train_steps`, else `num_train_epochs` (default 1).
+
+    What is left of a run counted in epochs is counted in epochs of today's data.
+    """
+    config = plan.config.schedule
+    schedule = plan.sampler().schedule
+    accumulation = config.gradient_accumulation_steps
+    per_epoch = schedule.length(schedule.origin.epoch)
+    steps = config.max_train_steps or 0
+    if steps > 0:
+        # The first epoch is empty if all datasets start later, which the checks report.
+        last = schedule.epoch_after(steps * accumulation - 1) if per_epoch else schedule.origin.epoch
+        return Length(steps, per_epoch, last)
+    epochs = config.num_train_epochs or 1
+    return Length(-(-schedule.before(epochs + 1) // accumulation), per_epoch, epochs)
+
+
+def check_schedule(plan: Plan) -> Iterator[Problem]:
+    """Every step of the run needs a dataset, every dataset should get a step, and a session needs steps."""
+    schedule = plan.sampler().schedule
+    length = plan.length
+    batches = length.total_steps * plan.config.schedule.gradient_accumulation_steps
+    gap = schedule.gap(batches=batches) if counts_steps(plan) else schedule.gap(epochs=length.epochs)
+    if gap is not None:
+        yield _describe_gap(plan, schedule, gap)
+        return
+    yield from _check_left(plan)
+    yield from _check_rate(plan)
+    for dataset in schedule.datasets:
+        if _opens_later(dataset, schedule) and not schedule.takes_part(dataset, batches):
+            run = f"{counted(length.total_steps, 'step')} and {counted(length.epochs, 'epoch')}"
+            yield warning(dataset.id, f"never takes part in a run of {run}: its window is {_window(dataset)}.")
+
+
+def length_key(plan: Plan) -> str:
+    """The key that gives the length of the run."""
+    return "max_train_steps" if counts_steps(plan) else "num_train_epochs"
+
+
+def counts_steps(plan: Plan) -> bool:
+    """Whether the length of the run is given in steps, not in epochs."""
+    return bool(plan.config.schedule.max_train_steps)
+
+
+def _describe_gap(plan: Plan, schedule: Schedule, gap: Stretch) -> Problem:
+    """The problem of an epoch in which no dataset takes part, with the ways to fill or avoid it."""
+    epoch = gap.epochs.start
+    first = schedule.step_at(gap.before)
+    starts = [steps_of(dataset).start for dataset in schedule.active(epoch)]
+    later_starts = [step for step in starts if step > first]
+    steps = f"in steps {first} to {min(later_starts) - 1}" if later_starts else f"from step {first} on"
+    windows = [f"{dataset.id} ({_window(dataset) or 'always'})" for dataset in schedule.datasets]
+    message = f"no dataset takes part {steps} (epoch {epoch}): {shorten(windows)}. Change a window to include it"
+    if first - 1 <= plan.steps_done:  # a shorter run would train nothing
+        return Problem("data_backend_config", f"{message}.")
+    shorter = f"max_train_steps {first - 1}" if counts_steps(plan) else f"num_train_epochs {epoch - 1}"
+    return Problem("data_backend_config", f"{message}, or end the run before it with {shorter}.")
+
+
+def _window(dataset: Dataset) -> str:
+    """The keys of the window that are set, with their values."""
+    values = {key: getattr(dataset.config, key) for key in ("start_epoch", "end_epoch", "start_step", "end_step")}
+    is_open = {"start_epoch": 1, "start_step": 0}
+    return ", ".join(f"{key} {value}" for key, value in values.items() if value != is_open.get(key))
+
+
+def _opens_later(dataset: Dataset, schedule: Schedule) -> bool:
+    """Whether the window opens after the beginning of this session; otherwise earlier ones may have been in it."""
+    origin = schedule.origin
+    return epochs_of(dataset).start > origin.epoch or steps_of(dataset).start > schedule.step_at(origin.batches)
+
+
+def _check_left(plan: Plan) -> Iterator[Problem]:
+    """Refuse a session without a step, unless it only publishes the result of a run that is complete.
+
+    The caches of a run that was continued with other settings can be looked at with any number of steps.
+    """
+    if plan.purpose == "caches":
+        return
+    total = plan.length.total_steps
+    done = plan.steps_done
+    resume = plan.resume
+    key = length_key(plan)
+    if total > done or total == 0:
+        return
+    if resume is None:
+        message = f"{total} is not above init_lora_step {done}, whose steps count as trained: no step is left."
+        yield Problem(key, f"{message} max_train_steps {done + total} trains {counted(total, 'step')}.")
+    elif total < done:
+        value, reached = plan.length.epochs, f"epoch {resume.manifest.epoch}"
+        if counts_steps(plan):
+            value, reached = total, f"step {done}"
+        yield Problem(key, f"{value} is below {reached} of {resume.path.name}: no step is left to train. Raise it.")
+    elif not plan.same_data:
+        finished = counted(plan.length.epochs, "epoch is", "epochs are")
+        if counts_steps(plan):
+            finished = counted(total, "step is", "steps are")
+        message = f"{finished} done, and the datasets have changed since: raise it to train on them."
+        yield Problem(key, message, fatal=plan.is_finished)
+
+
+def _check_rate(plan: Plan) -> Iterator[Problem]:
+    """Warn about a jump of the learning rate, whose schedule is computed for the new length of a continued run."""
+    config = plan.config.optimizer
+    total = plan.length.total_steps
+    resume = plan.resume
+    if resume is None or resume.manifest.progress is None:
+        return
+    progress = resume.manifest.progress
+    if progress.total_steps == total or total <= resume.step:
+        return
+    peak = peak_learning_rate(plan.config)
+    before = learning_rate_at(resume.step - 1, config, peak, progress.total_steps)
+    after = learning_rate_at(resume.step, config, peak, total)
+    is_noticeable = abs(after - before) > NOTICEABLE_JUMP * max(after, before)
+    if config.lr_scheduler in DECAYING_SCHEDULERS and is_noticeable:
+        change = f"was computed for {counted(progress.total_steps, 'step')} and now is for {total}"
+        rates = f"from {before:.3g} in step {resume.step} to {after:.3g} in step {resume.step + 1}"
+        jump = f"the learning rate goes {rates}"
+        advice = "A lower learning_rate makes the jump smaller; lr_scheduler constant has none."
+        yield warning("lr_scheduler", f"{config.lr_scheduler} {change}: {jump}. {advice}")

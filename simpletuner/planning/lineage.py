@@ -1,0 +1,256 @@
+"""Continues a run from a checkpoint that is not its last: what was trained after it is set aside. Imports no torch.
+
+An output folder shows one line of training: its checkpoints, record, previews and result belong together, and the
+newest checkpoint is the one with the highest step. A run that continues from an earlier checkpoint starts a branch:
+what the old line has beyond that checkpoint moves to `branches/<number>`, which has the form of an output folder. A run
+that continues from a checkpoint in there returns to that line: the two change places.
+
+`lineage.json` names the line (`manifest.Line`). It is written before anything moves, so that after a kill in between
+the next start continues the new line and moves the rest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import zip_longest
+from pathlib import Path
+
+from simpletuner.atomic import free_path, write_atomically
+from simpletuner.errors import counted, shorten
+from simpletuner.planning.checkpoint_folder import (
+    AVERAGE_FOLDER,
+    BRANCHES,
+    FOLDER_NAME,
+    PIPELINE_FOLDER,
+    Checkpoint,
+    Fork,
+    Line,
+    Move,
+    find_checkpoints,
+    list_checkpoints,
+    read_line,
+    result_step,
+    write_line,
+)
+from simpletuner.reporting.metrics import MEDIA_FILE, METRICS_FILE, StepLines, last_recorded_step, read_media
+from simpletuner.weights.lora_names import LORA_FILE
+from simpletuner.weights.published_lora import OFFICIAL_SETTINGS
+
+WANDB_FILE = "wandb_run.json"  # names the wandb run of the line
+RECORDS = (METRICS_FILE, MEDIA_FILE)
+
+
+@dataclass(frozen=True)
+class Branch:
+    """A branch that starts from a checkpoint, and what its output folder has beyond the checkpoint.
+
+    Attributes:
+        start: the checkpoint, for users.
+        line: the new line; its `move` is set.
+        left: complete checkpoints that are not on it, by their steps.
+        result: step of the result, if it is not on the new line.
+        newest: the checkpoint from which the old line would continue, if it is another one.
+    """
+
+    start: str
+    line: Line
+    left: Sequence[Path]
+    result: int | None
+    newest: str
+
+    @property
+    def rest(self) -> str:
+        """What is set aside, as text."""
+        names = [path.name for path in self.left]
+        if self.result is not None:
+            names.append(f"the result of step {self.result}")
+        return shorten(names) or "the record"
+
+    @property
+    def announcement(self) -> str:
+        """What starting the branch does, for users."""
+        folder = branch_folder(self.line)
+        text = f"{self.start} is not what was last trained here, so the run first moves to {folder}: {self.rest}."
+        if self.newest:
+            text += f" Without resume_from_checkpoint, it continues from {self.newest} instead."
+        if self.left:
+            text += f" To return later, set resume_from_checkpoint={folder}/{self.left[-1].name}."
+        return text
+
+
+def branch_folder(line: Line) -> str:
+    """The folder with what the last branch left behind, relative to the output folder."""
+    return f"{BRANCHES}/{line.forks[-1].number}"
+
+
+def find_branch(output_dir: Path, checkpoint: Checkpoint) -> Branch | None:
+    """The branch that a run starts from a checkpoint; None if it continues the line of the folder."""
+    checkpoints, _ = find_checkpoints(output_dir)
+    newest = checkpoints[-1] if checkpoints else None
+    current = read_line(output_dir)
+    if current is None:  # by the newest checkpoint, which may have come from another folder
+        current = Line(newest.manifest.forks if newest is not None else ())
+    if current.begins_at(checkpoint):  # a session that was killed has begun to start this branch
+        return None
+
+    home = _home(output_dir, checkpoint)
+    move = Move(_shared_steps(current, checkpoint), home)
+    if move.is_foreign:  # another run has no step in common with what is here
+        move = replace(move, shared=0)
+    fork = Fork(checkpoint.step, _next_number(output_dir, current))
+    line = Line((*checkpoint.manifest.forks, fork), move)
+    left = _left(output_dir, line)
+    result = _result_beyond(output_dir, move.shared)
+    if not left and result is None and not move.is_return:
+        return None
+
+    start = checkpoint.path.name if home == "." else f"{home}/{checkpoint.path.name}"
+    left_newest = ""
+    if newest is not None and newest.path != checkpoint.path:
+        left_newest = newest.path.name
+    return Branch(start, line, left, result, left_newest)
+
+
+def _home(output_dir: Path, checkpoint: Checkpoint) -> str:
+    """The folder of a checkpoint, as in `Move`."""
+    home = checkpoint.path.parent.resolve()
+    output_dir = output_dir.resolve()
+    if home == output_dir or home.parent == output_dir / BRANCHES:
+        return home.relative_to(output_dir).as_posix()
+    return str(home)
+
+
+def _shared_steps(current: Line, checkpoint: Checkpoint) -> int:
+    """The last step that a line and the line of a checkpoint have in common, at most that of the checkpoint."""
+    shared = checkpoint.step
+    for fork, fork_of_checkpoint in zip_longest(current.forks, checkpoint.manifest.forks):
+        if fork != fork_of_checkpoint:
+            apart = [parting for parting in (fork, fork_of_checkpoint) if parting is not None]
+            return min(shared, *(parting.step for parting in apart))
+    return shared
+
+
+def _next_number(output_dir: Path, current: Line) -> int:
+    """A number that no branch has had, even if its folder has been deleted since."""
+    numbers = [fork.number for fork in current.forks]
+    numbers += [int(path.name) for path in (output_dir / BRANCHES).glob("*") if path.name.isdecimal()]
+    return max(numbers, default=0) + 1
+
+
+def _left(output_dir: Path, line: Line) -> list[Path]:
+    """The complete checkpoints that are not on a line, by their steps; all of them if it comes from another run."""
+    checkpoints = sorted(list_checkpoints(output_dir)[0], key=lambda checkpoint: checkpoint.step)
+    if line.move is None or not line.move.is_foreign:
+        checkpoints = [checkpoint for checkpoint in checkpoints if not line.holds(checkpoint)]
+    return [checkpoint.path for checkpoint in checkpoints]
+
+
+def _result_beyond(output_dir: Path, step: int) -> int | None:
+    """The step of the result, if it is a later one."""
+    result = result_step(output_dir, "lora") or result_step(output_dir, "full")
+    return result if result is not None and result > step else None
+
+
+def start_line(output_dir: Path, checkpoint: Checkpoint | None) -> Branch | None:
+    """Begin a session from a checkpoint, or from the beginning: that becomes the end of the folder's line.
+
+    Returns:
+        the branch, if the session starts one; what the old line has beyond it has been moved.
+    """
+    _finish_move(output_dir)  # of an earlier session
+    if checkpoint is None:
+        write_line(output_dir, Line())
+        return None
+    if not checkpoint.path.exists():  # that session was about to bring it back
+        checkpoint = replace(checkpoint, path=output_dir / checkpoint.path.name)
+    branch = find_branch(output_dir, checkpoint)
+    if branch is not None:
+        write_line(output_dir, branch.line)
+        _finish_move(output_dir)
+    elif read_line(output_dir) is None:
+        write_line(output_dir, Line(checkpoint.manifest.forks))
+    return branch
+
+
+def _finish_move(output_dir: Path) -> None:
+    """Move everything that the start of a branch has not moved yet."""
+    line = read_line(output_dir)
+    if line is None or line.move is None:
+        return
+    if not line.move.is_aside:
+        _set_aside(output_dir, line, line.move.shared)
+        write_line(output_dir, replace(line, move=replace(line.move, is_aside=True)))
+    if line.move.is_return:
+        _bring_back(output_dir, line, output_dir / line.move.home, line.move.shared)
+    write_line(output_dir, replace(line, move=None))
+
+
+def _set_aside(output_dir: Path, line: Line, shared: int) -> None:
+    """Move what the old line has beyond the step that it shares with the new one; what has been moved stays."""
+    folder = output_dir / branch_folder(line)
+    folder.mkdir(parents=True, exist_ok=True)
+    for name in RECORDS:
+        # A copy of the whole record, since the rows of the shared steps belong to both lines.
+        if (output_dir / name).exists() and not (folder / name).exists():
+            write_atomically(folder / name, (output_dir / name).read_bytes())
+    for record in read_media(folder / MEDIA_FILE):
+        if record.step > shared:
+            _move(output_dir / record.path, folder / record.path)
+    for path in [*_left(output_dir, line), *_incomplete(output_dir, shared)]:
+        _move(path, folder / path.name)
+    if _result_beyond(output_dir, shared) is not None:
+        for path in _result_files(output_dir):
+            _move(path, folder / path.name)
+    # wandb takes no step twice, so the branch is logged to another run.
+    _move(output_dir / WANDB_FILE, folder / WANDB_FILE)
+    for name in RECORDS:
+        if (output_dir / name).exists():
+            StepLines(output_dir / name, shared).close()
+
+
+def _incomplete(output_dir: Path, shared: int) -> list[Path]:
+    """Incomplete checkpoints of later steps."""
+    paths = []
+    for path in list_checkpoints(output_dir)[1]:
+        name = FOLDER_NAME.fullmatch(path.name)
+        if name is not None and int(name.group(1)) > shared:
+            paths.append(path)
+    return paths
+
+
+def _result_files(output_dir: Path) -> list[Path]:
+    """The files of a result, whether they exist or not; those that name its step come last."""
+    paths = sorted(output_dir.glob("*_weights.safetensors"))  # of other kinds of adapters
+    paths = [path for path in paths if path.name != LORA_FILE]
+    names = (AVERAGE_FOLDER, "lycoris_config.json", OFFICIAL_SETTINGS, LORA_FILE, PIPELINE_FOLDER)
+    return [*paths, *(output_dir / name for name in names)]
+
+
+def _bring_back(output_dir: Path, line: Line, home: Path, shared: int) -> None:
+    """Move the checkpoints and previews of a line back from `branches/`, with their record."""
+    for name in RECORDS:
+        if (home / name).exists():
+            write_atomically(output_dir / name, (home / name).read_bytes())
+    for record in read_media(home / MEDIA_FILE):
+        if shared < record.step <= line.forks[-1].step:
+            _move(home / record.path, output_dir / record.path)
+    for checkpoint in list_checkpoints(home)[0]:
+        if line.holds(checkpoint):
+            _move(checkpoint.path, output_dir / checkpoint.path.name)
+
+
+def _move(path: Path, target: Path) -> None:
+    """Rename a file or folder, if it exists. An existing target is kept."""
+    if path.exists():
+        target.parent.mkdir(parents=True, exist_ok=True)
+        path.rename(free_path(target))
+
+
+def continuation(output_dir: Path, checkpoint: Checkpoint) -> str:
+    """From which step a run continues, and how many steps an interrupted run trains again, as text."""
+    text = f"continues from step {checkpoint.step}"
+    repeated = last_recorded_step(output_dir / METRICS_FILE) - checkpoint.step
+    if repeated > 0 and find_branch(output_dir, checkpoint) is None:
+        text += f"; {counted(repeated, 'step is', 'steps are')} trained again"
+    return text

@@ -1,0 +1,142 @@
+"""Reads the names and shapes of weights from the headers of files, and finds damaged ones. Imports no torch."""
+
+from __future__ import annotations
+
+import json
+import pickle
+import zipfile
+from collections import OrderedDict
+from collections.abc import Mapping
+from functools import lru_cache
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+
+Shape = tuple[int, ...]
+Shapes = Mapping[str, Shape]  # of parameters, by name
+
+INDEX_SUFFIX = ".safetensors.index.json"
+WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt")
+NO_WEIGHTS = "it contains no weights"
+
+
+class WeightsError(ValueError):
+    """A weight file that cannot be used; the message continues a sentence that starts with its name."""
+
+
+def tensor_shapes(path: Path) -> dict[str, Shape]:
+    """Names and shapes in a safetensors file.
+
+    Raises:
+        WeightsError: as for `weights_header`.
+    """
+    return {name: shape for name, (_, shape) in weights_header(path).items()}
+
+
+def weights_header(path: Path) -> dict[str, tuple[str, Shape]]:
+    """Dtype and shape of each tensor in a safetensors file whose data is complete.
+
+    Raises:
+        WeightsError: the file is not a safetensors file, or is truncated.
+    """
+    try:
+        status = path.stat()
+        return _header(path, status.st_size, status.st_mtime_ns)
+    except OSError as error:
+        raise WeightsError(f"cannot be read: {error.strerror}") from None
+
+
+@lru_cache(maxsize=256)
+def _header(path: Path, size: int, mtime_ns: int) -> dict[str, tuple[str, Shape]]:
+    """The header, cached by size and modification time, since several parts of a plan read it."""
+    try:
+        with safe_open(path, "np") as file:
+            header = {}
+            for name in file.keys():  # noqa: SIM118 - no mapping
+                weight = file.get_slice(name)
+                header[name] = (weight.get_dtype(), tuple(weight.get_shape()))
+            return header
+    except SafetensorError as error:
+        advice = "download it again, if by git then with git lfs"
+        raise WeightsError(f"is not a complete safetensors file ({error}); {advice}") from None
+
+
+def weights_fault(folder: Path) -> str | None:
+    """The fault of a model folder that has a config.json; None if its weights are complete."""
+    if read_object(folder / "config.json") is None:
+        return "config.json cannot be read"
+    files = [path for path in sorted(folder.iterdir()) if path.suffix in WEIGHT_SUFFIXES]
+    if not files:
+        return NO_WEIGHTS
+    faults = chain(map(_index_fault, sorted(folder.glob(f"*{INDEX_SUFFIX}"))), map(_file_fault, files))
+    return next(filter(None, faults), None)
+
+
+def _index_fault(index: Path) -> str | None:
+    """The fault of the list of a model's files."""
+    shards = (read_object(index) or {}).get("weight_map")
+    if not isinstance(shards, dict) or not all(isinstance(shard, str) for shard in shards.values()):
+        return f"{index.name} cannot be read"
+    absent = sorted({shard for shard in shards.values() if not index.with_name(shard).is_file()})
+    return f"it lacks {', '.join(absent)}" if absent else None
+
+
+def _file_fault(path: Path) -> str | None:
+    """The fault of a weight file visible in its header, or None."""
+    try:
+        if path.suffix == ".safetensors":
+            tensor_shapes(path)
+    except WeightsError as error:
+        return f"{path.name} {error}"
+    return None
+
+
+def read_object(path: Path) -> dict[str, Any] | None:
+    """The JSON object in a file, or None."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return None
+    return content if isinstance(content, dict) else None
+
+
+def pickled_shapes(path: Path) -> dict[str, Shape]:
+    """Names and shapes in a torch.save file, without executing its code; empty for files from before torch 1.6, and for
+    other content."""
+    status = path.stat()
+    return _pickled_shapes(path, status.st_size, status.st_mtime_ns)
+
+
+@lru_cache(maxsize=256)
+def _pickled_shapes(path: Path, size: int, mtime_ns: int) -> dict[str, Shape]:
+    """The shapes, cached by size and modification time, since several parts of a plan read them."""
+    try:
+        with zipfile.ZipFile(path) as archive:
+            # torch.save writes a zip: archive/data.pkl has names and shapes, archive/data/… the values.
+            name = next(name for name in archive.namelist() if name.endswith("/data.pkl"))
+            with archive.open(name) as file:
+                weights = _Shapes(file).load()
+    except Exception:  # noqa: BLE001 - damaged archives and opcodes may raise any error; loading reports the fault
+        return {}
+    shapes = list(weights.values()) if isinstance(weights, dict) else [None]
+    are_shapes = all(isinstance(shape, tuple) and all(type(side) is int for side in shape) for shape in shapes)
+    return dict(weights) if are_shapes else {}
+
+
+class _Shapes(pickle.Unpickler):
+    """Reads shapes instead of tensors, and refuses everything that weights do not need."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        if module == "torch" and name.endswith("Storage"):
+            return None
+        return {
+            ("collections", "OrderedDict"): OrderedDict,
+            # Rebuilds only the shape of a tensor; a parameter is rebuilt from a tensor.
+            ("torch._utils", "_rebuild_tensor_v2"): lambda storage, offset, shape, *rest: shape,
+            ("torch._utils", "_rebuild_parameter"): lambda shape, *rest: shape,
+        }[module, name]
+
+    def persistent_load(self, pid: Any) -> None:
+        """Skip the values of a tensor."""

@@ -1,0 +1,294 @@
+"""A part of a checkpoint: where it is, what is wrong with its files, and how it is fetched. Imports no torch.
+
+A part is in a local folder or in a repository of the Hugging Face hub.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from simpletuner.config.values import home_path
+from simpletuner.errors import UserError, did_you_mean
+from simpletuner.weights.files import (
+    INDEX_SUFFIX,
+    NO_WEIGHTS,
+    WEIGHT_SUFFIXES,
+    Shape,
+    pickled_shapes,
+    read_object,
+    tensor_shapes,
+    weights_fault,
+)
+from simpletuner.weights.hub import (
+    OFFLINE,
+    PICKLED,
+    SAFETENSORS,
+    Selection,
+    best_selection,
+    hub_fault,
+    part_files,
+    repository_files,
+)
+
+DIFFUSERS_WEIGHTS = "diffusion_pytorch_model"
+INDEX_FILE = "model_index.json"  # of a pipeline
+HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[\w.-]{0,95}[\w]", re.ASCII)  # owner/name
+# A component is present if its folder holds one of these files.
+MARKERS = (
+    "config.json",
+    "scheduler_config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "vocab.json",
+    "preprocessor_config.json",
+)
+SETTINGS = (*MARKERS[1:], "processor_config.json", "generation_config.json")
+
+
+@dataclass(frozen=True)
+class Part:
+    """A component: `folder` inside `location`, a local folder or hub id that the config key `key` set.
+
+    Attributes:
+        published: hub ids of the family's checkpoints.
+    """
+
+    role: str
+    key: str
+    location: str
+    folder: str
+    revision: str | None
+    variant: str | None
+    published: tuple[str, ...] = ()
+
+    @property
+    def is_local(self) -> bool:
+        return looks_like_path(self.location)
+
+    @property
+    def described(self) -> str:
+        """Key and location of the part, for messages."""
+        return f"{self.key}: the {self.folder or self.role} in {self.location!r}"
+
+    def local_folder(self) -> Path | None:
+        """The folder on this machine, or None; nothing is downloaded."""
+        base = home_path(self.location) if self.is_local else self._snapshot()
+        if base is None or folder_fault(base / self.folder) is not None:
+            return None
+        return base / self.folder
+
+    def fault(self) -> str | None:
+        """The fault of this part in a local folder, or None."""
+        folder = home_path(self.location) / self.folder
+        return folder_fault(folder) or _unreadable(folder) or self._fault_of_variant(folder)
+
+    def weight_shapes(self) -> dict[str, Shape]:
+        """Names and shapes of the weights to load; empty if unknown or not on this machine.
+
+        Raises:
+            WeightsError: a file is damaged.
+        """
+        folder = self.local_folder()
+        if folder is None:
+            return {}
+        # safetensors first, as the libraries load them.
+        for pattern, shapes_of in (("*.safetensors", tensor_shapes), ("*pytorch_model*.bin", pickled_shapes)):
+            files = [path for path in sorted(folder.glob(pattern)) if self._has_variant(path)]
+            if not files:
+                continue
+            shapes: dict[str, Shape] = {}
+            for path in files:
+                shapes |= shapes_of(path)
+            return shapes
+        return {}
+
+    def weight_files(self) -> dict[str, Path]:
+        """The safetensors file of each weight, as selected by diffusers; empty if it loads another format."""
+        folder = self.fetch()
+        variant = f".{self.variant}" if self.variant else ""
+        # diffusion_pytorch_model.safetensors.index.fp16.json
+        index = folder / f"{DIFFUSERS_WEIGHTS}{INDEX_SUFFIX.removesuffix('.json')}{variant}.json"
+        if index.is_file():
+            listed: dict[str, str] = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+            return {name: folder / file for name, file in listed.items()}
+        file = folder / f"{DIFFUSERS_WEIGHTS}{variant}.safetensors"
+        return dict.fromkeys(tensor_shapes(file), file) if file.is_file() else {}
+
+    def read_config(self) -> dict[str, Any] | None:
+        """The config.json of a model or scheduler; None if it is not on this machine."""
+        folder = self.local_folder()
+        if folder is None:
+            return None
+        name = "scheduler_config.json" if self.role == "scheduler" else "config.json"
+        return read_object(folder / name)
+
+    def tokens(self) -> int | None:
+        """The number of tokens of a tokenizer; None if it has no tokenizer.json on this machine."""
+        folder = self.local_folder()
+        content = read_object(folder / "tokenizer.json") if folder else None
+        if content is None:
+            return None
+        # Added tokens may have ids beyond the vocabulary, with gaps.
+        return max(len(content["model"]["vocab"]), *(token["id"] + 1 for token in content["added_tokens"]), 0)
+
+    def _has_variant(self, path: Path) -> bool:
+        """Whether a weight file has the chosen variant: `model.fp16.safetensors`, `model.fp16-00001-of-…`."""
+        _, dot, suffix = path.stem.partition(".")
+        return suffix.partition("-")[0] == self.variant if self.variant else not dot
+
+    def _fault_of_variant(self, folder: Path) -> str | None:
+        files = [path for path in folder.iterdir() if path.suffix in WEIGHT_SUFFIXES]
+        if files and self.variant and not any(map(self._has_variant, files)):
+            return f"its weights have no variant {self.variant!r}"
+        return None
+
+    def _snapshot(self) -> Path | None:
+        """The repository's folder in the hub's cache, or None."""
+        from huggingface_hub.errors import LocalEntryNotFoundError
+
+        with suppress(LocalEntryNotFoundError):
+            if HUB_ID.fullmatch(self.location):
+                return self._download(self._selection(SAFETENSORS), local_files_only=True)
+        return None
+
+    def absence(self) -> str | None:
+        """Why a part that is not on this machine cannot be downloaded either; None if a download can be tried."""
+        from huggingface_hub import is_offline_mode
+
+        if is_offline_mode():
+            return f"{self._absent(OFFLINE)} Or unset HF_HUB_OFFLINE."
+        is_on_hub = repository_files(self.location, self.revision) != {}
+        return None if is_on_hub else self._not_found()
+
+    def _absent(self, why: str) -> str:
+        revision = f" --revision {self.revision}" if self.revision else ""
+        return (
+            f"is not on this machine, and {why}. Download it on another one with `hf download {self.location}{revision}"
+            f" --local-dir FOLDER`, and set {self.key} to that folder."
+        )
+
+    def _not_found(self) -> str:
+        if self.location in self.published:
+            return (
+                "is no longer on the hub, or no longer public. If you have been granted access, log in with "
+                f"`hf auth login`; otherwise look for its new place, and set {self.key} to it."
+            )
+        return f"is not on the hub, or not public.{did_you_mean(self.location, self.published)}"
+
+    def download_size(self) -> int | None:
+        """Bytes still to download; None if the hub does not say."""
+        if self.local_folder() is not None:
+            return 0
+        sizes = repository_files(self.location, self.revision)
+        if not sizes:
+            return None
+        selection = best_selection(sizes, self.folder, self.variant)
+        return sum(sizes[file] for file in selection.pick(sizes))
+
+    def _download(self, selection: Selection, *, local_files_only: bool = False) -> Path:
+        """The repository's folder in the hub's cache, with the selected files."""
+        from huggingface_hub import snapshot_download
+
+        folder = snapshot_download(
+            self.location,
+            revision=self.revision,
+            allow_patterns=[*selection.allowed, INDEX_FILE],
+            ignore_patterns=[*selection.ignored],
+            local_files_only=local_files_only,
+        )
+        return Path(folder)
+
+    def fetch(self) -> Path:
+        """The folder on this machine, downloaded if necessary.
+
+        Raises:
+            UserError: the hub lacks the repository or part, or cannot be reached.
+        """
+        if local := self.local_folder():
+            return local
+        if self.is_local:
+            raise UserError(f"{self.location!r} has no {self.folder!r} folder with a model in it.")
+        with self.downloading():
+            folder = self._download(self._selection(SAFETENSORS)) / self.folder
+            if folder_fault(folder) == NO_WEIGHTS:  # the repository has them in the older format alone
+                self._download(self._selection(PICKLED))
+        if fault := folder_fault(folder) or _unreadable(folder):
+            raise UserError(f"{self.location!r} was downloaded, but its part {self.folder!r} cannot be used: {fault}.")
+        return folder
+
+    def _selection(self, suffix: str) -> Selection:
+        return part_files(self.folder, self.variant, suffix)
+
+    @contextmanager
+    def downloading(self) -> Iterator[None]:
+        """Translate the errors of a download.
+
+        Raises:
+            UserError: one line that names the repository and what can be done.
+        """
+        from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError, RepositoryNotFoundError
+
+        try:
+            yield
+        except RepositoryNotFoundError:
+            raise UserError(f"{self.location!r} {self._not_found()}") from None
+        except LocalEntryNotFoundError as error:
+            raise UserError(f"{self.location!r} {self.absence() or self._absent(hub_fault(error))}") from error
+        except (HfHubHTTPError, OSError) as error:
+            raise UserError(f"{self.location!r} could not be downloaded: {hub_fault(error)}.") from error
+
+    def fetch_index(self) -> Path:
+        """The file that lists the parts of the pipeline, downloaded if necessary.
+
+        Raises:
+            UserError: as for `fetch`.
+        """
+        from huggingface_hub import hf_hub_download
+        from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+
+        if self.is_local:
+            return home_path(self.location) / INDEX_FILE
+        try:
+            return Path(hf_hub_download(self.location, INDEX_FILE, revision=self.revision))
+        except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
+            raise UserError(f"{INDEX_FILE} of {self.location!r} {self._absent(hub_fault(error))}") from error
+
+
+def looks_like_path(location: str) -> bool:
+    """Whether a model location is a folder: hub ids have exactly one slash and do not start like a path."""
+    return location.startswith(("/", ".", "~")) or location.count("/") != 1 or Path(location).is_dir()
+
+
+def folder_fault(folder: Path) -> str | None:
+    """The fault of a component's folder visible in its files, or None."""
+    if not any((folder / marker).is_file() for marker in MARKERS):
+        return "it is not there"
+    return weights_fault(folder) if (folder / MARKERS[0]).is_file() else None
+
+
+def _unreadable(folder: Path) -> str | None:
+    """The fault of the settings files beside a model, or None."""
+    for name in SETTINGS:
+        path = folder / name
+        if not path.is_file():
+            continue
+        content = read_object(path)
+        if content is None:
+            return f"{name} cannot be read"
+        if name == "tokenizer.json" and not _is_tokenizer(content):
+            return "tokenizer.json holds no vocabulary"
+    return None
+
+
+def _is_tokenizer(content: Mapping[str, Any]) -> bool:
+    """Whether the content of a tokenizer.json has the entries that loading needs."""
+    model = content.get("model")
+    added = content.get("added_tokens")
+    vocabulary = model.get("vocab") if isinstance(model, dict) else None
+    return isinstance(vocabulary, dict | list) and len(vocabulary) > 0 and isinstance(added, list)

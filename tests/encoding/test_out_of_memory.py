@@ -1,0 +1,162 @@
+"""Encoders that run out of memory: smaller batches, exact savings, then a stop with the file's name, never a hole."""
+
+from __future__ import annotations
+
+import errno
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from simpletuner.caching.entry import list_keys
+from simpletuner.encoding.fill import ShrinkingEncoder
+from simpletuner.encoding.read import CacheStore
+from simpletuner.errors import UserError, is_out_of_memory
+from simpletuner.models.kandinsky5.image import FluxLatentEncoder
+from simpletuner.models.kandinsky5.text import Kandinsky5TextEncoder
+from simpletuner.models.kandinsky5.video import HunyuanLatentEncoder
+from tests.closeness import VAE, assert_close
+from tests.tiny import build_video_vae
+from tests.workspace import Workspace
+
+CPU = torch.device("cpu")
+
+
+def entries_of(workspace: Workspace, folder: str) -> dict[str, dict[str, Tensor]]:
+    root = workspace.path(folder)
+    stores = [CacheStore(index.parent) for index in root.rglob("index.json")] or [CacheStore(root)]
+    return {key: store.read(key) for store in stores for key in list_keys(store.folder)}
+
+
+def limit_pictures(monkeypatch: pytest.MonkeyPatch, most: int, error: BaseException) -> list[int]:
+    """An encoder that raises above a batch size; returns the sizes that it was asked for."""
+    encode, asked = FluxLatentEncoder.encode, list[int]()
+
+    def limited(self: Any, pixels: Tensor, seeds: Sequence[int]) -> Tensor:
+        asked.append(len(pixels))
+        if len(pixels) > most:
+            raise error
+        return encode(self, pixels, seeds)
+
+    monkeypatch.setattr(FluxLatentEncoder, "encode", limited)
+    return asked
+
+
+def test_a_batch_that_is_too_large_is_halved_and_latents_are_the_same(
+    workspace: Workspace, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    workspace.write_config(vae_batch_size=4)
+    assert workspace.run("cache", "fill", "output_dir=plain") == 0
+    asked = limit_pictures(monkeypatch, 1, torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB"))
+    assert workspace.run("cache", "fill") == 0
+    # Four of each of two ratios: 4 and 2 are too many, and from then on each comes alone.
+    assert asked == [4, 2, *[1] * 8]
+    assert workspace.run("cache", "verify") == 0
+    plain, halved = (entries_of(workspace, f"{name}/cache/vae") for name in ("plain", "output"))
+    assert plain.keys() == halved.keys()
+    assert len(plain) == 8
+    for key, entry in plain.items():
+        assert_close(halved[key]["latents"], entry["latents"], terms=VAE)
+
+
+def test_a_picture_that_does_not_fit_stops_the_run_with_its_name(
+    workspace: Workspace, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    workspace.write_config(vae_batch_size=2)
+    limit_pictures(monkeypatch, 0, torch.OutOfMemoryError("CUDA out of memory."))
+    assert workspace.train() == 2
+    told = capsys.readouterr().err
+    assert "Traceback" not in told
+    assert "pictures/p0.png (80x48) does not fit into memory" in told
+    assert "vae_enable_tiling" in told
+    assert "CUDA out of memory." in told
+    assert workspace.path("datasets/pictures/p0.png").exists(), "it is no fault of the file"
+    assert not workspace.path("output/training_metrics.jsonl").exists(), "nothing is trained with a hole in the cache"
+    monkeypatch.undo()
+    assert workspace.train() == 0, "with more memory the run goes on"
+
+
+def test_captions_too(
+    workspace: Workspace, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    encode, asked = Kandinsky5TextEncoder.encode, list[int]()
+
+    def limited(self: Any, requests: Sequence[Any]) -> Any:
+        asked.append(len(requests))
+        if len(requests) > 2 or any("picture 5" in each.caption for each in requests):
+            raise RuntimeError("[enforce fail at alloc_cpu.cpp:1] DefaultCPUAllocator: can't allocate memory")
+        return encode(self, requests)
+
+    monkeypatch.setattr(Kandinsky5TextEncoder, "encode", limited)
+    assert workspace.train("text_encoder_batch_size=8") == 2
+    assert asked[:3] == [8, 4, 2]
+    assert "pictures/p5.png does not fit into memory" in capsys.readouterr().err
+
+
+def test_other_errors_are_not_taken_for_it() -> None:
+    assert is_out_of_memory(MemoryError())
+    assert is_out_of_memory(RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling cublasCreate"))
+    assert is_out_of_memory(RuntimeError("unable to mmap 8 bytes from file <a>: Cannot allocate memory (12)"))
+    assert is_out_of_memory(ImportError("libtorch_cpu.so: failed to map segment from shared object"))
+    assert is_out_of_memory(OSError(errno.ENOMEM, "Cannot allocate memory"))
+    assert not is_out_of_memory(RuntimeError("mat1 and mat2 shapes cannot be multiplied"))
+    assert not is_out_of_memory(KeyError("out of memory"))
+
+    def broken(items: Sequence[int]) -> list[int]:
+        raise RuntimeError("shapes")
+
+    with pytest.raises(RuntimeError, match="shapes"):
+        ShrinkingEncoder(broken, str, "", lambda: True)([1, 2])
+
+
+def test_a_clip_that_does_not_fit_is_encoded_in_slices(caplog: pytest.LogCaptureFixture) -> None:
+    """A convolution over a whole clip fails here; over some of its frames it does not."""
+    torch.manual_seed(0)
+    vae = build_video_vae().eval()
+    clip = torch.randn(1, 3, 17, 32, 32)
+    expected = HunyuanLatentEncoder(vae, CPU, torch.float32).encode(clip, [1])
+    for module in vae.encoder.modules():
+        if isinstance(module, nn.Conv3d):
+            module.forward = _limited(module.forward)
+    encoder = HunyuanLatentEncoder(vae, CPU, torch.float32)
+    encode = ShrinkingEncoder(lambda items: [encoder.encode(items[0], [1])], str, "", encoder.use_less_memory)
+    with caplog.at_level(logging.WARNING):
+        (latents,) = encode([clip])
+    assert_close(latents, expected, terms=VAE)
+    assert "in slices" in caplog.text
+    assert not encoder.use_less_memory(), "there is nothing else to try"
+
+
+def _limited(convolve: Any) -> Any:
+    def limited(x: Tensor) -> Tensor:
+        if x.shape[2] > 9:
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        result: Tensor = convolve(x)
+        return result
+
+    return limited
+
+
+def test_memory_that_decoding_lacks_is_named(
+    workspace: Workspace, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from simpletuner.encoding import fill
+
+    def fail(path: Path) -> None:
+        raise MemoryError
+
+    monkeypatch.setattr(fill.pictures, "decode", fail)
+    assert workspace.train() == 2
+    assert "not enough memory to decode it; lower max_workers" in capsys.readouterr().err
+
+
+def test_the_last_word_names_the_item() -> None:
+    def never(items: Sequence[str]) -> list[str]:
+        raise MemoryError
+
+    with pytest.raises(UserError, match=r"^a does not fit into memory, even alone. Buy more. \(MemoryError\)$"):
+        ShrinkingEncoder(never, str, "Buy more.")(["a", "b", "c"])

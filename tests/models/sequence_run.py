@@ -1,0 +1,72 @@
+"""Short runs whose processes share the tokens of samples, or which one process does alone."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from simpletuner.annexes.processes.joining import connect, settle_meeting
+from simpletuner.distributed.world import World
+from simpletuner.techniques.layersync import LayerSync
+from tests.fidelity.test_kandinsky5_video import make_video_adapter
+from tests.training.sharded_run import CLIPPED, LEG, Case, Run
+
+
+def nabla_adapter(checkpoint: Path) -> Any:
+    """The adapter of a clip's checkpoint."""
+    return make_video_adapter(checkpoint, "t2v")
+
+
+DDP = {"fsdp_enable": False, "use_ema": False, "optimizer": "torch-sgd", "lora_rank": 4}
+CHECKPOINTED = {**DDP, "gradient_checkpointing": True}
+CASES = {
+    # Nine tokens, which neither two nor four processes divide.
+    "uneven": Case(CHECKPOINTED | CLIPPED, lambda: [LayerSync(0, 1, 0.5)]),
+    "stored": Case(DDP | {"speed_keep_attention": False}),
+    "sharded": Case(DDP | {"fsdp_enable": True, "model_type": "full", "gradient_checkpointing": True}),
+    "nabla": Case(CHECKPOINTED, adapter=nabla_adapter, batch="clips.pt"),
+}
+
+
+def run_case(name: str, checkpoints: Mapping[str, Path], world: World, folder: Path, sequence: int) -> dict[str, Any]:
+    """Train a case; returns its losses, the sizes of its gradients, and what became of the weights."""
+    case = CASES[name]
+    settings = {**case.settings, "sequence_parallel_size": sequence}
+    case = Case(settings, case.techniques, adapter=case.adapter, batch=case.batch)
+    run = Run(checkpoints.get(name, checkpoints["uneven"]), case, world, folder)
+    seen = watch(run)
+    before: dict[str, Tensor] = {name: each.clone() for name, each in run.weights().items()}
+    run.train(LEG)
+    return {
+        "losses": run.losses,
+        "norms": run.norms(),
+        "moved": {name: each - before[name] for name, each in run.weights().items()},
+        "seen": sorted(seen),
+        "predictions": run.predictions(),
+    }
+
+
+def watch(run: Run) -> set[int]:
+    """How many tokens of a sample the last block has while it trains."""
+    seen: set[int] = set()
+
+    def note(module: nn.Module, inputs: tuple[Tensor]) -> None:
+        if torch.is_grad_enabled():
+            seen.add(inputs[0].shape[1])
+
+    run.assembly.trained.transformer.visual_transformer_blocks[-1].feed_forward.register_forward_pre_hook(note)
+    return seen
+
+
+def main(place: World, checkpoints: Mapping[str, Path], folder: Path, cases: Mapping[str, int]) -> None:
+    """One of several processes: train cases with their numbers of processes to a sample."""
+    settle_meeting(place, os.environ)  # for accelerate
+    with connect(place, f"file://{folder}/meeting-{place.size}-{len(cases)}") as world:
+        results = {name: run_case(name.partition(" ")[0], checkpoints, world, folder, sequence)
+                   for name, sequence in cases.items()}  # fmt: skip
+    torch.save(results, folder / f"results-{place.size}-{place.rank}.pt")

@@ -1,0 +1,192 @@
+"""Rules between keys: what excludes what, and what has no effect."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from simpletuner.config.load import Layer, resolve
+from simpletuner.errors import Problems, result_of
+from simpletuner.models.registry import FAMILIES
+from simpletuner.planning.build import find_family
+from simpletuner.planning.checkpoint_folder import Checkpoint, Identity, Manifest
+from simpletuner.planning.checks import check_config, check_flavour, check_total, worth_reporting
+from simpletuner.planning.resume import decide_seed
+from tests.complaints import family_complaints
+
+REQUIRED = {"model_type": "lora", "model_family": "kandinsky5-image"}
+
+
+def problems(**settings: Any) -> tuple[list[str], list[str]]:
+    """Errors and warnings of a config with these settings."""
+    config = result_of(resolve([Layer("config.json", list({**REQUIRED, **settings}.items()))]))
+    found = check_config(config)
+    return [str(each) for each in found if each.fatal], [str(each) for each in found if not each.fatal]
+
+
+def test_a_plain_config_has_no_problem() -> None:
+    assert problems() == ([], [])
+
+
+@pytest.mark.parametrize(
+    ("settings", "where"),
+    [
+        ({"max_train_steps": 5, "num_train_epochs": 1}, "num_train_epochs"),
+        ({"max_train_steps": 0, "num_train_epochs": 0}, "num_train_epochs"),
+        ({"num_train_epochs": 0}, "num_train_epochs"),
+        ({"lr_scheduler": "cosine", "lr_end": 1e-4}, "lr_end"),
+        ({"lr_scheduler": "linear", "learning_rate": 1e-6, "lr_end": 1e-6}, "lr_end"),
+        ({"mixed_precision": "fp8"}, "mixed_precision"),
+        ({"mixed_precision": "no", "optimizer": "adamw_bf16"}, "optimizer"),
+        ({"lora_init_type": "loftq"}, "lora_init_type"),
+        ({"lora_init_type": "pissa", "mixed_precision": "bf16"}, "lora_init_type"),
+        ({"lora_init_type": "olora", "base_model_precision": "bf16"}, "lora_init_type"),
+        ({"lora_plus_ratio": 16, "optimizer": "muon"}, "lora_plus_ratio"),
+        ({"optimizer_beta1": 0.9}, "optimizer_beta1"),
+        ({"optimizer_config": "betta1=0.5"}, "optimizer_config"),
+        ({"report_to": "wand"}, "report_to"),
+        ({"lora_type": "lokr", "lokr_factor": 0}, "lokr_factor"),
+        ({"report_to": "none,wandb"}, "report_to"),
+        ({"tracker_project_name": "../../x"}, "tracker_project_name"),
+        ({"tracker_project_name": "/x"}, "tracker_project_name"),
+        ({"tracker_run_name": "a/../../x"}, "tracker_run_name"),
+    ],
+)
+def test_what_excludes_what(settings: dict[str, Any], where: str) -> None:
+    errors, _ = problems(**settings)
+    (error,) = errors
+    assert error.startswith(f"{where}: ")
+    assert not re.search(r"\w'[a-z]{2}", error), "a quoted value is followed by a space"
+
+
+def test_both_kinds_of_offload_are_told_in_one_sentence() -> None:
+    errors, _ = problems(enable_group_offload=True, enable_model_cpu_offload=True)
+    assert errors == [
+        "enable_group_offload: cannot be combined with enable_model_cpu_offload: "
+        "one streams the blocks, the other moves them all."
+    ]
+
+
+def test_a_quantised_model_cannot_be_trained_in_full() -> None:
+    errors, _ = problems(model_type="full", base_model_precision="int8-quanto")
+    assert any("use model_type lora" in error for error in errors)
+
+
+@pytest.mark.parametrize(
+    ("settings", "where"),
+    [
+        ({"strict_epoch_limit": True, "ignore_final_epochs": True}, "strict_epoch_limit"),
+        ({"flow_schedule_auto_shift": True, "flow_schedule_shift": 2}, "flow_schedule_auto_shift"),
+        ({"caption_dropout_probability": 0}, "caption_dropout_probability"),
+        ({"optimizer": "torch-sgd", "adam_beta1": 0.8}, "adam_beta1"),
+    ],
+)
+def test_what_has_no_effect_or_does_harm_is_a_warning(settings: dict[str, Any], where: str) -> None:
+    errors, warnings = problems(**settings)
+    assert errors == []
+    (warning,) = warnings
+    assert warning.startswith(f"{where}: ")
+
+
+def test_schedulers_that_do_not_decay_do_not_mind_the_end() -> None:
+    assert problems(lr_scheduler="constant", lr_end=1)[0] == []
+    assert problems(lr_scheduler="sine", lr_end=1)[0] == []
+
+
+@pytest.mark.parametrize(
+    ("switch", "key"),
+    [
+        (
+            {"scheduled_sampling_max_step_offset": 2, "scheduled_sampling_probability": 1},
+            "scheduled_sampling_start_step",
+        ),
+        ({"use_ema": True}, "ema_warmup_steps"),
+        ({"crepa_enabled": True}, "crepa_warmup_steps"),
+        ({}, "validate_after_step"),
+    ],
+)
+def test_what_would_start_after_the_end(switch: dict[str, Any], key: str) -> None:
+    for settings, total, expected in (
+        ({**switch, key: 10}, 10, [key]), ({**switch, key: 9}, 10, []), ({key: 10, "validation_disable": True}, 10, [])
+    ):  # fmt: skip
+        config = result_of(resolve([Layer("config.json", list({**REQUIRED, **settings}.items()))]))
+        found = list(check_total(config, total))
+        assert [each.where for each in found if not each.fatal] == expected
+
+
+@pytest.mark.parametrize(
+    ("key", "command", "told"),
+    [
+        (
+            "post_checkpoint_script",
+            "true {global_steps}",
+            "{global_steps} is not a placeholder here and stays as it is. Did",
+        ),
+        ("post_checkpoint_script", "true {remote_checkpoint_path}", "{remote_checkpoint_path} is not a placeholder"),
+        ("post_checkpoint_script", "true {local_checkpoint_path} {global_step} {tracker_run_name} {}", ""),
+    ],
+)
+def test_placeholders_of_scripts(key: str, command: str, told: str) -> None:
+    errors, warnings = problems(**{key: command})
+    assert errors == []
+    assert [told in each for each in warnings] == ([True] if told else [])
+
+
+@pytest.mark.parametrize(("warmup", "total", "warned"), [(10, 10, True), (11, 10, True), (9, 10, False), (0, 0, False)])
+def test_a_warm_up_as_long_as_the_run(warmup: int, total: int, warned: bool) -> None:
+    config = result_of(resolve([Layer("config.json", list({**REQUIRED, "lr_warmup_steps": warmup}.items()))]))
+    found = list(check_total(config, total))
+    assert bool(found) == warned
+    assert not any(each.fatal for each in found)
+
+
+@pytest.mark.parametrize(
+    ("family", "fatal"), [("kandinsky5-image", [False]), ("kandinsky5-video", [True]), ("sanavideo", [])]
+)
+def test_convolutions_that_no_vae_can_carry_over_time_are_refused(family: str, fatal: list[bool]) -> None:
+    settings = {"model_type": "lora", "model_family": family, "vae_enable_temporal_roll": True}
+    config = result_of(resolve([Layer("config.json", list(settings.items()))]))
+    found = [each for each in family_complaints(config, FAMILIES[family]) if each.where == "vae_enable_temporal_roll"]
+    assert [each.fatal for each in found] == fatal
+
+
+@pytest.mark.parametrize("configured", [None, -1, 0])
+def test_a_seed_that_was_drawn_is_kept_when_the_run_goes_on(
+    configured: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("simpletuner.planning.resume.time.time", lambda: 1234.5)
+    monkeypatch.setattr("simpletuner.planning.resume.secrets.randbelow", lambda bound: 1234)
+    identity = Identity("kandinsky5-image", "t2i-lite-sft", "lora", 1, seed=77, datasets="", versions={})
+    manifest = Manifest(5, epoch=1, identity=identity, files={})
+    earlier = Checkpoint(Path("checkpoint-5"), 5, rolling=False, manifest=manifest)
+    assert decide_seed(configured, None) == 1234
+    assert decide_seed(configured, earlier) == 77
+
+
+@pytest.mark.parametrize(
+    ("flavour", "repository", "steps"),
+    [
+        ("t2v-lite-nocfg-10s", "T2V-Lite-nocfg-10s", 50),
+        ("t2v-lite-distilled16steps-5s", "T2V-Lite-distilled16steps-5s", 16),
+        ("t2v-pro-distilled-5s-hd", "T2V-Pro-distilled-5s", 16),
+        ("i2v-pro-distilled-5s", "I2V-Pro-distilled-5s", 16),
+    ],
+)
+def test_distilled_flavours_are_previewed_as_they_sample(flavour: str, repository: str, steps: int) -> None:
+    values = {"model_type": "lora", "model_family": "kandinsky5-video", "model_flavour": flavour}
+    layer, problems = Layer("test", list(values.items())), Problems()
+    spec = problems.take(find_family([layer]))
+    assert spec is not None
+    chosen = spec.flavour(flavour)
+    assert chosen.repository == f"kandinskylab/Kandinsky-5.0-{repository}-Diffusers"
+    config = problems.take(resolve([layer], spec.defaults, spec.fixed))
+    preview = config.validation
+    assert (preview.validation_guidance, preview.validation_num_inference_steps) == (1.0, steps)
+    (warning,) = worth_reporting(check_flavour(config, chosen), config)
+    assert "distilled" in str(warning)
+    assert not warning.fatal
+    assert not [each for each in spec.checks.settings(config, chosen) if each.where == "validation_guidance"]
+    assert not problems

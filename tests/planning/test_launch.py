@@ -1,0 +1,155 @@
+"""Rules of several processes and of FSDP2."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from simpletuner.config.load import Layer, resolve
+from simpletuner.distributed.world import World
+from simpletuner.errors import result_of
+from simpletuner.models.registry import FAMILIES
+from simpletuner.models.source import ModelSource
+from simpletuner.planning.build import Plan
+from simpletuner.planning.checks import check_config, check_sequence
+from simpletuner.planning.environment import as_launched, may_shard
+
+SHARDED = {"num_processes": 4, "fsdp_enable": True}
+EXCLUDED: list[tuple[dict[str, Any], str]] = [
+    ({"base_model_precision": "int8-quanto"}, "base_model_precision int8-quanto"),
+    ({"enable_model_cpu_offload": True}, "enable_model_cpu_offload"),
+    ({"lora_type": "lokr"}, "lora_type lokr"),
+    *(
+        ({"optimizer": name, "model_type": "full"}, f"optimizer '{name}'")
+        for name in ("prodigy", "muon", "soap", "optimi-stableadamw", "ao-adamw8bit", "bnb-adamw8bit", "bnb-adamw")
+    ),
+    ({"model_type": "full", "mixed_precision": "fp16", "optimizer": "adamw"}, "mixed_precision fp16"),
+    ({"use_dora": True, "lora_format": "comfyui"}, "lora_format comfyui"),
+]
+
+
+def config(**settings: Any) -> Any:
+    values = {"model_type": "lora", "model_family": "kandinsky5-video", **settings}
+    return result_of(resolve([Layer("config.json", list(values.items()))]))
+
+
+def told(**settings: Any) -> tuple[list[str], list[str]]:
+    """Errors and warnings; packages that are not installed do not count."""
+    found = [each for each in check_config(config(**settings)) if "not installed" not in each.message]
+    return [str(each) for each in found if each.fatal], [str(each) for each in found if not each.fatal]
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"num_processes": 4},
+        {"num_processes": 4, "num_machines": 2},
+        SHARDED,
+        {**SHARDED, "model_type": "full", "optimizer": "adamw"},
+        {**SHARDED, "fsdp_version": 2, "fsdp_reshard_after_forward": False, "fsdp_cpu_ram_efficient_loading": True},
+        {**SHARDED, "lora_init_type": "pissa", "mixed_precision": "no"},
+        {**SHARDED, "optimizer": "muon"},  # every process has the whole LoRA
+        {"num_processes": 4, "enable_group_offload": True, "base_model_precision": "int8-quanto"},
+    ],
+)
+def test_what_is_fine(settings: dict[str, Any]) -> None:
+    assert told(**settings) == ([], [])
+
+
+@pytest.mark.parametrize(("restarts", "checkpoint"), [("0", "checkpoint-8"), ("1", "latest")])
+def test_processes_that_torchrun_restarts_go_on_instead_of_starting_their_branch_again(
+    monkeypatch: pytest.MonkeyPatch, restarts: str, checkpoint: str
+) -> None:
+    place = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}
+    for name, value in {**place, "TORCHELASTIC_RESTART_COUNT": restarts}.items():
+        monkeypatch.setenv(name, value)
+    launched = result_of(as_launched(config(resume_from_checkpoint="checkpoint-8")))
+    assert launched.run.resume_from_checkpoint == checkpoint
+
+
+@pytest.mark.parametrize(("processes", "allowed"), [(1, "2"), (5, "4 or 6")])
+def test_machines_have_equally_many_processes(processes: int, allowed: str) -> None:
+    (error,), _ = told(num_processes=processes, num_machines=2)
+    assert error.startswith(f"num_processes: {processes} processes cannot be shared equally by num_machines 2; ")
+    assert error.endswith(f"all machines: {allowed}.")
+
+
+@pytest.mark.parametrize(("settings", "other"), EXCLUDED, ids=lambda value: value if isinstance(value, str) else "")
+def test_what_fsdp_excludes(settings: dict[str, Any], other: str) -> None:
+    (error,), _ = told(**SHARDED, **settings)
+    assert error.startswith(f"fsdp_enable: cannot be combined with {other}: ")
+    assert told(num_processes=4, **settings)[0] == [], "DDP takes it"
+    assert not may_shard(config(num_processes=4, **settings))
+
+
+ROUTES = {"routes": [{"selection_ratio": 0.5, "start_layer_idx": 1, "end_layer_idx": -2}]}
+
+
+@pytest.mark.parametrize(
+    ("settings", "error"),
+    [
+        ({"tread_config": ROUTES}, "cannot be combined with tread_config: "),
+        ({"lora_dropout": 0.1}, "cannot be combined with lora_dropout: "),
+        ({"speed": "reference"}, "2 needs speed_plain_math: "),
+    ],
+)
+def test_what_sharing_tokens_excludes(settings: dict[str, Any], error: str) -> None:
+    (found,), _ = told(num_processes=4, sequence_parallel_size=2, **settings)
+    assert found.startswith(f"sequence_parallel_size: {error}")
+    assert told(num_processes=4, **settings)[0] == [], "each process has all tokens"
+
+
+@pytest.mark.parametrize(
+    ("flavour", "processes", "machines", "size", "error"),
+    [
+        ("t2v-lite-sft-5s", 8, 1, 4, None),
+        ("t2v-pro-sft-10s-hd", 8, 1, 8, None),
+        ("t2v-lite-sft-5s", 8, 1, 8, "8 must divide the 28 heads of the model and the 8 processes of each machine: "
+         "use 1, 2, 4."),
+        ("t2v-pro-sft-10s-hd", 8, 2, 8, "8 must divide the 32 heads of the model and the 4 processes of each machine: "
+         "use 1, 2, 4."),
+        ("t2v-pro-sft-10s-hd", 1, 1, 2, "2 must divide the 32 heads of the model and the 1 process of each machine: "
+         "use 1."),
+        ("2b-480p", 2, 1, 2, "2: a block of Sana Video needs all tokens of a sample together; use 1."),
+    ],
+)  # fmt: skip
+def test_processes_divide_heads_and_machines(
+    flavour: str, processes: int, machines: int, size: int, error: str | None
+) -> None:
+    family = FAMILIES["sanavideo" if flavour == "2b-480p" else "kandinsky5-video"]
+    launch = {"num_processes": processes, "num_machines": machines, "sequence_parallel_size": size}
+    settled = config(model_family=family.name, model_flavour=flavour, **launch)
+    chosen = family.flavour(flavour)
+    plan = Plan(settled, family, chosen, ModelSource.from_config(family, chosen, settled))
+    assert list(map(str, check_sequence(plan))) == ([f"sequence_parallel_size: {error}"] if error else [])
+
+
+def test_processes_that_share_tokens_get_the_same_samples() -> None:
+    settled = config(num_processes=4, sequence_parallel_size=2)
+    family = FAMILIES["kandinsky5-video"]
+    plan = Plan(settled, family, family.flavours[0], ModelSource({}))
+    assert [plan.sampler(World(rank, 4)).world for rank in range(4)] == [
+        World(0, 2), World(0, 2), World(1, 2), World(1, 2),
+    ]  # fmt: skip
+    assert plan.sampler().world.size == settled.launch.data_processes == 2
+
+
+def test_where_fsdp_may_be_used() -> None:
+    assert may_shard(config(num_processes=2))
+    assert not may_shard(config())
+    assert not may_shard(config(num_processes=2, enable_group_offload=True))
+
+
+@pytest.mark.parametrize(
+    ("settings", "key"),
+    [
+        ({"fsdp_enable": True}, "fsdp_enable: has no effect: one process has nothing to shard."),
+        ({**SHARDED, "fsdp_version": 1}, "fsdp_version: '1' is deprecated"),
+        ({**SHARDED, "fsdp_auto_wrap_policy": "NO_WRAP"}, "fsdp_auto_wrap_policy: 'NO_WRAP' is treated as"),
+    ],
+)
+def test_what_is_only_noted(settings: dict[str, Any], key: str) -> None:
+    errors, (warning,) = told(**settings)
+    assert errors == []
+    assert warning.startswith(key)

@@ -1,0 +1,346 @@
+"""The plan: what it says, what it counts, and what it never does."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from simpletuner.config.sources import parse_arguments
+from simpletuner.planning.build import make_plan
+from simpletuner.planning.checkpoint_folder import Checkpoint, Identity, Manifest
+from simpletuner.planning.resume import decide_seed
+from simpletuner.run.companions import Ledger
+from tests.complaints import complaint, warnings
+from tests.workspace import DATASETS, Workspace
+
+Capture = pytest.CaptureFixture[str]
+
+
+def plan(workspace: Workspace, capsys: Capture, *settings: str) -> str:
+    capsys.readouterr()
+    assert workspace.run("plan", *settings) == 0
+    return capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("settings", "title"), [([], "output"), (["tracker_run_name=a star"], "a star")])
+def test_a_run_without_a_name_is_called_as_its_folder(workspace: Workspace, settings: list[str], title: str) -> None:
+    with workspace.inside():
+        assert make_plan(parse_arguments(settings)).title == title
+
+
+def test_it_says_what_will_run(workspace: Workspace, capsys: Capture) -> None:
+    shown = plan(workspace, capsys, "lora_rank=8", "validation_disable=false")
+    for line in (
+        "Kandinsky 5 Image t2i-lite-sft, lora",
+        "seed     7\n",
+        "4 steps of 2 samples",
+        "8 batches an epoch, 1 epoch\n",
+        "Dataset pictures: 8 of 8 files used",
+        "p0.png: 96x64, resized to ",
+        "Cache of pictures: 0 of 8 exist, 8 to encode",
+        "Previews every 100 steps at 128x128: validation",
+    ):
+        assert line in shown, line
+
+
+@pytest.mark.parametrize(
+    ("settings", "often", "halving"),
+    [
+        (["max_train_steps=1000"], "every 120 steps", "10 rounds of previews"),
+        (["max_train_steps=1000"], "every 120 steps", "validation_step_interval 240 halves it"),
+        (["max_train_steps=300"], "every 100 steps", "4 rounds"),
+        (["max_train_steps=1000", "validation_num_inference_steps=50"], "every 340 steps", "4 rounds"),
+        (
+            ["max_train_steps=1000", "validation_num_inference_steps=50"],
+            "every 340 steps",
+            "validation_num_inference_steps 25 halves it",
+        ),
+        (["max_train_steps=1000", "num_validation_images=99"], "every 1000 steps", "2 rounds"),
+        (["max_train_steps=1000", "validation_steps=25"], "every 25 steps", "validation_step_interval 50 halves it"),
+        (["max_train_steps=96", "validation_epoch_interval=2"], "every 2 epochs", "validation_epoch_interval 4 halves"),
+        (["max_train_steps=50"], "every 100 steps", "validation_num_inference_steps 1 halves it"),
+        (["max_train_steps=1", "validation_steps=1"], "every step", "for 1 step,"),
+        (["max_train_steps=4", "validation_epoch_interval=1"], "every epoch", "8 of 8 files used"),
+    ],
+)
+def test_previews_have_up_to_eight_milestones_unless_an_interval_is_set(
+    workspace: Workspace, capsys: Capture, settings: list[str], often: str, halving: str
+) -> None:
+    workspace.write_config(validation_step_interval=None, validation_disable=False)
+    shown = plan(workspace, capsys, *settings)
+    assert f"Previews {often} at" in shown
+    assert halving in shown
+
+
+def test_programs_read_it_as_json(workspace: Workspace, capsys: Capture) -> None:
+    told = json.loads(plan(workspace, capsys, "--json", "validation_disable=false", "lora_rank=8"))
+    assert told["ok"]
+    assert told["model"]["family"] == "kandinsky5-image"
+    assert told["settings"]["lora_rank"] == {"value": 8, "origin": "command line"}
+    assert told["length"] == {
+        "steps": 4, "steps_done": 0, "epochs": 1, "batches_per_epoch": 8, "finished": False,
+    }  # fmt: skip
+    (dataset,) = told["datasets"]
+    assert (dataset["id"], dataset["files"], dataset["used"]) == ("pictures", 8, 8)
+    assert sum(dataset["buckets"].values()) == 8
+    assert {"encoding captions", "rendering previews", "saving"} <= {each["phase"] for each in told["memory"]}
+    assert sum(each["share"] for each in told["buckets"]) == pytest.approx(1.0)
+    seconds = told["seconds"]
+    assert seconds["total"] == pytest.approx(4 * seconds["step"] + seconds["previews"])
+    assert seconds["previews"] > 0
+    assert {each["what"] for each in told["disk"]} == {"checkpoints", "latents", "text embeddings"}
+
+
+def test_json_holds_every_problem_and_ends_with_the_same_code(workspace: Workspace, capsys: Capture) -> None:
+    for settings, reached in ((("learning_rte=1", "lora_rank=x"), False), (("--device-memory=0.001",), True)):
+        capsys.readouterr()
+        assert workspace.run("plan", *settings) == 2
+        usual = capsys.readouterr()
+        assert workspace.run("plan", "--json", *settings) == 2
+        told, errors = capsys.readouterr()
+        document = json.loads(told)
+        assert errors == usual.err
+        assert not document["ok"]
+        fatal = [f"error: {each['key']}: {each['message']}" for each in document["problems"] if each["fatal"]]
+        assert fatal == [line for line in errors.splitlines() if line.startswith("error: ")]
+        assert ("memory" in document) == reached
+
+
+def test_a_finished_run_has_nothing_left_to_do(trained: Workspace, capsys: Capture) -> None:
+    shown = plan(trained, capsys)
+    assert "no steps remain: this run is finished" in shown
+    assert "has not finished" not in shown
+    Ledger(4, 1, ("uploads", "end")).write(trained.path("output"))
+    assert "has not finished: the uploads, the end of the records." in plan(trained, capsys)
+    assert "-" not in shown.partition("micro-step")[2].partition("disk:")[0].replace("micro-step", "")
+    told = json.loads(plan(trained, capsys, "--json"))
+    assert told["length"]["finished"]
+    assert (told["seconds"]["training"], told["seconds"]["previews"]) == (0, 0)
+
+
+def test_the_start_of_a_run_is_its_plan_in_a_few_lines_and_its_end_names_the_result(
+    workspace: Workspace, capsys: Capture
+) -> None:
+    assert workspace.train("--validation_disable=false") == 0
+    lines = capsys.readouterr().out.splitlines()
+    begin = lines.index("LoRA on Kandinsky 5 Image t2i-lite-sft")
+    assert lines[begin + 1] == "  on 8 pictures (dataset pictures)"
+    assert lines[begin + 2].startswith("  4 steps and 2 rounds of previews, about ")
+    assert lines[begin + 2].endswith("; saved to output")
+    assert lines[begin + 3].startswith("  fits: up to ")
+    assert " while " in lines[begin + 3]
+    saved, report, sample, further = lines[-4:]
+    assert saved.startswith("Saved output/pytorch_lora_weights.safetensors")
+    assert report == "Report: output/training_report.html"
+    assert sample == 'Render with it: simpletuner sample output --prompt "..."'
+    assert "max_train_steps" in further
+
+
+def test_it_says_where_each_setting_comes_from(workspace: Workspace, capsys: Capture) -> None:
+    lines = [line.split() for line in plan(workspace, capsys, "--lora_rank", "8").splitlines()]
+    assert ["lora_rank", "8", "(command", "line)"] in lines
+    assert ["learning_rate", "0.001", "(config/config.json)"] in lines
+    assert ["validation_guidance", "5.0", "(family", "default)"] in lines
+    assert ["validation_disable", "true", "(config/config.json)"] in lines
+    assert not any(line[:1] == ["lora_alpha"] for line in lines), "defaults are left out"
+
+
+def test_secrets_are_not_shown(workspace: Workspace, capsys: Capture) -> None:
+    hook = {"webhook_type": "raw", "callback_url": "https://hooks.example/SECRET123", "auth_token": "SECRET123"}
+    shown = plan(workspace, capsys, f"webhook_config={json.dumps(hook)}")
+    assert "hooks.example" in shown
+    assert "SECRET123" not in shown
+    workspace.write_datasets([{**DATASETS[0], "aws_secret_access_key": "SECRET123"}, DATASETS[1]])
+    assert workspace.run("plan") == 2, "a key of another type of dataset"
+    assert "SECRET123" not in "".join(capsys.readouterr())
+
+
+def test_every_file_is_used_or_has_a_reason(workspace: Workspace, capsys: Capture) -> None:
+    folder = workspace.path("datasets/pictures")
+    (folder / "p0.txt").unlink()
+    (folder / "p1.png").write_bytes(b"no picture")
+    (folder / "notes.doc").write_text("x")
+    (folder / "lonely.txt").write_text("x")
+    (folder / "red\x1b[31m\nrow.doc").write_text("x")
+    shown = plan(workspace, capsys)
+    for name in ("p0.png", "p1.png", "notes.doc", "lonely.txt", r"red\x1b[31m\nrow.doc"):
+        assert f"  {name}: not used, " in shown
+    assert "6 of 11 files used" in shown
+
+
+def test_it_knows_what_is_cached(filled: Workspace, capsys: Capture) -> None:
+    shown = plan(filled, capsys)
+    assert "Cache of pictures: 8 of 8 exist, 0 to encode" in shown
+    assert ", 0 to encode" in shown.partition("Cache of captions")[2].splitlines()[0]
+
+
+def test_a_drawn_seed_is_shown_as_such(workspace: Workspace, capsys: Capture) -> None:
+    for unset in ("seed=", "seed=-1"):
+        assert "(drawn for this run; set seed to repeat it)" in plan(workspace, capsys, unset)
+
+
+@pytest.mark.parametrize(
+    ("settings", "steps", "epochs"),
+    [
+        (("max_train_steps=20",), 20, 3),
+        (("max_train_steps=", "num_train_epochs=3"), 24, 3),
+        (("max_train_steps=0",), 8, 1),
+        (("max_train_steps=", "gradient_accumulation_steps=3"), 3, 1),
+        (("max_train_steps=", "num_train_epochs=1000000000"), 8_000_000_000, 1_000_000_000),
+    ],
+)
+def test_steps_and_epochs(
+    workspace: Workspace, capsys: Capture, settings: tuple[str, ...], steps: int, epochs: int
+) -> None:
+    shown = plan(workspace, capsys, *settings)
+    assert f"\n{steps} steps of " in shown
+    assert f"an epoch, {epochs} epoch" in shown
+
+
+def test_datasets_that_come_and_go_are_counted(workspace: Workspace, capsys: Capture) -> None:
+    second = {**DATASETS[0], "id": "later", "start_epoch": 3, "end_epoch": 4, "repeats": 0}
+    workspace.write_datasets([DATASETS[0], second, DATASETS[1]])
+    assert "\n48 steps of" in plan(workspace, capsys, "max_train_steps=", "num_train_epochs=5")
+
+
+def test_a_run_that_would_outlast_its_datasets(workspace: Workspace, capsys: Capture) -> None:
+    workspace.write_datasets([{**DATASETS[0], "end_epoch": 2}, DATASETS[1]])
+    warnings(workspace, capsys, "max_train_steps=16")
+    problem = complaint(workspace, capsys, "plan", "max_train_steps=17")
+    assert problem == (
+        "data_backend_config: no dataset takes part from step 17 on (epoch 3): pictures (end_epoch 2). Change a window "
+        "to include it, or end the run before it with max_train_steps 16."
+    )
+
+
+def test_an_offset_of_sigmas_needs_the_law_it_belongs_to(workspace: Workspace, capsys: Capture) -> None:
+    workspace.write_datasets([{**DATASETS[0], "timestep_sampling_offset": 0.5}, DATASETS[1]])
+    plan(workspace, capsys)
+    for law in ("flow_use_uniform_schedule", "flow_use_beta_schedule", "mixflow_enabled"):
+        problem = complaint(workspace, capsys, "plan", f"{law}=true")
+        assert problem.startswith("pictures.timestep_sampling_offset: is added before the sigmoid"), law
+        assert f"{law} has none" in problem
+
+
+def test_a_grid_that_crops_much_is_mentioned(workspace: Workspace, capsys: Capture) -> None:
+    """Such as the 128 pixels of block-sparse attention; a crop that was asked for is none of its business."""
+    assert "is cropped" not in warnings(workspace, capsys)
+    settings = ("aspect_bucket_alignment=64", "i_know_what_i_am_doing=true")
+    message = (
+        "pictures.resolution: 33% of the width of p0.png is cropped: 64x64 is the nearest size on the model's grid"
+    )
+    assert message in warnings(workspace, capsys, *settings)
+    workspace.write_datasets([{**DATASETS[0], "crop": True}, DATASETS[1]])
+    assert "is cropped" not in warnings(workspace, capsys, *settings)
+
+
+def test_dry_run_is_the_same_as_plan(workspace: Workspace, capsys: Capture) -> None:
+    shown = plan(workspace, capsys)
+    for flag in ("--dry-run", "--dry_run"):
+        assert workspace.run("train", flag) == 0
+        assert capsys.readouterr().out == shown
+
+
+def test_it_writes_nothing_and_never_meets_torch(workspace: Workspace) -> None:
+    before = sorted(workspace.folder.rglob("*"))
+    script = (
+        "import sys; from simpletuner.cli.app import main; code = main(['train', '--dry-run']);"
+        "print(code, sorted({'torch', 'diffusers', 'transformers', 'accelerate', 'peft'} & set(sys.modules)))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script], cwd=workspace.folder, capture_output=True, text=True, check=True
+    )
+    assert done.stdout.splitlines()[-1] == "0 []"
+    assert done.stderr == ""
+    assert sorted(workspace.folder.rglob("*")) == before
+
+
+def test_warnings_of_the_family(workspace: Workspace, capsys: Capture) -> None:
+    told = warnings(
+        workspace, capsys, "validation_guidance=8", "flow_schedule_shift=9", "tokenizer_max_length=9999",
+        "vae_enable_patch_conv=true", "pretrained_gemma_model_name_or_path=a/b", "lora_rank=64",
+        "vae_enable_temporal_roll=true", "validation_resolution=130x128", "validation_disable=false",
+    )  # fmt: skip
+    for key in (
+        "validation_guidance", "flow_schedule_shift", "tokenizer_max_length", "vae_enable_patch_conv",
+        "vae_enable_temporal_roll", "pretrained_gemma_model_name_or_path", "lora_rank", "validation_resolution",
+    ):  # fmt: skip
+        assert f"  {key}: " in told, key
+
+
+@pytest.mark.parametrize("spelling", ["Kandinsky5_Image", "KANDINSKY5-IMAGE", "{env:FAMILY}"])
+def test_the_family_in_other_spellings(
+    workspace: Workspace, capsys: Capture, monkeypatch: pytest.MonkeyPatch, spelling: str
+) -> None:
+    monkeypatch.setenv("FAMILY", "kandinsky5-image")
+    workspace.write_config(model_family=spelling)
+    assert plan(workspace, capsys).startswith("Kandinsky 5 Image")
+
+
+def test_a_dataset_file_beside_the_config_is_found_with_a_warning(workspace: Workspace, capsys: Capture) -> None:
+    workspace.write_config(data_backend_config=None)
+    told = warnings(workspace, capsys)
+    assert told.strip() == "data_backend_config: is not set; config/multidatabackend.json is used."
+
+
+def test_names_of_all_scripts_and_with_spaces(workspace: Workspace, capsys: Capture) -> None:
+    folder = workspace.path("datasets/मेरी तस्वीरें 图片")
+    workspace.path("datasets/pictures").rename(folder)
+    (folder / "p0.png").rename(folder / "बिल्ली 猫.png")
+    (folder / "p0.txt").rename(folder / "बिल्ली 猫.txt")
+    workspace.write_datasets([{**DATASETS[0], "instance_data_dir": "datasets/मेरी तस्वीरें 图片"}, DATASETS[1]])
+    assert "  बिल्ली 猫.png: 96x64" in plan(workspace, capsys, "output_dir=मेरा output")
+
+
+def test_an_unusual_terminal_does_not_end_a_plan(workspace: Workspace) -> None:
+    folder = workspace.path("datasets/pictures")
+    (folder / "p0.png").rename(folder / "猫.png")
+    (folder / "p0.txt").rename(folder / "猫.txt")
+    environment = {"PYTHONIOENCODING": "ascii", "PATH": "", "PYTHONPATH": str(Path(__file__).parents[2])}
+    done = subprocess.run(
+        [sys.executable, "-m", "simpletuner", "plan"], cwd=workspace.folder, env=environment, capture_output=True,
+        text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert "\\u732b.png: 96x64" in done.stdout
+
+
+def test_whoever_reads_along_may_stop(workspace: Workspace) -> None:
+    command = f"{json.dumps(sys.executable)} -m simpletuner plan | true"
+    done = subprocess.run(command, shell=True, cwd=workspace.folder, capture_output=True, text=True, check=False)
+    assert done.stderr == ""
+
+
+@pytest.mark.parametrize("command", [["plan"], ["train"]])
+def test_what_a_launcher_must_have_set(
+    workspace: Workspace, capsys: Capture, monkeypatch: pytest.MonkeyPatch, command: list[str]
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    told = complaint(workspace, capsys, *command)
+    assert "WORLD_SIZE is 2" in told
+    assert "RANK is not set" in told
+    assert not workspace.path("output").exists()
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    assert plan(workspace, capsys)
+
+
+@pytest.mark.parametrize("configured", [None, -1, 0])
+def test_a_run_that_continues_keeps_the_seed_that_was_drawn(configured: int | None) -> None:
+    identity = Identity("family", "flavour", "lora", 1, 4711, "", {})
+    checkpoint = Checkpoint(Path("checkpoint-1"), 1, False, Manifest(1, 1, identity, {}))
+    assert decide_seed(configured, checkpoint) == 4711
+    assert decide_seed(5, checkpoint) == 5
+
+
+def test_control_tokens_in_prompts_are_refused(workspace: Workspace, capsys: Capture) -> None:
+    assert workspace.run("plan", "validation_prompt=a cat <|image_pad|>", "validation_disable=false") == 2
+    assert "prompt 'validation': holds <|image_pad|>" in capsys.readouterr().err
+
+
+def test_pictures_of_previews_are_not_trained_without_a_word(workspace: Workspace, capsys: Capture) -> None:
+    told = warnings(workspace, capsys, "eval_dataset_id=pictures")
+    assert "pictures is also trained; give it dataset_type eval" in told

@@ -1,0 +1,236 @@
+"""What the precision keys mean before anything is loaded, and what is refused."""
+
+from __future__ import annotations
+
+import importlib.util
+import shutil
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from simpletuner.config.precision import (
+    check_packages,
+    check_products,
+    quantisation,
+    text_encoder_storage,
+    transformer_dtype,
+)
+from simpletuner.config.schema import PrecisionConfig, all_options
+from simpletuner.config.sources import parse_arguments
+from simpletuner.planning.build import make_plan
+from simpletuner.planning.entries import make_catalogue
+from simpletuner.run.train import prepare_machine
+from tests.complaints import complaint, complaints, warnings
+from tests.workspace import Workspace
+
+KEYS = ("base_model_precision", "text_encoder_1_precision", "text_encoder_2_precision")
+PACKAGES = [("int8-torchao", "torchao>=0.18,<0.19"), ("nf4-bnb", "bitsandbytes>=0.46,<0.51")]
+
+
+def without(monkeypatch: pytest.MonkeyPatch, module: str) -> None:
+    """As if a package were not installed."""
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *rest: None if name == module else find(name, *rest))
+
+
+@pytest.mark.parametrize("key", KEYS)
+def test_every_name_is_understood_or_refused(key: str) -> None:
+    for name in all_options()[key].choices:
+        config = PrecisionConfig(**{key: name})
+        refused = name in ("int4-torchao", "int8-sdnq", "uint8-sdnq", "int4-sdnq", "uint4-sdnq")
+        if not refused:
+            found = quantisation(name)
+            assert found is None or found.name.partition("-")[0] == name.partition("-")[0]
+        assert all(problem.where == key for problem in check_packages(config))
+
+
+def test_a_bare_name_means_quanto() -> None:
+    for name in ("int8", "int4", "int2", "fp8", "fp8uz"):
+        assert quantisation(name) is quantisation(f"{name}-quanto") is not None
+
+
+@pytest.mark.parametrize("key", KEYS)
+@pytest.mark.parametrize(("name", "instead"), [("int4-torchao", "int4-quanto"), ("uint8-sdnq", "int8-quanto")])
+def test_what_cannot_be_had(
+    workspace: Workspace, capsys: pytest.CaptureFixture[str], key: str, name: str, instead: str
+) -> None:
+    workspace.write_config(**{key: name})
+    problem = complaint(workspace, capsys)
+    assert problem.startswith(f"{key}: '{name}' cannot be used: ")
+    assert problem.endswith(f"; the nearest supported value is {instead}.")
+
+
+@pytest.mark.parametrize(("name", "requirement"), PACKAGES)
+def test_an_absent_package_is_told_last(
+    workspace: Workspace,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    name: str,
+    requirement: str,
+) -> None:
+    module = requirement.split(">")[0]
+    without(monkeypatch, module)
+    workspace.write_config(base_model_precision=name, model_flavour="t2i-light", lora_rank=0)
+    *others, last = complaints(workspace, capsys)
+    install = f"pip install '{requirement}'"
+    assert last == f"base_model_precision: '{name}' needs the package {module}, which is not installed: {install}"
+    assert len(others) == 2
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        (
+            {"model_type": "full"},
+            "base_model_precision: 'int8' cannot be combined with model_type full: a quantised model cannot be trained "
+            "in full; use model_type lora, or bf16 and offload auto.",
+        ),
+        *(
+            (
+                {"lora_init_type": init},
+                f"lora_init_type: '{init}' changes the base, which base_model_precision 'int8' does not allow. "
+                "Use default or gaussian.",
+            )
+            for init in ("pissa", "olora")
+        ),
+        (
+            {"lora_init_type": "loftq"},
+            "lora_init_type: 'loftq' is not supported: it replaces the base with a quantised one; use default.",
+        ),
+        (
+            {"fsdp_enable": True},
+            "fsdp_enable: cannot be combined with base_model_precision int8: quantised weights cannot be sharded.",
+        ),
+    ],
+)
+def test_what_a_quantised_base_excludes(
+    workspace: Workspace, capsys: pytest.CaptureFixture[str], settings: dict[str, Any], expected: str
+) -> None:
+    workspace.write_config(base_model_precision="int8", **settings)
+    assert expected in complaints(workspace, capsys)
+    workspace.write_config(base_model_precision="fp32")
+    if settings.get("lora_init_type") != "loftq":
+        assert workspace.run("plan") == 0, "a plain dtype excludes none of it"
+
+
+@pytest.mark.parametrize(
+    ("base", "reason"),
+    [
+        ("no_change", "these are not quantised"),
+        ("bf16", "these are not quantised"),
+        ("int4", "below 8 bits, scales change within a row"),
+        ("nf4-bnb", "below 8 bits, scales change within a row"),
+        ("fp8uz", "GPUs multiply another float8"),
+        ("int8-torchao", "torchao computes its own products"),
+        ("int8dq-torchao", "it multiplies in int8 without this key"),
+    ],
+)
+def test_bases_that_cannot_be_multiplied(base: str, reason: str) -> None:
+    config = PrecisionConfig(base_model_precision=base, quantized_matmul=True)
+    (problem,) = check_products(config)
+    assert str(problem).startswith(
+        f"quantized_matmul: multiplies weights stored as int8-quanto, fp8-quanto, not '{base}': {reason}. Leave it out"
+    )
+
+
+def test_products_at_plan_time(
+    workspace: Workspace, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    workspace.write_config(quantized_matmul=True, model_type="full")
+    assert complaint(workspace, capsys).startswith("quantized_matmul: cannot be combined with model_type full: ")
+    monkeypatch.setattr("simpletuner.budget.drivers.compute_capability", lambda: (8, 6))
+    workspace.write_config(quantized_matmul=True, base_model_precision="fp8", model_type="lora")
+    assert complaint(workspace, capsys) == (
+        "quantized_matmul: fp8-quanto needs a GPU of compute capability 8.9; this one has 8.6. Set "
+        "base_model_precision int8-quanto, or quantized_matmul false."
+    )
+    assert workspace.run("plan", "--device-memory=24") == 0, "the GPU of another machine"
+    assert workspace.run("plan", "base_model_precision=int8") == 0
+
+
+def test_a_second_encoder_that_is_not_there(
+    workspace: Workspace, capsys: pytest.CaptureFixture[str], sana_checkpoint: Any
+) -> None:
+    workspace.write_config(text_encoder_2_precision="int8-quanto")
+    assert warnings(workspace, capsys) == ""
+    settings = {"model_family": "sanavideo", "model_flavour": None, "validation_resolution": None}
+    workspace.write_config(pretrained_model_name_or_path=str(sana_checkpoint), **settings)
+    told = warnings(workspace, capsys)
+    assert "text_encoder_2_precision: has no effect: Sana Video has one text encoder." in told
+
+
+def test_both_encoders_compute_in_one_dtype(workspace: Workspace, capsys: pytest.CaptureFixture[str]) -> None:
+    workspace.write_config(text_encoder_2_precision="bf16")  # in a float32 run
+    assert complaint(workspace, capsys).startswith("text_encoder_2_precision: 'bf16': the text encoders compute in one")
+    workspace.write_config(text_encoder_2_precision="fp32", text_encoder_1_precision="int8")
+    assert warnings(workspace, capsys) == ""
+
+
+@pytest.mark.parametrize(
+    ("dtype", "visible", "expected"),
+    [("fp32", "0", False), ("bf16", "0", None), ("fp32", "", None), ("fp32", "-1", None)],
+)
+def test_full_float32_of_a_gpu_is_part_of_the_latents_keys(
+    workspace: Workspace, monkeypatch: pytest.MonkeyPatch, dtype: str, visible: str, expected: bool | None
+) -> None:
+    """Older entries of a GPU were computed in TF32; those of a CPU, and keys of captions, are what they were."""
+    monkeypatch.setattr(shutil, "which", lambda name: f"/usr/bin/{name}")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    with workspace.inside():
+        catalogue = make_catalogue(make_plan(parse_arguments([f"vae_dtype={dtype}"])))
+    assert catalogue is not None
+    assert catalogue.vae.tf32 is expected
+    assert catalogue.text_encoder.tf32 is None
+    assert ("tf32" in catalogue.vae.text) is (expected is False)
+
+
+@pytest.mark.parametrize("trains", [True, False])
+@pytest.mark.parametrize(("ahead", "expected"), [(True, True), (False, False)])
+def test_nothing_changes_torchs_settings_beside_training(
+    workspace: Workspace, monkeypatch: pytest.MonkeyPatch, ahead: bool, expected: bool, trains: bool
+) -> None:
+    """A float32 VAE that encodes meanwhile would, so TF32 stays off; and when samples are compared with previews."""
+    places: tuple[Any, ...] = (torch.backends.cuda.matmul, torch.backends.cudnn)
+    before = [each.allow_tf32 for each in places]
+    with workspace.inside():
+        plan = make_plan(parse_arguments(["vae_dtype=fp32", f"vae_cache_ondemand={not ahead}".lower()]))
+    prepare_machine(plan if trains else replace(plan, datasets=[]))
+    found = [each.allow_tf32 for each in places]
+    for each, was in zip(places, before, strict=True):
+        each.allow_tf32 = was
+    assert found == [expected] * 2
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "encoders", "expected"),
+    [
+        ("no_change", "no_change", 2, "no_change"),
+        ("fp32", "fp32", 2, "no_change"),
+        ("int8", "int8-quanto", 2, "int8-quanto"),
+        ("int8", "no_change", 2, "int8-quanto+no_change"),
+        ("no_change", "int4", 2, "no_change+int4-quanto"),
+        ("fp8", "int4", 1, "fp8-quanto"),
+        ("no_change", "int4", 1, "no_change"),
+    ],
+)
+def test_storage_in_cache_keys(first: str, second: str, encoders: int, expected: str) -> None:
+    config = PrecisionConfig(text_encoder_1_precision=first, text_encoder_2_precision=second)
+    assert text_encoder_storage(config, encoders) == expected
+
+
+@pytest.mark.parametrize(
+    ("settings", "dtype"),
+    [
+        ({}, "bf16"),
+        ({"base_model_default_dtype": "fp32"}, "bf16"),
+        ({"base_model_precision": "fp32", "base_model_default_dtype": "bf16"}, "fp32"),
+        ({"base_model_precision": "int8"}, "bf16"),
+        ({"base_model_precision": "int8", "mixed_precision": "no"}, "fp32"),
+        ({"base_model_precision": "int8", "mixed_precision": "fp16"}, "fp16"),
+        ({"base_model_precision": "int8", "base_model_default_dtype": "fp32"}, "fp32"),
+    ],
+)
+def test_dtype_of_the_computation(settings: dict[str, Any], dtype: str) -> None:
+    assert transformer_dtype(PrecisionConfig(**settings)) == dtype

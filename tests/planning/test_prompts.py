@@ -1,0 +1,156 @@
+"""Prompts, their file names and their sizes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from simpletuner.config.load import build_group
+from simpletuner.config.schema import ValidationConfig
+from simpletuner.errors import Problem, Problems
+from simpletuner.models.kandinsky5.spec import KANDINSKY5_IMAGE
+from simpletuner.planning.prompts import BUILT_IN, collect_prompts, file_safe, fit_sizes
+
+
+def collect(**settings: Any) -> tuple[list[tuple[str, str]], list[str]]:
+    """Short names and prompts, and the problems."""
+    problems = Problems()
+    prompts = problems.take(collect_prompts(ValidationConfig(**settings)))
+    return [(each.short_name, each.prompt) for each in prompts], [str(each) for each in problems]
+
+
+def library(folder: Path, content: Any) -> str:
+    path = folder / "library.json"
+    path.write_text(content if isinstance(content, str) else json.dumps(content), encoding="utf-8")
+    return str(path)
+
+
+def sizes(value: str, *, lenient: bool = False) -> tuple[list[tuple[int, int]], list[Problem]]:
+    problems = Problems()
+    config = problems.take(build_group(ValidationConfig, {"validation_resolution": value}))
+    wanted = config.validation_resolution or ()
+    return problems.take(fit_sizes(wanted, KANDINSKY5_IMAGE, lenient=lenient)), problems
+
+
+def test_without_prompts_only_the_unconditional_sample() -> None:
+    assert collect() == ([("unconditional", "")], [])
+    assert collect(validation_disable_unconditional=True) == ([], [])
+    assert collect(validation_disable=True, validation_prompt="x", user_prompt_library="none.json") == ([], [])
+
+
+def test_beside_a_prompt_the_empty_one_is_rendered_only_if_asked_for() -> None:
+    assert collect(validation_prompt="x") == ([("validation", "x")], [])
+    asked = collect(validation_prompt="x", validation_disable_unconditional=False)
+    assert asked == ([("unconditional", ""), ("validation", "x")], [])
+
+
+def test_libraries_and_the_primary_prompt(tmp_path: Path) -> None:
+    path = library(tmp_path, {"a cat": "one", "dog": {"prompt": "two"}})
+    prompts, problems = collect(
+        validation_prompt="three", user_prompt_library=path, validation_prompt_library=True
+    )  # fmt: skip
+    assert problems == []
+    assert [name for name, _ in prompts] == [*BUILT_IN, "a_cat", "dog", "validation"]
+    assert prompts[-3:] == [("a_cat", "one"), ("dog", "two"), ("validation", "three")]
+
+
+def test_names_that_become_equal_get_a_number(tmp_path: Path) -> None:
+    path = library(tmp_path, {"a<b>": "1", "a(b)": "2", "A b": "3", "validation": "4", "unconditional": "5"})
+    prompts, _ = collect(validation_prompt="mine", user_prompt_library=path, validation_disable_unconditional=False)
+    names = [name for name, _ in prompts]
+    assert len({name.lower() for name in names}) == len(names) == 7
+    assert ("validation", "mine") in prompts, "a library cannot take our own names away"
+    assert prompts[0] == ("unconditional", "")
+
+
+@pytest.mark.parametrize(
+    ("nickname", "name"),
+    [
+        ("anime_<token>", "anime_token"),
+        ("हिन्दी बिल्ली", "हिन्दी_बिल्ली"),
+        ("猫 在 睡觉", "猫_在_睡觉"),
+        ("../../etc/passwd", "etc_passwd"),
+        (r"C:\x", "C_x"),
+        ("a\nb\tc", "a_b_c"),
+        ("🐈", "prompt"),
+        ("", "prompt"),
+        ("...", "prompt"),
+        ("v1.5-x_y", "v1.5-x_y"),
+    ],
+)
+def test_nicknames_become_file_names(nickname: str, name: str) -> None:
+    assert file_safe(nickname) == name
+
+
+@pytest.mark.parametrize("letter", ["a", "न", "猫", "नि"])
+def test_a_long_nickname_leaves_room_in_the_file_name(letter: str) -> None:
+    name = file_safe(letter * 300)
+    assert 100 <= len(name.encode()) <= 120
+    assert (letter * 300).startswith(name)
+
+
+@pytest.mark.parametrize(
+    ("content", "complaint"),
+    [
+        ("[1]", "must hold one object of nickname to prompt, not a list."),
+        ("null", "must hold one object of nickname to prompt, not null."),
+        ('{"a": 1', "is not valid JSON: "),
+        ({"a": ""}, "the prompt 'a' is empty or not text."),
+        ({"a": {"text": "x"}}, "'text' of 'a' is not a known key (prompt, adapter_strength)."),
+        ({"a": 5}, "the prompt 'a' is empty or not text."),
+        ('{"a": "x", "a": "y"}', "contains 'a' twice: 'x' and 'y'."),
+    ],
+)
+def test_a_library_that_cannot_be_used(tmp_path: Path, content: Any, complaint: str) -> None:
+    _, problems = collect(user_prompt_library=library(tmp_path, content))
+    (problem,) = problems
+    assert complaint in problem
+    assert "library.json" in problem
+
+
+def test_a_library_that_is_missing() -> None:
+    assert collect(user_prompt_library="none.json")[1] == ["user_prompt_library: 'none.json' does not exist."]
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [
+        ("1024", [(1024, 1024)]),
+        ("1024.0", [(1024, 1024)]),
+        ("512x768", [(512, 768)]),
+        (" 720X1280 , 832x480 ", [(720, 1280), (832, 480)]),
+        ("128", [(128, 128)]),
+    ],
+)
+def test_sizes(value: str, expected: list[tuple[int, int]]) -> None:
+    assert sizes(value) == (expected, [])
+
+
+def test_a_size_is_moved_to_the_nearest_that_the_model_takes() -> None:
+    found, (problem,) = sizes("480x854")
+    assert found == [(480, 848)]
+    assert not problem.fatal
+    assert "480x848 is rendered" in problem.message
+
+
+def test_a_size_that_looks_like_megapixels() -> None:
+    found, (problem,) = sizes("1.0")
+    assert found == []
+    assert problem.fatal
+    assert "sizes are pixels, not megapixels" in problem.message
+    assert sizes("96x96", lenient=True) == ([(96, 96)], [])
+
+
+@pytest.mark.parametrize("value", ["x", "1024x", "1x2x3", "abc", "-512", "0.5", ",", "1e3", "9" * 400, "१०२४", "nan"])
+def test_what_is_no_size(value: str) -> None:
+    found, (problem,) = sizes(value)
+    assert found == []
+    assert problem.fatal
+
+
+def test_a_size_beyond_the_model() -> None:
+    _, problems = sizes("4096x1024")
+    assert any(problem.fatal and "larger than 2048 px" in problem.message for problem in problems)

@@ -1,0 +1,76 @@
+"""Short runs of several processes, compiled and not, and the gradients of their steps."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from contextlib import nullcontext
+from functools import partial
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from accelerate.utils import DistributedDataParallelKwargs
+from torch import Tensor, nn
+from torch._dynamo.utils import counters
+
+from simpletuner.annexes.processes.joining import connect, settle_meeting
+from simpletuner.distributed.world import World
+from simpletuner.models.blocks import FreeSizes
+from simpletuner.training import assemble, sharding, step
+from tests.processes import PATIENCE
+from tests.torch_settings import mark_no_sizes, trace
+from tests.training.sharded_run import Case, Run
+
+STEPS = 3
+CASES: dict[str, dict[str, Any]] = {
+    "ddp": {"fsdp_enable": False, "gradient_checkpointing": False},
+    "fsdp2": {"fsdp_enable": True, "model_type": "full", "gradient_checkpointing": True},
+}
+# DDP splits graphs while they are traced, whatever becomes of them, so they run as they are: a third of the time.
+# With shards the first process compiles for all, since what is exchanged is outside of the graphs.
+TRACED = ("ddp",)
+# A bucket ends with nearly every weight.
+SMALL = partial(DistributedDataParallelKwargs, bucket_cap_mb=0.001)
+
+
+def train(checkpoint: Path, world: World, folder: Path, settings: dict[str, Any]) -> dict[str, Any]:
+    """Train some steps; returns their gradients, and the graphs that were compiled by the end of each."""
+    gradients: list[list[Tensor]] = []
+    graphs: list[int] = []
+
+    def note(parameters: Iterable[nn.Parameter], *limits: Any) -> None:
+        gradients.append([sharding.gathered(each.grad).clone() for each in parameters if each.grad is not None])
+
+    counters.clear()
+    with (
+        patch.object(assemble, "DistributedDataParallelKwargs", SMALL),
+        patch.object(step.guard, "clip_gradients", note),
+        patch.object(FreeSizes, "mark", mark_no_sizes),
+    ):
+        run = Run(checkpoint, Case({"use_ema": False, "optimizer": "torch-sgd", **settings}), world, folder)
+        run.assembly.transformer.train()
+        for number in range(STEPS):
+            step.optimizer_step(run.assembly, run.loader, number)  # nothing watches it: torch would not compile
+            graphs.append(counters["stats"]["unique_graphs"])
+    model = run.assembly.transformer
+    buckets = model._get_ddp_logging_data()["rebuilt_bucket_sizes"] if hasattr(model, "reducer") else ""
+    return {"gradients": [each for each in gradients if each], "graphs": graphs, "buckets": buckets}
+
+
+def results_of(name: str, checkpoint: Path, world: World, folder: Path) -> list[dict[str, Any]]:
+    """What the case does without a compiler, and with it."""
+    with patch.object(torch, "compile", trace) if name in TRACED or not world.is_main else nullcontext():
+        backends = ("no", "aot_eager")
+        return [train(checkpoint, world, folder, CASES[name] | {"dynamo_backend": each}) for each in backends]
+
+
+def main(place: World, checkpoint: Path, folder: Path) -> None:
+    """One of several processes; its results are a file in the folder."""
+    settle_meeting(place, os.environ)  # for accelerate
+    results = {}
+    with connect(place, f"file://{folder}/meeting", limit=PATIENCE) as world:
+        for name in CASES:
+            results[name] = results_of(name, checkpoint, world, folder)
+    torch.save(results, folder / f"results-{place.rank}.pt")

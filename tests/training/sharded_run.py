@@ -1,0 +1,229 @@
+"""Short runs whose processes share the weights, or which one process does alone."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import Tensor, nn
+
+from simpletuner.annexes.processes.joining import connect, settle_meeting
+from simpletuner.config.schema import CheckpointConfig
+from simpletuner.config.techniques import Route
+from simpletuner.diffusion.batch import Batch
+from simpletuner.distributed.world import World
+from simpletuner.planning.checkpoint_folder import Identity, open_checkpoint
+from simpletuner.reporting.events import EventStream
+from simpletuner.techniques.base import Technique
+from simpletuner.techniques.tread import Tread
+from simpletuner.training import assemble as assembling
+from simpletuner.training import optimizers, sharding
+from simpletuner.training.assemble import assemble, make_accelerator
+from simpletuner.training.checkpoints import CheckpointWriter, load_checkpoint
+from simpletuner.training.ema import Ema
+from simpletuner.training.state import TrainingSpec, TrainState
+from simpletuner.training.step import optimizer_step, predict_now
+from simpletuner.validation.runner import quiet
+from tests.fidelity.family import CPU, make_adapter, make_config
+from tests.training.assembly import fixed_noise
+from tests.training.test_frozen import files_behind
+
+TARGETS = ["to_query", "to_key", "to_value"]
+LEG = 2  # steps of a case, and of each process of a relay
+BATCH_FILE = "batch.pt"
+
+
+@dataclass(frozen=True)
+class Case:
+    """Settings of a run.
+
+    Attributes:
+        fused: whether its optimizer is, as on a GPU.
+        adapter: of the checkpoint's family.
+        batch: file of its batch.
+    """
+
+    settings: Mapping[str, Any]
+    techniques: Callable[[], list[Technique]] = list
+    fused: bool = False
+    adapter: Callable[[Path], Any] = make_adapter
+    batch: str = BATCH_FILE
+
+
+CLIPPED = {"grad_clip_method": "norm", "max_grad_norm": 0.05, "gradient_accumulation_steps": 2}
+CASES = {
+    "full": Case({"model_type": "full", "max_grad_norm": 0.01}, fused=True),
+    "full-accumulated": Case(
+        {"model_type": "full", "gradient_checkpointing": True, "fsdp_reshard_after_forward": False, **CLIPPED}
+    ),
+    "full-bf16": Case({"model_type": "full", "mixed_precision": "bf16", "gradient_checkpointing": True}),
+    "lora": Case({"gradient_checkpointing": True, **CLIPPED}),
+    "lora-tread": Case({}, lambda: [Tread([Route(0.5, 1, 1)])]),
+}
+RELAYED = ("full", "lora")  # several processes begin the relay with the case itself
+EXACT = "full-bf16"
+SAVED = ("full", "full-bf16", "lora")  # the others have the same files before their first step
+
+
+@dataclass
+class Batches:
+    """Hands out this process's part of the same batch again and again, like a loader."""
+
+    batch: Batch
+    index: int = 0
+    epoch = 1
+    epochs_done = 0
+
+    def __next__(self) -> Batch:
+        self.index += 1
+        return self.batch
+
+    def state_dict(self) -> dict[str, int]:
+        return {"position": self.index}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.index = state["position"]
+
+
+@dataclass
+class Run:
+    """A run of one case in this process."""
+
+    checkpoint: Path
+    case: Case
+    world: World
+    folder: Path
+    losses: list[float] = field(default_factory=list)
+    places: set[str] = field(default_factory=set)
+    metrics: list[dict[str, float]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        settings = {"mixed_precision": "no", "use_ema": True, "lora_rank": 4, "fsdp_enable": True, **self.case.settings}
+        config = make_config(self.checkpoint, **settings)
+        spec = TrainingSpec(lora_targets=TARGETS, seed=3, total_steps=20, learning_rate=1e-3)
+        adapter = self.case.adapter(self.checkpoint)
+        kernel = (lambda *size, **where: "fused") if self.case.fused else optimizers.update_kernel
+        with patch.object(assembling, "shard", self.shard), patch.object(optimizers, "update_kernel", kernel):
+            self.assembly: Any = assemble(config, spec, adapter, self.case.techniques(), make_accelerator(), self.world)
+        self.assembly.trained.ema = self.ema = Ema(self.assembly.parameters, config.ema, CPU)
+        # Encoding takes longer than everything else.
+        batch = torch.load(self.folder / self.case.batch, weights_only=False)
+        self.shared = config.launch.sequence_parallel_size
+        place = self.world.of_groups(self.shared)
+        mine = slice(*(len(batch.names) * rank // place.size for rank in (place.rank, place.rank + 1)))
+        self.loader: Any = Batches(Batch(batch.latents[mine], batch.embeds[mine], batch.names[mine]))
+        self.state = TrainState()
+
+    def shard(self, transformer: nn.Module, blocks: Sequence[nn.Module], *settings: Any, **more: Any) -> None:
+        """Note what memory the weights of the blocks are in before they are split."""
+        weights = ((name, each) for block in blocks for name, each in block.named_parameters())
+        self.places = set(map(str, files_behind([each.data_ptr() for name, each in weights if "lora_" not in name])))
+        sharding.shard(transformer, blocks, *settings, **more)
+
+    def train(self, steps: int) -> None:
+        self.assembly.transformer.train()
+        assert bool(self.assembly.optimizer.param_groups[0].get("fused")) == self.case.fused, "also when it was resumed"
+        for _ in range(steps):
+            report = optimizer_step(self.assembly, self.loader, self.state.global_step)
+            self.state.global_step = report.step
+            self.ema.update(report.step)
+            self.metrics.append(report.metrics)
+            self.losses.append(report.metrics["train_loss"])
+
+    def predictions(self) -> list[Tensor]:
+        """What the trained weights, their average, and the trained weights again predict for the whole batch."""
+        found = []
+        with quiet(self.assembly):
+            for average in (False, True, False):
+                with self.ema.applied() if average else quiet(self.assembly):
+                    mine = predict_now(self.assembly, self.assembly.adapter.prepare(fixed_noise(self.loader.batch)))
+                found.append(torch.cat(self.world.gather(mine)[:: self.shared]))
+        return found
+
+    def norms(self) -> list[float]:
+        """The sizes of the gradients, step by step."""
+        return [metrics[size] for metrics in self.metrics for size in metrics if size.startswith("grad_")]
+
+    def weights(self) -> dict[str, Tensor]:
+        return {name: sharding.gathered(each) for name, each in self.assembly.parameters.items()}
+
+    def save(self, folder: Path, *, in_shards: bool, meanwhile: int = 0) -> None:
+        """Save, and train some steps before the checkpoint is complete."""
+        complete: Callable[[], None] | None = None
+        if self.assembly.writes:
+            identity = Identity("kandinsky5-image", "t2i-lite-sft", "full", 4, 3, "x", {})
+            writer = CheckpointWriter(
+                folder, CheckpointConfig(), self.loader, identity, {}, EventStream(print), lambda state: {},
+                in_shards=in_shards,
+            )  # fmt: skip
+            complete = writer.write(folder, self.assembly, self.state)
+        self.train(meanwhile)
+        if complete is not None:
+            complete()
+        self.world.barrier()
+
+    def load(self, folder: Path) -> None:
+        checkpoint = open_checkpoint(folder)
+        assert checkpoint is not None
+        self.state = load_checkpoint(checkpoint, self.assembly, self.loader, same_data=True)
+
+
+def run_case(name: str, checkpoint: Path, world: World, folder: Path) -> dict[str, Any]:
+    """Train a case, and save some before the first step; returns what it did."""
+    run = Run(checkpoint, CASES[name], world, folder)
+    held = sum(sharding.local(each).numel() for each in run.assembly.trained.transformer.parameters())
+    if name in SAVED:
+        run.save(folder / f"{name}-start-{world.size}" / "checkpoint-0", in_shards=True)
+    exact = True
+    if name == EXACT and world.size > 1:
+        run.train(1)
+        run.save(folder / f"{name}-half" / "checkpoint-1", in_shards=True, meanwhile=1)
+        exact = ends_the_same(run, folder / f"{name}-half" / "checkpoint-1")
+    else:
+        run.train(LEG)
+    if name in RELAYED and world.size > 1:
+        run.save(folder / name / "checkpoint-0", in_shards=True)
+    return {
+        "losses": run.losses,
+        "norms": run.norms(),
+        "exact": exact,
+        "predictions": run.predictions(),
+        "held": held,
+        "places": [*run.places],
+    }
+
+
+def relay(name: str, checkpoint: Path, world: World, folder: Path, leg: int) -> list[float]:
+    """Continue from the checkpoint of the leg before, and leave one."""
+    run = Run(checkpoint, CASES[name], world, folder)
+    run.load(folder / name / f"checkpoint-{leg - 1}")
+    run.train(LEG)
+    run.save(folder / name / f"checkpoint-{leg}", in_shards=leg != 2)
+    return run.losses
+
+
+def ends_the_same(first: Run, checkpoint: Path) -> bool:
+    """Whether a run that went on after a checkpoint and one that continues from it end with the same bits."""
+    second = Run(first.checkpoint, first.case, first.world, first.folder)
+    second.load(checkpoint)
+    second.train(len(first.losses) - second.state.global_step)
+    ends = zip(first.assembly.parameters.values(), second.assembly.parameters.values(), strict=True)
+    mine = all(torch.equal(sharding.local(one), sharding.local(other)) for one, other in ends)
+    return all(first.world.gather(mine)) and first.losses[-len(second.losses) :] == second.losses
+
+
+def main(place: World, checkpoint: Path, folder: Path, leg: int, cases: Sequence[str]) -> None:
+    """One of several processes: train cases and a leg of the relay; its results are a file in the folder."""
+    settle_meeting(place, os.environ)  # for accelerate
+    results: dict[str, Any] = {}
+    with connect(place, f"file://{folder}/meeting-{leg}") as world:
+        for name in cases:
+            results[name] = run_case(name, checkpoint, world, folder)
+        for name in RELAYED:
+            results[f"{name}-relay"] = relay(name, checkpoint, world, folder, leg) if leg else results[name]["losses"]
+    torch.save(results, folder / f"results-{leg}-{place.rank}.pt")

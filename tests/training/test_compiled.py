@@ -1,0 +1,39 @@
+"""Processes that train together compile what one process compiles, once, and their gradients stay the same."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.processes import run_together
+from tests.training.assembly import make_batch
+from tests.training.compiled_run import CASES, main
+from tests.training.sharded_run import BATCH_FILE
+
+pytestmark = [pytest.mark.slow(15), pytest.mark.costly_setup]
+
+PIECES = 3  # of Kandinsky's blocks
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory, t2i_checkpoint: Path) -> dict[str, Any]:
+    folder = tmp_path_factory.mktemp("compiled")
+    torch.save(make_batch(t2i_checkpoint, ["a star", "two blue circles"]), folder / BATCH_FILE)
+    run_together(2, main, t2i_checkpoint, folder)
+    found: dict[str, Any] = torch.load(folder / "results-0.pt", weights_only=True)
+    return found
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_gradients_are_those_of_a_run_that_compiles_nothing(results: dict[str, Any], name: str) -> None:
+    plain, compiled = results[name]
+    assert plain["graphs"] == [0, 0, 0]
+    assert compiled["graphs"] == [PIECES] * 3, "DDP splits no graph, and no step compiles anew"
+    assert (len(compiled["buckets"].split(",")) > 1) == (name == "ddp")
+    for one, other in zip(plain["gradients"], compiled["gradients"], strict=True):
+        assert len(one) > 20
+        for gradient, expected in zip(one, other, strict=True):
+            assert (gradient - expected).norm() <= 1e-5 * expected.norm()

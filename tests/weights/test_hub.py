@@ -1,0 +1,277 @@
+"""What is downloaded of a repository on the hub: one format and one variant of each part, and nothing twice."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import ClassVar
+
+import pytest
+import torch
+from diffusers import Kandinsky5Transformer3DModel
+from safetensors.torch import load_file
+from transformers import CLIPConfig, CLIPModel, CLIPTextConfig, CLIPTextModel
+
+from simpletuner.config.load import Layer, resolve
+from simpletuner.errors import UserError, result_of
+from simpletuner.models.kandinsky5.spec import KANDINSKY5_IMAGE, KANDINSKY5_VIDEO
+from simpletuner.models.loading import load_whole
+from simpletuner.models.registry import FAMILIES
+from simpletuner.models.source import ModelSource
+from simpletuner.models.spec import FamilySpec
+from simpletuner.planning.checks import check_weights
+from simpletuner.weights.hub import ask_hub, best_selection
+from simpletuner.weights.part import Part
+from tests.hub import FakeHub, Repository, used_hub
+from tests.tiny import make_checkpoint
+
+BASE = "kandinskylab/Kandinsky-5.0-T2V-Pro-sft-5s-Diffusers"
+ORIGINAL = "kandinskylab/Kandinsky-5.0-T2V-Pro-sft-10s"
+FLAVOUR = "t2v-pro-sft-10s-hd"
+
+
+@pytest.fixture
+def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[FakeHub]:
+    """A hub whose downloads go to a cache of this test."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+    with used_hub(monkeypatch) as hub:
+        template = hub.address + "/{repo_id}/resolve/{revision}/{filename}"
+        monkeypatch.setattr("huggingface_hub.constants.HUGGINGFACE_CO_URL_TEMPLATE", template)
+        ask_hub.cache_clear()
+        monkeypatch.setattr("simpletuner.weights.hub.ask_hub", ask_hub)
+        yield hub
+        ask_hub.cache_clear()
+
+
+def publish(hub: FakeHub, name: str, folder: Path, prefix: str = "") -> Repository:
+    """Put the files of a folder into a repository of the hub."""
+    repository = hub.repositories.setdefault(name, Repository(private=False, commits=[{}]))
+    for path in sorted(folder.rglob("*")):
+        if path.is_file():
+            repository.files[f"{prefix}{path.relative_to(folder).as_posix()}"] = path.read_bytes()
+    return repository
+
+
+def downloaded(hub: FakeHub) -> set[str]:
+    return {request.removeprefix("FILE ") for request in hub.requests if request.startswith("FILE ")}
+
+
+def source_of(spec: FamilySpec = KANDINSKY5_IMAGE, **keys: str) -> ModelSource:
+    values = {"model_type": "lora", "model_family": spec.name, **keys}
+    config = result_of(resolve([Layer("test", list(values.items()))]))
+    return ModelSource.from_config(spec, spec.flavour(keys.get("model_flavour")), config)
+
+
+COPIES = (
+    "model.fp16.safetensors",
+    "model.bf16-00001-of-00002.safetensors",
+    "pytorch_model.bin",
+    "pytorch_model.fp16.bin",
+    "tf_model.h5",
+    "flax_model.msgpack",
+    "openvino_model.onnx",
+)
+
+
+@pytest.mark.parametrize(
+    ("variant", "files", "weights"),
+    [
+        (None, ["model.safetensors", *COPIES], ["model.safetensors"]),
+        (
+            None,
+            ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors", *COPIES],
+            ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"],
+        ),
+        ("fp16", ["model.safetensors", *COPIES], ["model.fp16.safetensors"]),
+        ("bf16", ["model.safetensors", *COPIES], ["model.bf16-00001-of-00002.safetensors"]),
+        (None, ["pytorch_model.bin", "pytorch_model.fp16.bin", "tf_model.h5"], ["pytorch_model.bin"]),
+    ],
+)
+def test_one_format_and_one_variant_of_a_part_is_selected(
+    variant: str | None, files: list[str], weights: list[str]
+) -> None:
+    settings = ["config.json", "model.safetensors.index.json", "vocab.json", "merges.txt", "chat_template.jinja"]
+    listed = [f"text_encoder/{name}" for name in [*settings, *files]]
+    listed += ["vae/config.json", "vae/model.safetensors", "README.md"]
+    selected = best_selection(listed, "text_encoder", variant).pick(listed)
+    assert set(selected) == {f"text_encoder/{name}" for name in [*settings, *weights]}
+
+
+def test_a_download_leaves_out_the_other_copies_of_the_weights(
+    hub: FakeHub, t2i_checkpoint: Path, tmp_path: Path
+) -> None:
+    location = "someone/tiny"
+    repository = publish(hub, location, t2i_checkpoint)
+    name = "text_encoder_2/model.safetensors"
+    for copy in COPIES:
+        repository.files[f"text_encoder_2/{copy}"] = repository.files[name] + b"copy"
+    source = source_of(pretrained_model_name_or_path=location)
+
+    planned = {role: part.download_size() for role, part in source.parts.items()}
+    folder = source["text_encoder_2"].fetch()
+
+    assert not downloaded(hub) & {f"text_encoder_2/{copy}" for copy in COPIES}
+    assert sorted(path.name for path in folder.glob("*.safetensors")) == [Path(name).name]
+    assert source["text_encoder_2"].local_folder() == folder
+    assert source["text_encoder_2"].download_size() == 0
+    size = sum(path.stat().st_size for path in folder.iterdir())
+    assert planned["text_encoder_2"] == size
+
+
+def test_pickled_weights_are_fetched_where_there_are_no_others(hub: FakeHub, t2i_checkpoint: Path) -> None:
+    repository = publish(hub, "someone/old", t2i_checkpoint)
+    name = "text_encoder_2/model.safetensors"
+    del repository.files[name]
+    weights = load_file(t2i_checkpoint / name)
+    pickled = t2i_checkpoint.parent / "old.bin"
+    torch.save(weights, pickled)
+    repository.files["text_encoder_2/pytorch_model.bin"] = pickled.read_bytes()
+
+    part = source_of(pretrained_model_name_or_path="someone/old")["text_encoder_2"]
+
+    assert (part.fetch() / "pytorch_model.bin").is_file()
+    assert part.weight_shapes() == {key: tuple(value.shape) for key, value in weights.items()}
+
+
+def test_a_repository_that_is_not_there_is_known_before_a_download(hub: FakeHub) -> None:
+    misspelt = source_of(pretrained_model_name_or_path="kandinskylab/Kandinsky-5.0-T2I-Lite-sft-Difusers")["vae"]
+    message = misspelt.absence() or ""
+    assert message.startswith("is not on the hub, or not public. Did you mean 'kandinskylab/Kandinsky-5.0-T2I-Lite-sft")
+    assert "login" not in message
+    with pytest.raises(UserError, match="is not on the hub, or not public"):
+        misspelt.fetch()
+    assert "`hf auth login`" in (source_of()["vae"].absence() or "")
+
+
+def test_every_id_of_a_flavour_stands_in_a_table_with_its_evidence() -> None:
+    from simpletuner.config.values import read_toml
+
+    table = read_toml("simpletuner.models.kandinsky5", "flavours.toml")
+    named = [flavour for spec in FAMILIES.values() for flavour in spec.flavours if spec.name.startswith("kandinsky5")]
+    assert [flavour.name for flavour in named] == list(table)
+    assert all(row["evidence"] for row in table.values())
+    assert {name for name, row in table.items() if "original" in row} == {
+        "t2v-pro-sft-10s-hd",
+        "t2v-pro-pretrain-5s-hd",
+        "t2v-pro-pretrain-10s-hd",
+    }
+
+
+class TestOriginalForm:
+    """A transformer whose repository has no diffusers form."""
+
+    @pytest.fixture
+    def checkpoint(self, tmp_path: Path) -> Path:
+        return make_checkpoint(tmp_path / "t2v", "t2v")
+
+    @pytest.fixture
+    def weights(self, hub: FakeHub, checkpoint: Path) -> Path:
+        """Publishes the related checkpoint, and the transformer in its original form; returns its weights."""
+        (file,) = (checkpoint / "transformer").glob("*.safetensors")
+        publish(hub, BASE, checkpoint)
+        original = hub.repositories.setdefault(ORIGINAL, Repository(private=False, commits=[{}]))
+        original.files["model/kandinsky5pro_t2v_sft_10s.safetensors"] = file.read_bytes()
+        return file
+
+    def test_it_loads_with_the_values_of_the_publisher(self, hub: FakeHub, weights: Path) -> None:
+        source = source_of(KANDINSKY5_VIDEO, model_flavour=FLAVOUR)
+        part = source["transformer"]
+        assert part.local_folder() is None
+        assert part.absence() is None
+        assert part.download_size() == weights.stat().st_size
+
+        folder = part.fetch()
+        model = Kandinsky5Transformer3DModel.from_pretrained(folder)
+
+        stored = load_file(weights)
+        assert all(torch.equal(tensor, stored[name]) for name, tensor in model.state_dict().items())
+        assert (model.config.attention_P, model.config.attention_wT) == (0.7, 11)
+        assert part.read_config() == json.loads((folder / "config.json").read_text())
+        assert f"transformer/{weights.name}" not in downloaded(hub), "the related transformer is not needed"
+        assert part.fetch() == folder
+        assert part.download_size() == 0
+        assert source["vae"].location == BASE
+
+    def test_the_diffusers_form_is_used_where_the_hub_has_it(
+        self, hub: FakeHub, weights: Path, checkpoint: Path
+    ) -> None:
+        publish(hub, f"{ORIGINAL}-Diffusers", checkpoint)
+        part = source_of(KANDINSKY5_VIDEO, model_flavour=FLAVOUR)["transformer"]
+        folder = part.fetch()
+        assert f"{Path(ORIGINAL).name}-Diffusers" in str(folder)
+        assert (folder / weights.name).is_file()
+
+    def test_the_id_of_the_missing_diffusers_form_stands_for_the_flavour(self) -> None:
+        by_flavour = source_of(KANDINSKY5_VIDEO, model_flavour=FLAVOUR)
+        by_id = source_of(
+            KANDINSKY5_VIDEO, model_flavour=FLAVOUR, pretrained_model_name_or_path=f"{ORIGINAL}-Diffusers"
+        )
+        assert by_id == by_flavour
+
+    def test_a_folder_of_the_user_is_used_as_it_is(self, checkpoint: Path) -> None:
+        source = source_of(KANDINSKY5_VIDEO, model_flavour=FLAVOUR, pretrained_model_name_or_path=str(checkpoint))
+        assert source["transformer"].fetch() == checkpoint / "transformer"
+
+    def test_a_copied_cache_is_enough_without_a_connection(
+        self, hub: FakeHub, weights: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        part = source_of(KANDINSKY5_VIDEO, model_flavour=FLAVOUR)["transformer"]
+        shutil.rmtree(part.fetch())
+        monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+        assert part.absence() is None
+        assert Kandinsky5Transformer3DModel.load_config(part.fetch())["attention_P"] == 0.7
+
+    @pytest.mark.parametrize("is_absolute", [False, True], ids=["relative link", "absolute link"])
+    def test_a_cache_that_was_moved_after_the_download_is_still_complete(
+        self, hub: FakeHub, weights: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_absolute: bool
+    ) -> None:
+        part = source_of(KANDINSKY5_VIDEO, model_flavour=FLAVOUR)["transformer"]
+        link = part.fetch() / weights.name
+        assert not link.readlink().is_absolute()
+        if is_absolute:  # as earlier versions made it
+            blob = link.resolve()
+            link.unlink()
+            link.symlink_to(blob)
+        moved = (tmp_path / "hub").rename(tmp_path / "moved")
+        monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(moved))
+        monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+
+        folder = part.fetch()
+
+        assert folder.is_relative_to(moved)
+        assert (folder / weights.name).read_bytes() == weights.read_bytes()
+
+
+class TestWholeModels:
+    """transformers loads a text encoder from a whole CLIP, and so does the plan."""
+
+    TEXT: ClassVar = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+    VISION: ClassVar = {**TEXT, "num_hidden_layers": 3, "image_size": 28, "patch_size": 14}
+
+    @pytest.mark.parametrize("kind", KANDINSKY5_IMAGE.components["text_encoder_2"].kinds)
+    def test_every_accepted_kind_loads_with_equal_weights(self, tmp_path: Path, kind: str) -> None:
+        if kind == "clip":
+            whole = CLIPModel(CLIPConfig(text_config=self.TEXT, vision_config=self.VISION, projection_dim=16))
+            expected = whole.text_model.state_dict()
+        else:
+            whole = CLIPTextModel(CLIPTextConfig(**self.TEXT))
+            expected = whole.state_dict()
+        whole.save_pretrained(tmp_path / "text_encoder_2")
+        part = Part("text_encoder_2", "pretrained_model_name_or_path", str(tmp_path), "text_encoder_2", None, None)
+
+        loaded = load_whole(CLIPTextModel, part)
+
+        assert part.read_config()["model_type"] == kind
+        assert all(torch.equal(tensor, expected[name]) for name, tensor in loaded.state_dict().items())
+
+    def test_a_checkpoint_with_a_whole_clip_passes_its_checks(self, t2i_checkpoint: Path, tmp_path: Path) -> None:
+        folder = tmp_path / "model"
+        shutil.copytree(t2i_checkpoint, folder)
+        text = json.loads((folder / "text_encoder_2" / "config.json").read_text())
+        shutil.rmtree(folder / "text_encoder_2")
+        sizes = {key: text[key] for key in (*self.TEXT, "vocab_size", "max_position_embeddings")}
+        CLIPModel(CLIPConfig(text_config=sizes, vision_config=self.VISION)).save_pretrained(folder / "text_encoder_2")
+        source = source_of(pretrained_model_name_or_path=str(folder))
+        assert list(check_weights(KANDINSKY5_IMAGE, KANDINSKY5_IMAGE.flavours[0], source)) == []
