@@ -20,7 +20,6 @@ from simpletuner.errors import NoEffect, Problem, did_you_mean, warning
 
 PRODIGY = Package("prodigyopt", "prodigyopt>=1.1,<2")
 SCHEDULE_FREE = Package("schedulefree", "schedulefree>=1.4,<2")
-PYTORCH_OPTIMIZER = Package("pytorch_optimizer", "pytorch-optimizer>=3.5,<5")
 # The type of the default determines how the user's text is parsed.
 OptimizerValue = bool | int | float
 # loop: weight by weight; foreach: one operation at a time on all weights; fused: all weights in one kernel; triton: one
@@ -90,7 +89,6 @@ RANGER: Settings = OPTIMI | {"decouple_wd": True, "k": 6, "alpha": 0.5}
 ADAN: Settings = OPTIMI | {"beta1": 0.98, "beta2": 0.92, "beta3": 0.99}
 # r weights late steps in the average, weight_lr_power steps with a high rate.
 AVERAGED: Settings = ADAMW | {"r": 0.0, "weight_lr_power": 2.0}
-SOAP: Settings = {"beta1": 0.95, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.01, "precondition_frequency": 10}
 MUON: Settings = {"momentum": 0.95, "nesterov": True, "ns_steps": 5, **ADAMW}
 ESTIMATING: Settings = {"d0": 1e-6, "d_coef": 1.0, "use_bias_correction": False, "safeguard_warmup": False}
 
@@ -151,7 +149,6 @@ OPTIMIZERS: Mapping[OptimizerName, OptimizerSpec] = {
     "adamw_schedulefree+aggressive": _schedule_free(AVERAGED | {"weight_decay": 1e-3, "eps": 1e-6}),
     # Always trains float32 weights, where Kahan summation has no effect.
     "adamw_schedulefree+no_kahan": _schedule_free(AVERAGED),
-    "soap": _whole_weights("pytorch_optimizer:SOAP", SOAP, is_adam=True, package=PYTORCH_OPTIMIZER, moments=4),
     # Newton-Schulz orthogonalises whole matrices; vectors and convolutions are updated by AdamW.
     "muon": OptimizerSpec(f"{DECAYING}:MuonWithAdamW", MUON, is_adam=True, element_wise=False),
     # Besides Adam's moments, Prodigy keeps the initial weights and a weighted sum of gradients.

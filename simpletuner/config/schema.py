@@ -65,7 +65,7 @@ OptimizerName = Literal[
     "optimi-adam", "optimi-sgd",
     "ao-adamw8bit", "ao-adamw4bit",
     "adamw_schedulefree", "adamw_schedulefree+aggressive", "adamw_schedulefree+no_kahan",
-    "soap", "muon", "prodigy",
+    "muon", "prodigy",
     "bnb-adamw8bit", "bnb-adamw", "bnb-lion8bit", "bnb-lion", "bnb-adagrad8bit", "bnb-sgd8bit",
 ]  # fmt: skip
 

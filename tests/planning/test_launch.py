@@ -22,7 +22,7 @@ EXCLUDED: list[tuple[dict[str, Any], str]] = [
     ({"lora_type": "lokr"}, "lora_type lokr"),
     *(
         ({"optimizer": name, "model_type": "full"}, f"optimizer '{name}'")
-        for name in ("prodigy", "muon", "soap", "optimi-stableadamw", "ao-adamw8bit", "bnb-adamw8bit", "bnb-adamw")
+        for name in ("prodigy", "muon", "optimi-stableadamw", "ao-adamw8bit", "bnb-adamw8bit", "bnb-adamw")
     ),
     ({"model_type": "full", "mixed_precision": "fp16", "optimizer": "adamw"}, "mixed_precision fp16"),
     ({"use_dora": True, "lora_format": "comfyui"}, "lora_format comfyui"),

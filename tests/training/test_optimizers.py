@@ -144,7 +144,7 @@ STARTING = {"weight_decay": 0.1, "momentum": 0.9, "d0": 1e-2}
 CHANGED: dict[str, object] = {
     "beta1": 0.5, "beta2": 0.7, "beta3": 0.7, "eps": 0.1, "weight_decay": 0.5, "momentum": 0.5, "dampening": 0.5,
     "alpha": 0.2, "k": 3, "ns_steps": 2, "r": 2.0, "weight_lr_power": 0.0, "d0": 1e-3, "d_coef": 3.0,
-    "momentum_decay": 0.1, "lr_decay": 0.5, "initial_accumulator_value": 1.0, "precondition_frequency": 2,
+    "momentum_decay": 0.1, "lr_decay": 0.5, "initial_accumulator_value": 1.0,
 }  # fmt: skip
 SETTINGS = [(name, setting) for name in RUNNABLE for setting in OPTIMIZERS[name].settings]
 
