@@ -88,8 +88,7 @@ def configure(
 def publish(context: typer.Context, output_dir: Annotated[Path, typer.Argument(help="A run's folder.")]) -> None:
     """Upload the result of a run for the first time or again, or finish a failed upload. Nothing is trained.
 
-    The run's settings name the destinations; the default is the hub. Settings of the section Publishing override them:
-    publish OUTPUT_DIR --hub_model_id=me/my-lora.
+    Settings of the section Publishing override those of the run: publish OUTPUT_DIR --hub_model_id=me/my-lora.
     """
     from simpletuner.annexes.publishing.again import publish_again
 

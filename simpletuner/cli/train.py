@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -26,7 +26,7 @@ from simpletuner.distributed.world import World, launched
 from simpletuner.errors import ConfigError, Interrupted, Problem, UserError, counted, result_of
 
 if TYPE_CHECKING:
-    from simpletuner.annexes.publishing.uploads import Destination
+    from simpletuner.annexes.publishing.uploads import Hub
     from simpletuner.budget.budget import Budget
     from simpletuner.cli.server import ServePage
     from simpletuner.config.sources import Arguments
@@ -217,7 +217,7 @@ def run_checked(budget: Budget, events: EventStream, world: World, *, yes: bool)
     """Announce the run, make the checks that the plan could not, and train."""
     from simpletuner.annexes.fitting.ready import check_gpu, on_cpu
     from simpletuner.annexes.fitting.show import start_lines
-    from simpletuner.annexes.publishing.uploads import prepared_destinations
+    from simpletuner.annexes.publishing.uploads import open_hub
     from simpletuner.models.registry import load_adapter
     from simpletuner.planning.entries import machine_folder
     from simpletuner.planning.length import length_key
@@ -236,13 +236,13 @@ def run_checked(budget: Budget, events: EventStream, world: World, *, yes: bool)
         return
     # Credentials without write access fail now instead of after hours of training.
     project, begun = plan.config.tracking.tracker_project_name, plan.resume.step if plan.resume else 0
-    prepare = partial(prepared_destinations, plan.config.publish, project, plan.output_dir, events)
-    places = (world.main_only(prepare) if ledger is None or "uploads" in ledger.tasks else None) or ()
+    prepare = partial(open_hub, plan.config.publish, project, events)
+    hub = world.main_only(prepare) if ledger is None or "uploads" in ledger.tasks else None
     if ledger:
         from simpletuner.run.train import finish_run
 
         events.say(f"Training is done, to step {ledger.step}. An earlier session has not finished: {ledger}.")
-        finish_run(plan, ledger, events, open_companions(plan, places, events, world))
+        finish_run(plan, ledger, events, open_companions(plan, hub, events, world))
         return
     events.publish(StateChanged("starting", begun, plan.length.total_steps, "\n".join(start_lines(budget))))
     keep_compiled(machine_folder(plan))
@@ -259,7 +259,7 @@ def run_checked(budget: Budget, events: EventStream, world: World, *, yes: bool)
         _warn(events, check_gpu(budget))
         with announced_end(plan, events, world):
             agreed(budget, yes=yes)
-    run_plan(budget, events, open_companions(plan, places, events, world), world)
+    run_plan(budget, events, open_companions(plan, hub, events, world), world)
 
 
 def keep_compiled(folder: Path) -> None:
@@ -283,19 +283,17 @@ def _warn(events: EventStream, warnings: Iterable[Problem]) -> None:
         events.say(str(warning), warning=True, urgent=warning.where == MISSING_GPU)
 
 
-def open_companions(
-    plan: Plan, destinations: Sequence[Destination], events: EventStream, world: World
-) -> list[Companion]:
+def open_companions(plan: Plan, hub: Hub | None, events: EventStream, world: World) -> list[Companion]:
     """The companions of a run in this process, in the order in which they are called."""
     from simpletuner.annexes.replay.autopsy import Autopsy
 
     autopsy = Autopsy()
     events.subscribe(autopsy)  # early, because it records the memory use of every phase
     # Reports, trackers and uploads belong to the main process; any process may fail and write an autopsy.
-    return [autopsy, *(world.main_only(lambda: _companions_of_run(plan, destinations, events)) or ())]
+    return [autopsy, *(world.main_only(lambda: _companions_of_run(plan, hub, events)) or ())]
 
 
-def _companions_of_run(plan: Plan, destinations: Sequence[Destination], events: EventStream) -> Iterator[Companion]:
+def _companions_of_run(plan: Plan, hub: Hub | None, events: EventStream) -> Iterator[Companion]:
     from simpletuner.annexes.outcome import Comparison
     from simpletuner.annexes.publishing.uploads import open_uploads
     from simpletuner.annexes.report.report import RunReport
@@ -307,4 +305,4 @@ def _companions_of_run(plan: Plan, destinations: Sequence[Destination], events: 
         yield Trackers(events)
     yield Comparison(events)
     yield RunReport(events)
-    yield open_uploads(plan, destinations, events)
+    yield open_uploads(plan, hub, events)

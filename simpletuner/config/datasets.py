@@ -20,7 +20,7 @@ from simpletuner.config.absent import instead_of
 from simpletuner.config.foreign_files import foreign_datasets
 from simpletuner.config.load import Layer, build_group, canonical
 from simpletuner.config.option import Group, Option, accepted, common, describe, option, options_of, when
-from simpletuner.config.remote import BucketKeys, CompositeImage, HubKeys, RowFilter, TableKeys, check_written
+from simpletuner.config.remote import CompositeImage, HubKeys, RowFilter, TableKeys
 from simpletuner.config.schema import LARGEST_SIZE, Alignment, CaptionStrategy, SharedKeys
 from simpletuner.config.sources import resolve_alias
 from simpletuner.config.values import Flag, Integer, Json, Number, PathText, Text, TextList
@@ -140,12 +140,12 @@ listed = partial(option, requires=(when("crop"), when(crop_aspect=("closest", "r
 
 
 # An unset (None) key takes the value of the same key in config.json, if there is one.
-class DatasetConfig(SharedKeys, HubKeys, BucketKeys, TableKeys):
+class DatasetConfig(SharedKeys, HubKeys, TableKeys):
     """Dataset"""
 
     id: Text = common(..., label="ID")
     """Unique name of the dataset."""
-    type: Literal["local", "huggingface", "aws", "csv"] = option("local")
+    type: Literal["local", "huggingface", "csv"] = option("local")
     """Where the files are."""
     dataset_type: DatasetType = common("image", label="Dataset Type")
     """What the entry holds."""
@@ -428,7 +428,7 @@ def _read_entry(entry: Any, file: str, index: int, placeholders: dict[str, str])
         return None
     name = entry.get("id") or entry.get("--id")
     where = f"{file}: {name}" if isinstance(name, str | int) and name else number
-    problems = Problems(check_written(entry))
+    problems = Problems()
     keys = problems.take(_canonical(_flat(entry), DatasetConfig))
     if str(keys.get("disabled")).strip().lower() in values.TRUE_WORDS:
         return DatasetConfig(id=where, disabled=True)  # drops the entry's problems

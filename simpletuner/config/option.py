@@ -390,7 +390,7 @@ class Package:
 
 def check_installed(package: Package, key: str, value: str) -> Iterator[Problem]:
     """Report a value whose package is not installed."""
-    # Looked up, not imported: every package but boto3 would import torch.
+    # Looked up, not imported: these packages would import torch.
     if importlib.util.find_spec(package.module) is None:
         name = re.split("[<>=]", package.requirement)[0]
         install = f"pip install {shlex.quote(package.requirement)}"

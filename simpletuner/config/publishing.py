@@ -1,4 +1,4 @@
-"""Keys for what leaves the machine: results (hub, model card, buckets, scripts), webhook events, and tracker curves.
+"""Keys for what leaves the machine: results (hub, model card, scripts), webhook events, and tracker curves.
 
 Without an API key wandb prompts for one, and an unattended run would wait forever. The login is therefore checked
 first, without importing wandb. Imports no torch.
@@ -18,73 +18,24 @@ from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 from urllib.parse import urlsplit
 
 from pydantic import BeforeValidator, ConfigDict, Field
 
-from simpletuner.config.option import JSON_OR_FILE, Group, Package, check_installed, common, option, when
+from simpletuner.config.option import JSON_OR_FILE, Group, common, option, when
 from simpletuner.config.values import FALSE_WORDS, TRUE_WORDS, Flag, Integer, Text, TextList, Texts, parse_objects
 from simpletuner.errors import Problem, did_you_mean, not_one_of, warning
-from simpletuner.redaction import HIDDEN, REFERENCE, hide_secrets
-from simpletuner.s3 import S3Login
+from simpletuner.redaction import REFERENCE
 
-BOTO3 = Package("boto3", "boto3>=1.36,<2")
-PUBLISHING_CONFIG = "publishing_config"
-PROVIDERS = {"s3-compatible": "s3", "b2": "backblaze_b2"}
-ELSEWHERE = ("azure_blob", "azure", "dropbox")
 PLACEHOLDERS = ("local_checkpoint_path", "remote_checkpoint_path", "global_step", "tracker_run_name")
 # The hub's rule: at most 96 characters, neither `--` nor `..` inside, neither - nor . at the ends.
 REPOSITORY = re.compile(r"(?!.*(?:--|\.\.))(?:[A-Za-z0-9][\w.-]*/)?[A-Za-z0-9](?:[\w.-]{0,94}\w)?", re.ASCII)
-# Aliases of keys.
-KEYS = {"aws_access_key_id": "access_key", "aws_secret_access_key": "secret_key", "request_headers": "headers"}
-
 WEBHOOK_CONFIG = "webhook_config"
 NO_VERIFY = "SIMPLETUNER_SSL_NO_VERIFY"
 Level = Literal["critical", "error", "warning", "info", "debug"]
 
 on_hub = partial(option, requires=when("push_to_hub"))
-uploaded = partial(option, requires=when("push_to_hub", PUBLISHING_CONFIG))
-
-
-def parse_stores(value: object) -> object:
-    """The list of stores, with canonical names of keys and providers."""
-    value = parse_objects(PUBLISHING_CONFIG, value)
-    # Before validation, since its messages quote the value.
-    hide_secrets({PUBLISHING_CONFIG: value})
-    return [_plain(each) for each in value] if isinstance(value, list) else value
-
-
-def _plain(store: Any) -> Any:
-    if not isinstance(store, dict):
-        return store
-    plain = {KEYS.get(key, key): each for key, each in store.items()}
-    # B2 offers the S3 protocol at an address per region.
-    provider, region = plain.get("provider"), plain.get("region")
-    if provider in ELSEWHERE:
-        raise ValueError(f"names {provider!r}, which is not built in; use post_upload_script, for example with rclone")
-    plain["provider"] = PROVIDERS.get(str(provider), provider)
-    if plain["provider"] == "backblaze_b2" and not plain.get("endpoint_url"):
-        if not region:
-            raise ValueError("lacks region (such as us-west-004) or endpoint_url, which backblaze_b2 needs")
-        plain["endpoint_url"] = f"https://s3.{region}.backblazeb2.com"
-    return plain
-
-
-@dataclass(frozen=True, kw_only=True)
-class BucketConfig(S3Login):
-    """A bucket that gets a copy of the output folder."""
-
-    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
-
-    provider: Literal["s3", "backblaze_b2"]
-    bucket: Annotated[Text, Field(min_length=1)]
-    base_path: Text = ""
-    public_base_url: Text | None = None
-    force_single_part: Flag = False
-
-
-NamedBucket = Annotated[BucketConfig, Field(title="store")]
 
 
 class PublishConfig(Group):
@@ -96,7 +47,7 @@ class PublishConfig(Group):
     """Repository on the hub: `owner/name`, its address, or a name below the logged-in account."""
     push_checkpoints_to_hub: Flag = on_hub(False)
     """Also upload every checkpoint; the newest is also copied to the root."""
-    push_to_hub_background: Flag = uploaded(False)
+    push_to_hub_background: Flag = on_hub(False)
     """Upload in the background instead of waiting."""
     model_card_private: Flag = on_hub(True, common=True)
     """Create the repository as private; an existing repository keeps its visibility."""
@@ -109,34 +60,16 @@ class PublishConfig(Group):
     modelspec_comment: Texts | None = option(None)
     """Text or list of texts written into the safetensors header; `{env:X}`, `{current_step}`, `{current_epoch}` and
     `{timestamp}` expand."""
-    publishing_config: Annotated[list[NamedBucket], BeforeValidator(parse_stores)] | None = option(
-        None, form=JSON_OR_FILE, label="Other Targets"
-    )
-    """S3 buckets that get a copy of the output folder at the end: an object with `provider` (s3, backblaze_b2),
-    `bucket` and more, a list of objects, or a file with either; see docs/PUBLISHING.md."""
     post_checkpoint_script: Text | None = option(None)
     """Program to run after each checkpoint, with its arguments; `{local_checkpoint_path}`, `{global_step}` and
     `{tracker_run_name}` expand."""
-    post_upload_script: Text | None = uploaded(None)
+    post_upload_script: Text | None = on_hub(None)
     """Program to run after each upload; also expands `{remote_checkpoint_path}`, the address of the upload."""
-
-    @property
-    def stores(self) -> list[BucketConfig]:
-        return self.publishing_config or []
 
     @property
     def trigger(self) -> str:
         """The trigger words as one text."""
         return ", ".join(self.model_card_trigger or [])
-
-
-def without_hidden(value: Any) -> Any:
-    """A recorded setting without its hidden secrets."""
-    if isinstance(value, list):
-        return [without_hidden(each) for each in value]
-    if isinstance(value, dict):
-        return {key: without_hidden(each) for key, each in value.items() if each != HIDDEN}
-    return value
 
 
 def repository_name(written: str) -> str:
@@ -155,20 +88,10 @@ def check_publishing(publish: PublishConfig, project: str) -> Iterator[Problem]:
     """
     if publish.push_to_hub:
         yield from _check_hub(publish.hub_model_id, project)
-    # One message about the missing package is enough.
-    for store in publish.stores[:1]:
-        yield from check_installed(BOTO3, "publishing_config", store.provider)
     # A checkpoint that is only saved has no remote address.
     saved = [name for name in PLACEHOLDERS if name != "remote_checkpoint_path"]
     yield from _check_script("post_checkpoint_script", publish.post_checkpoint_script, saved)
     yield from _check_script("post_upload_script", publish.post_upload_script, PLACEHOLDERS)
-
-
-def check_typed(publish: PublishConfig) -> Iterator[Problem]:
-    """Report credentials of stores that are in no file, where `simpletuner publish` could read them later."""
-    if any(store.secret_key or store.session_token or store.headers for store in publish.stores):
-        message = "its keys are not recorded: simpletuner publish finds keys only in a config file."
-        yield warning(PUBLISHING_CONFIG, message)
 
 
 def _check_hub(name: str | None, project: str) -> Iterator[Problem]:

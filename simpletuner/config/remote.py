@@ -1,4 +1,4 @@
-"""Keys of remote datasets: a table of addresses, objects in a bucket, rows of a hub dataset."""
+"""Keys of remote datasets: a table of addresses, rows of a hub dataset."""
 
 from __future__ import annotations
 
@@ -6,11 +6,8 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from simpletuner.config.option import Group, accepted, option
-from simpletuner.config.values import Flag, Integer, Number, PathText, Text, TextList, plain_key
-from simpletuner.errors import Problem, warning
-from simpletuner.redaction import REFERENCE
-
-SECRETS = ("aws_access_key_id", "aws_secret_access_key", "aws_session_token")
+from simpletuner.config.values import Flag, Integer, Number, PathText, Text, TextList
+from simpletuner.errors import Problem
 
 
 class TableKeys(Group):
@@ -24,27 +21,6 @@ class TableKeys(Group):
     """Column of captions."""
     csv_url_column: Text = option("url")
     """Column of http(s) addresses, or of paths relative to the table."""
-
-
-class BucketKeys(Group):
-    """type aws: objects in a bucket of S3 or of a compatible server."""
-
-    aws_bucket_name: Text | None = option(None)
-    """Name of the bucket."""
-    aws_endpoint_url: Text | None = option(None)
-    """Address of the server; unset: Amazon's."""
-    aws_region_name: Text | None = option(None)
-    """Region; not needed with an endpoint."""
-    aws_access_key_id: Text | None = option(None)
-    """Access key, best as {env:NAME}; unset: boto3 uses the AWS CLI's credentials."""
-    aws_secret_access_key: Text | None = option(None)
-    """Secret key, best as {env:NAME}."""
-    aws_session_token: Text | None = option(None)
-    """Session token of temporary keys, best as {env:NAME}."""
-    aws_data_prefix: Text | None = option(None)
-    """Only objects whose keys start with this prefix, like a folder."""
-    aws_max_pool_connections: Integer = option(128, ge=1)
-    """Maximum number of open connections."""
 
 
 class RowFilter(Group):
@@ -113,20 +89,11 @@ class HubKeys(Group):
     """Crops one picture out of several side by side."""
 
 
-SOURCES: Mapping[str, type[Group]] = {"csv": TableKeys, "aws": BucketKeys, "huggingface": HubKeys}
+SOURCES: Mapping[str, type[Group]] = {"csv": TableKeys, "huggingface": HubKeys}
 REQUIRED = {
     "csv": ("csv_file", "csv_cache_dir", "csv_caption_column"),
-    "aws": ("aws_bucket_name",),
     "huggingface": ("dataset_name",),
 }
-
-
-def check_written(entry: Mapping[str, Any]) -> Iterator[Problem]:
-    """Report secrets that are written in the file, before references expand."""
-    for key, value in entry.items():
-        # Once {env:NAME} is expanded, a secret and a reference look the same.
-        if plain_key(key) in SECRETS and value and not REFERENCE.search(str(value)):
-            yield warning(key, "is a secret in a file that people share; write {env:NAME} and set that variable.")
 
 
 def check_source(name: str, source: str, keys: Mapping[str, Any]) -> Iterator[Problem]:

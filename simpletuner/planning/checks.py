@@ -13,9 +13,8 @@ from typing import TYPE_CHECKING
 from simpletuner.config.datasets import DatasetConfig
 from simpletuner.config.optimizers import check_optimizer, learning_rate
 from simpletuner.config.precision import check_packages, check_products, text_encoder_dtype, transformer_dtype
-from simpletuner.config.publishing import check_publishing, check_trackers, check_typed, check_webhooks
+from simpletuner.config.publishing import check_publishing, check_trackers, check_webhooks
 from simpletuner.config.schema import DECAYING_SCHEDULERS, PLAIN_PRECISIONS, RunConfig, all_options, family_groups
-from simpletuner.config.sources import ARGUMENTS, COMMAND_LINE
 from simpletuner.config.speed import BLOCK_KEYS, check_speed
 from simpletuner.config.values import check_unset, home_path
 from simpletuner.data.buckets import Geometry
@@ -195,9 +194,6 @@ def check_rest(config: RunConfig) -> Iterator[Problem]:
     yield from check_speed(config.speed, config.precision, config.launch)
     yield from check_trackers(config.tracking)
     yield from check_publishing(config.publish, config.tracking.tracker_project_name)
-    # A file can be read again by `simpletuner publish`.
-    if config.origins.get("publishing_config") in (COMMAND_LINE, ARGUMENTS):
-        yield from check_typed(config.publish)
     if config.webhooks.hooks:
         yield from check_webhooks(config.webhooks)
     yield from check_unset([*config.publish, *config.webhooks], fatal=False)

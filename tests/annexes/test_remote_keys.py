@@ -11,7 +11,7 @@ import pytest
 from simpletuner.config.datasets import read_datasets
 from simpletuner.errors import Problem, Problems
 
-BUCKET = {"id": "s3", "type": "aws", "aws_bucket_name": "b"}
+HUB = {"id": "hub", "type": "huggingface", "dataset_name": "owner/set"}
 
 
 def read(folder: Path, entry: dict[str, Any]) -> tuple[Any, list[Problem]]:
@@ -30,16 +30,6 @@ def test_keys_of_the_hub_may_stand_inside_an_object(tmp_path: Path) -> None:
     assert config.filter_func.min_width == 64
 
 
-def test_a_secret_belongs_into_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("S3_SECRET", "open, sesame")
-    config, problems = read(tmp_path, {**BUCKET, "aws_secret_access_key": "{env:S3_SECRET}"})
-    assert (config.aws_secret_access_key, problems) == ("open, sesame", [])
-    _, (problem,) = read(tmp_path, {**BUCKET, "aws_secret_access_key": "open, sesame"})
-    assert not problem.fatal
-    assert problem.where.endswith("s3.aws_secret_access_key")
-    assert "write {env:NAME}" in problem.message
-
-
 @pytest.mark.parametrize(
     ("change", "words"),
     [
@@ -47,9 +37,9 @@ def test_a_secret_belongs_into_the_environment(tmp_path: Path, monkeypatch: pyte
         ({"dataset_type": "audio"}, "'audio' does not exist here: the models here have no sound"),
         ({"enable_nsfw_check": True}, "is not a key here: no file is judged by its content"),
         ({"vae_cache_ondemand": True}, "is a key of config.json"),
-        ({"aws_bucket": "b"}, "Did you mean 'aws_bucket_name'?"),
+        ({"datset_name": "b"}, "Did you mean 'dataset_name'?"),
     ],
 )
 def test_what_other_trainers_have_is_refused_by_name(tmp_path: Path, change: dict[str, Any], words: str) -> None:
-    _, problems = read(tmp_path, {**BUCKET, **change})
+    _, problems = read(tmp_path, {**HUB, **change})
     assert [words in problem.message for problem in problems if problem.fatal] == [True]

@@ -230,9 +230,9 @@ def _answers(real: Any, site: Site) -> Any:
         ({"csv_cache_dir": None}, "web.csv_cache_dir", "is required with type csv"),
         ({"caption_strategy": "textfile"}, "web.type", "caption_strategy csv, or instanceprompt with instance_prompt"),
         (
-            {"aws_bucket_name": "b"},
-            "web.aws_bucket_name",
-            "is for type aws, which needs aws_bucket_name, too; the type is csv. Leave it out.",
+            {"dataset_name": "b"},
+            "web.dataset_name",
+            "is for type huggingface, which needs dataset_name, too; the type is csv. Leave it out.",
         ),
         ({"instance_data_dir": "x"}, "web.instance_data_dir", "is for type local"),
         ({"dataset_type": "text_embeds"}, "web.type", "caches are local"),

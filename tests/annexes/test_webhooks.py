@@ -346,17 +346,16 @@ def test_an_unset_variable_ends_only_what_sends(
 ) -> None:
     target = {"webhook_type": "raw", "callback_url": "{env:NO_SUCH_HOOK}", "auth_token": "{env:NO_SUCH_HOOK}"}
     workspace.path("hooks.json").write_text(json.dumps(target))
-    store = {"provider": "s3", "bucket": "b", "secret_key": "{env:NO_SUCH_KEY}"}
-    workspace.write_config(webhook_config="hooks.json" if in_file else target, publishing_config=store)
+    workspace.write_config(webhook_config="hooks.json" if in_file else target, model_card_note="{env:NO_SUCH_KEY}")
     told = "needs the environment variable NO_SUCH_{}, which is not set"
     assert workspace.run("plan") == 0
     shown = capsys.readouterr().out
     assert f"webhook_config: {told.format('HOOK')}; training will need it" in shown
-    assert f"publishing_config: {told.format('KEY')}; training will need it" in shown
+    assert f"model_card_note: {told.format('KEY')}; training will need it" in shown
     assert workspace.run("train") == 2
     refused = capsys.readouterr().err
     assert f"error: webhook_config: {told.format('HOOK')}." in refused
-    assert f"error: publishing_config: {told.format('KEY')}." in refused
+    assert f"error: model_card_note: {told.format('KEY')}." in refused
     assert not workspace.path("output").exists()
 
 

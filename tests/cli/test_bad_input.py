@@ -332,10 +332,6 @@ def test_lora_targets_that_match_nothing(workspace: Workspace, capsys: Capture) 
             "'no-such-program' is not a program that",
         ),
         ('post_checkpoint_script="echo', "cannot be split into words: No closing quotation."),
-        (
-            "publishing_config=stores.json",
-            "publishing_config: 'stores.json' does not exist",
-        ),
         ("webhook_config=hooks.json", "webhook_config: 'hooks.json' does not exist"),
         ("model_type=fulll", "Did you mean 'full'?"),
     ],

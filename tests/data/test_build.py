@@ -632,5 +632,5 @@ def test_angle_brackets_are_text(context: DataContext, photos: Path) -> None:
 
 
 def test_without_their_annex_remote_datasets_are_refused(context: DataContext) -> None:
-    _, problems = build(context, {"type": "aws", "aws_bucket_name": "pictures"})
+    _, problems = build(context, {"type": "huggingface", "dataset_name": "owner/pictures"})
     assert "set0.type" in [problem.where for problem in fatal(problems)]

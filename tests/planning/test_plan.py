@@ -154,8 +154,8 @@ def test_secrets_are_not_shown(workspace: Workspace, capsys: Capture) -> None:
     shown = plan(workspace, capsys, f"webhook_config={json.dumps(hook)}")
     assert "hooks.example" in shown
     assert "SECRET123" not in shown
-    workspace.write_datasets([{**DATASETS[0], "aws_secret_access_key": "SECRET123"}, DATASETS[1]])
-    assert workspace.run("plan") == 2, "a key of another type of dataset"
+    workspace.write_datasets([{**DATASETS[0], "access_token": "SECRET123"}, DATASETS[1]])
+    assert workspace.run("plan") == 2, "an unknown key"
     assert "SECRET123" not in "".join(capsys.readouterr())
 
 

@@ -20,7 +20,6 @@ OPTIONS = all_options()
 REQUIRED = {"model_type": "lora", "model_family": "kandinsky5-image"}
 # Values that are on, of keys that are neither flags, choices nor numbers.
 ON = {
-    "publishing_config": {"provider": "s3", "bucket": "b"},
     "webhook_config": {"webhook_type": "raw", "callback_url": "https://example.org/x"},
     "peft_lora_target_modules": "all-linear",
     "post_upload_script": "true",

@@ -240,7 +240,7 @@ def test_uploads_in_the_background_hold_nothing_up_and_lose_nothing(tmp_path: Pa
         publish,
         tmp_path,
         "run",
-        [cast(Any, place)],
+        cast(Any, place),
         events,
         lambda plan, step, epoch: described.append(step),
         waits=(0.0,),

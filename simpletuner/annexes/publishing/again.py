@@ -9,13 +9,13 @@ from typing import Any
 from simpletuner.annexes.display.log import setup_logging
 from simpletuner.annexes.display.progress import shown_events
 from simpletuner.annexes.payloads import EVENTS_FILE, last_id
-from simpletuner.annexes.publishing.uploads import Uploads, prepared_destinations
+from simpletuner.annexes.publishing.uploads import Uploads, open_hub
 from simpletuner.config.load import build_group, canonical
-from simpletuner.config.publishing import PUBLISHING_CONFIG, PublishConfig, check_publishing, without_hidden
-from simpletuner.config.sources import Arguments, read_config_file
+from simpletuner.config.publishing import PublishConfig, check_publishing
+from simpletuner.config.sources import Arguments
 from simpletuner.config.values import absence_of, check_unset, read_json
 from simpletuner.distributed.requests import signals_as_interrupt
-from simpletuner.errors import Problem, Problems, Reading, SimpleTunerError, UserError, result_of, warning
+from simpletuner.errors import Problem, SimpleTunerError, UserError, result_of
 from simpletuner.planning.checkpoint_folder import find_checkpoints
 from simpletuner.planning.lock import lock_output
 
@@ -34,8 +34,8 @@ def publish_again(output_dir: Path, arguments: Arguments) -> None:
     with lock, signals_as_interrupt(), shown_events() as events:
         for problem in arguments.problems:
             events.say(str(problem), warning=True)
-        places = prepared_destinations(settings, recorded["tracker_project_name"], output_dir, events)
-        uploads = Uploads(settings, output_dir, recorded["tracker_run_name"], places, events)
+        hub = open_hub(settings, recorded["tracker_project_name"], events)
+        uploads = Uploads(settings, output_dir, recorded["tracker_run_name"], hub, events)
         uploads.repeat()
     if uploads.failed:
         raise SimpleTunerError("Not everything was uploaded; the same command tries again.")
@@ -56,29 +56,10 @@ def recorded_settings(output_dir: Path, arguments: Arguments) -> tuple[PublishCo
     given, keys = problems.take(canonical(arguments.layer())), PublishConfig.model_fields.keys()
     for key in sorted(given.keys() - keys):
         problems.append(Problem(key, "has no effect: only settings of the section Publishing are used here."))
-    # Secrets are not recorded; a store's credentials are read from the config file.
-    old = {key: without_hidden(recorded[key]) for key in keys & recorded.keys()}
-    if PUBLISHING_CONFIG not in given and old.get(PUBLISHING_CONFIG) != recorded.get(PUBLISHING_CONFIG):
-        origin = whole[-1].manifest.identity.origins.get(PUBLISHING_CONFIG, "")
-        old[PUBLISHING_CONFIG] = problems.take(_stores_with_keys(origin)) or old[PUBLISHING_CONFIG]
-    settings = problems.take(build_group(PublishConfig, {**old, **given}))
+    old = {key: recorded[key] for key in keys & recorded.keys()}
     # This command uploads whatever `push_to_hub` was in training.
-    if not settings.stores or "hub_model_id" in given:
-        settings = settings.model_copy(update={"push_to_hub": True})
+    settings = problems.take(build_group(PublishConfig, {**old, **given, "push_to_hub": True}))
     problems.extend(check_unset(settings, fatal=True))
     problems.extend(each for each in check_publishing(settings, recorded["tracker_project_name"]) if each.fatal)
     problems.raise_if_fatal()
     return settings, recorded
-
-
-def _stores_with_keys(origin: str) -> Reading[Any]:
-    """`publishing_config` from the config file of the run, the only place with its credentials."""
-    of_file = Problems()
-    values = of_file.take(canonical(of_file.take(read_config_file(Path(origin))))) if Path(origin).is_file() else {}
-    yield from (each for each in of_file if each.where == PUBLISHING_CONFIG)
-    stores = values.get(PUBLISHING_CONFIG)
-    if stores is None:
-        missing = f", and {origin!r} does not contain them" if origin else ""
-        lost = f"its keys are not recorded{missing}"
-        yield warning(PUBLISHING_CONFIG, f"{lost}; pass them again: --{PUBLISHING_CONFIG}=stores.json.")
-    return stores

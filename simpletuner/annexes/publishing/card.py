@@ -48,7 +48,7 @@ PATH = re.compile(r"""(?:^|[\s"'=(\[,])(?:~|[A-Za-z]:|\\)?[/\\][^\s/\\]+[/\\]"""
 SPECIAL = re.compile(r"([\\`*_{}\[\]<>#|])")
 PIPELINE_TAGS = {"t2i": "text-to-image", "i2i": "image-to-image", "t2v": "text-to-video", "i2v": "image-to-video"}
 # Settings of this machine.
-PRIVATE = ("webhook_config", "publishing_config", "post_checkpoint_script", "post_upload_script")
+PRIVATE = ("webhook_config", "post_checkpoint_script", "post_upload_script")
 # optimum-quanto's names for base model precisions.
 QUANTO_TYPES = {"int8": "qint8", "int4": "qint4", "int2": "qint2", "fp8": "qfloat8", "fp8uz": "qfloat8_e4m3fnuz"}
 DTYPE_NAMES = {"bf16": "bfloat16", "fp16": "float16", "no": "float32", "fp8": "bfloat16"}

@@ -16,9 +16,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from simpletuner.annexes.publishing.card import CARD_FOLDER, NOBODY, describe_run, move_card, read_notes
-from simpletuner.atomic import TEMPORARY_SUFFIX, UNFINISHED_FOLDER_SUFFIX, sweep_folders
-from simpletuner.config.publishing import PLACEHOLDERS, BucketConfig, PublishConfig, repository_name
-from simpletuner.distributed.requests import FOLDER as REQUESTS
+from simpletuner.atomic import sweep_folders
+from simpletuner.config.publishing import PLACEHOLDERS, PublishConfig, repository_name
 from simpletuner.errors import Interrupted, UserError, counted
 from simpletuner.planning.checkpoint_folder import (
     AVERAGE_FOLDER,
@@ -28,9 +27,8 @@ from simpletuner.planning.checkpoint_folder import (
     find_checkpoints,
     result_step,
 )
-from simpletuner.planning.lock import LOCK_FILE, STARTED_FILE
 from simpletuner.reporting.events import UPLOADING, CheckpointSaved, Event, EventStream, Uploaded
-from simpletuner.run.companions import LEDGER_FILE, Companion, Ledger, Task, strike
+from simpletuner.run.companions import Companion, Ledger, Task, strike
 from simpletuner.weights.published_lora import OFFICIAL_SETTINGS
 
 if TYPE_CHECKING:
@@ -58,6 +56,7 @@ class Uploads(Companion):
 
     Attributes:
         run_name: value of `tracker_run_name`.
+        hub: the repository; None uploads nothing.
         describe: writes the model card for a step and an epoch; None keeps the existing card.
         waits: seconds between attempts.
         in_use: checkpoints that an upload or a script needs, and that must not be deleted yet.
@@ -67,7 +66,7 @@ class Uploads(Companion):
     publish: PublishConfig
     output_dir: Path
     run_name: str
-    destinations: Sequence[Destination]
+    hub: Hub | None
     events: EventStream
     describe: Callable[[Plan, int, int], None] | None = None
     waits: Sequence[float] = field(default_factory=lambda: WAITS)
@@ -81,7 +80,7 @@ class Uploads(Companion):
 
     @property
     def tasks(self) -> tuple[Task, ...]:
-        return ("card", "uploads") if self.destinations else ("card",)
+        return ("card", "uploads") if self.hub else ("card",)
 
     def begin(self, plan: Plan, step: int) -> None:
         self._plan = plan
@@ -102,9 +101,7 @@ class Uploads(Companion):
         due, self._due = self._due, None
         if due is not None and self._is_pushed(due) and due.step < assembly.settings.total_steps:
             saved, epoch = due, state.epoch
-            # Buckets get a copy of the whole output folder once, with the result.
-            hubs = [place for place in self.destinations if not isinstance(place, BucketCopy)]
-            self._add(lambda: self._send(saved.path, saved.step, epoch, [saved.path], hubs), saved.path)
+            self._add(lambda: self._send(saved.path, saved.step, epoch, [saved.path], self.hub), saved.path)
             if not self.publish.push_to_hub_background:
                 self.join()
 
@@ -114,7 +111,7 @@ class Uploads(Companion):
             self.join()
 
     def finish(self, ledger: Ledger) -> str:
-        """Write the model card and upload the result to all destinations; returns when this is done or has failed.
+        """Write the model card and upload the result; returns when this is done or has failed.
 
         Raises:
             KeyboardInterrupt: Ctrl-C; the next start uploads the rest.
@@ -126,8 +123,8 @@ class Uploads(Companion):
             folders = self._pushed(self._regular())
         else:
             folders = [saved.path] if saved.step == ledger.step and self._is_pushed(saved) else []
-        places = self.destinations if "uploads" in ledger.tasks else ()
-        self._add(lambda: self._send(self.output_dir, ledger.step, ledger.epoch, folders, places))
+        hub = self.hub if "uploads" in ledger.tasks else None
+        self._add(lambda: self._send(self.output_dir, ledger.step, ledger.epoch, folders, hub))
         self.join()
         if not self.failed:
             strike(self.output_dir, "card", "uploads")
@@ -135,14 +132,14 @@ class Uploads(Companion):
 
     @property
     def unfinished(self) -> str:
-        if not (self.failed and self.destinations):
+        if not (self.failed and self.hub):
             return ""
         return f"Not everything was uploaded; to try again: {repeat_command(self.output_dir)}"
 
     @property
     def repository(self) -> str | None:
-        """`owner/name` on the hub, if that is a destination."""
-        return next((place.repository for place in self.destinations if isinstance(place, Hub)), None)
+        """`owner/name` on the hub, if the run is uploaded."""
+        return self.hub.repository if self.hub else None
 
     def repeat(self) -> None:
         """Upload the result of a run that has ended, or else its last checkpoint.
@@ -157,7 +154,7 @@ class Uploads(Companion):
         folder, step = (regular[-1].path, regular[-1].step) if step is None else (self.output_dir, step)
         if self.repository:
             move_card(self.output_dir, self.repository)
-        self._add(lambda: self._send(folder, step, 0, self._pushed(regular), self.destinations))
+        self._add(lambda: self._send(folder, step, 0, self._pushed(regular), self.hub))
         self.join()
 
     def join(self) -> None:
@@ -166,7 +163,7 @@ class Uploads(Companion):
             while self._jobs.unfinished_tasks:  # `Queue.join` would not let Ctrl-C through
                 time.sleep(0.002)
         except KeyboardInterrupt:
-            if self.destinations:
+            if self.hub:
                 self.events.say(f"An upload was interrupted; to upload the rest: {repeat_command(self.output_dir)}")
             raise
 
@@ -198,28 +195,27 @@ class Uploads(Companion):
             except Interrupted:
                 self.failed.append("A stop was requested before the upload.")
             except Exception as error:  # noqa: BLE001 - whatever a library raises, the run goes on
-                what = "Publishing" if self.destinations else "Writing the model card"
+                what = "Publishing" if self.hub else "Writing the model card"
                 self._fail(f"{what} failed ({type(error).__name__}: {error}).")
             finally:
                 if folder is not None:
                     self.in_use.remove(folder)
                 self._jobs.task_done()
 
-    def _send(
-        self, folder: Path, step: int, epoch: int, checkpoints: Sequence[Path], places: Sequence[Destination]
-    ) -> None:
+    def _send(self, folder: Path, step: int, epoch: int, checkpoints: Sequence[Path], hub: Hub | None) -> None:
         # In the worker, since an earlier upload still needs the card of its step.
         if self.describe and self._plan:
             self.describe(self._plan, step, epoch)
+        if hub is None:
+            return
         files, message = contents(self.output_dir, folder, step, checkpoints)
         what = f"step {step}" if folder == self.output_dir else folder.name
-        for place in places:
-            name = f"{what} to {place.title}"
-            with suppress(UploadError), self.events.phase(f"Uploading {name}", kind=UPLOADING):
-                url = self._attempt(name, partial(place.upload, files, message))
-                self.events.publish(Uploaded(name, url, step))
-                if script := self.publish.post_upload_script:
-                    self._run_script("post_upload_script", script, folder, step, url)
+        name = f"{what} to {hub.title}"
+        with suppress(UploadError), self.events.phase(f"Uploading {name}", kind=UPLOADING):
+            url = self._attempt(name, partial(hub.upload, files, message))
+            self.events.publish(Uploaded(name, url, step))
+            if script := self.publish.post_upload_script:
+                self._run_script("post_upload_script", script, folder, step, url)
 
     def _attempt(self, name: str, upload: Callable[[], str]) -> str:
         # None marks the last attempt.
@@ -262,9 +258,6 @@ LOADED = (
     "transformer/*",
     "transformer_ema/*",
 )
-# Not copied with the output folder: caches, and files of this machine, which may hold secrets.
-LEFT_OUT = ("cache", REQUESTS, LOCK_FILE, LEDGER_FILE, STARTED_FILE)
-MODIFIED = "modified"  # metadata of an object: mtime of its file in nanoseconds, by this machine's clock
 FORBIDDEN = {
     401: "the hub does not accept the token (log in with `hf auth login`, or set HF_TOKEN), so it cannot write",
     403: "the hub token has no permission to write",
@@ -276,13 +269,9 @@ def loaded_files(folder: Path) -> dict[str, Path]:
     pipeline = folder / PIPELINE_FOLDER
     if pipeline.is_dir():
         return _relative(pipeline, pipeline.rglob("*"))
-    return _without_stale(folder, _relative(folder, (path for pattern in LOADED for path in folder.glob(pattern))))
-
-
-def _without_stale(folder: Path, files: Mapping[str, Path]) -> dict[str, Path]:
-    """The files of an output folder without a moving average that is not of its result."""
+    files = _relative(folder, (path for pattern in LOADED for path in folder.glob(pattern)))
     if not average_is_stale(folder):
-        return dict(files)
+        return files
     return {path: local for path, local in files.items() if not path.startswith(f"{AVERAGE_FOLDER}/")}
 
 
@@ -367,101 +356,32 @@ class Hub:
         return f"{self._api.endpoint}/{self.repository}"
 
 
-@dataclass
-class BucketCopy:
-    """A copy of the output folder in an S3-compatible bucket."""
-
-    store: BucketConfig
-    output_dir: Path
-
-    @property
-    def title(self) -> str:
-        return f"s3://{self.store.bucket}/{self.prefix}"
-
-    @property
-    def prefix(self) -> str:
-        """The common prefix of all keys, without a trailing slash."""
-        return "/".join(filter(None, (self.store.base_path.strip("/"), self.output_dir.resolve().name)))
-
-    @cached_property
-    def _client(self) -> Any:
-        return self.store.client()
-
-    def prepare(self) -> str:
-        """Check that the bucket is writable.
-
-        Raises:
-            UserError: the bucket is not writable.
-        """
-        from botocore.exceptions import BotoCoreError, ClientError
-
-        try:
-            # Only a write can test the permission to write.
-            self._client.put_object(Bucket=self.store.bucket, Key=f"{self.prefix}/.simpletuner", Body=b"")
-        except (BotoCoreError, ClientError, ValueError) as error:
-            raise UserError(f"publishing_config: {self.title} cannot be written: {error}") from None
-        return ""
-
-    def upload(self, files: Mapping[str, Path], message: str) -> str:
-        """Upload new and changed files of the output folder; returns the URL."""
-        from boto3.s3.transfer import TransferConfig
-
-        # S3 accepts at most 5 GiB in one part.
-        whole = {"multipart_threshold": 5 * 2**30} if self.store.force_single_part else {}
-        bucket, settings = self.store.bucket, TransferConfig(**whole)
-        pages = self._client.get_paginator("list_objects_v2").paginate(Bucket=bucket, Prefix=f"{self.prefix}/")
-        sizes = {entry["Key"]: entry["Size"] for page in pages for entry in page.get("Contents", ())}
-        for path, local in copied_files(self.output_dir).items():
-            key, facts = f"{self.prefix}/{path}", local.stat()
-            # The modification time is stored as metadata: the store's clock may differ from this machine's.
-            written = {MODIFIED: str(facts.st_mtime_ns)}
-            same_size = sizes.get(key) == facts.st_size
-            if not same_size or self._client.head_object(Bucket=bucket, Key=key)["Metadata"] != written:
-                self._client.upload_file(str(local), bucket, key, {"Metadata": written}, Config=settings)
-        public = self.store.public_base_url
-        return f"{public.rstrip('/')}/{self.prefix}" if public else self.title
-
-
-def copied_files(folder: Path) -> dict[str, Path]:
-    """The files of an output folder, without caches and unfinished files."""
-    unfinished = (TEMPORARY_SUFFIX, UNFINISHED_FOLDER_SUFFIX)
-    return {
-        path: local
-        for path, local in _without_stale(folder, _relative(folder, folder.rglob("*"))).items()
-        if not any(name in LEFT_OUT or name.endswith(unfinished) for name in path.split("/"))
-    }
-
-
-Destination = Hub | BucketCopy
-
-
-def prepared_destinations(
-    publish: PublishConfig, project: str, output_dir: Path, events: EventStream
-) -> list[Destination]:
-    """The destinations of a run, the hub first, after checking that they are writable.
+def open_hub(publish: PublishConfig, project: str, events: EventStream) -> Hub | None:
+    """The repository of a run, after checking that it is writable; None if nothing is uploaded.
 
     Args:
         project: value of `tracker_project_name`.
 
     Raises:
-        UserError: a destination is not writable.
+        UserError: the repository is not writable.
     """
-    name = repository_name(publish.hub_model_id or project)
-    hubs = [Hub(name, publish.model_card_private)] if publish.push_to_hub else []
-    places: list[Destination] = [*hubs, *(BucketCopy(store, output_dir) for store in publish.stores)]
-    for warning in filter(None, [place.prepare() for place in places]):
+    if not publish.push_to_hub:
+        return None
+    hub = Hub(repository_name(publish.hub_model_id or project), publish.model_card_private)
+    warning = hub.prepare()
+    if warning:
         events.say(warning, warning=True)
-    return places
+    return hub
 
 
-def open_uploads(plan: Plan, destinations: Sequence[Destination], events: EventStream) -> Uploads:
+def open_uploads(plan: Plan, hub: Hub | None, events: EventStream) -> Uploads:
     """The companion that uploads a run with its model card.
 
     Args:
-        destinations: the result of `prepared_destinations`.
+        hub: the result of `open_hub`.
     """
     publish, tracking = plan.config.publish, plan.config.tracking
-    uploads = Uploads(publish, plan.output_dir, tracking.tracker_run_name, destinations, events)
+    uploads = Uploads(publish, plan.output_dir, tracking.tracker_run_name, hub, events)
     name = repository_name(publish.hub_model_id or tracking.tracker_project_name)
     uploads.describe = partial(describe_run, uploads.repository or (name if "/" in name else f"{NOBODY}/{name}"))
     return uploads

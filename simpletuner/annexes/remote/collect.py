@@ -9,14 +9,14 @@ from functools import partial
 from pathlib import Path
 
 from simpletuner.annexes.display.progress import shown_events
-from simpletuner.annexes.remote.listers import list_bucket, list_rows, list_table
+from simpletuner.annexes.remote.listers import list_rows, list_table
 from simpletuner.annexes.remote.store import Offer, Store, UnfetchedError
 from simpletuner.config.datasets import DatasetConfig
 from simpletuner.data.discovery import Scan, classify, wanted_suffixes
 from simpletuner.data.entries import DataContext
 from simpletuner.errors import Kind, Problem, Problems, UserError
 
-LISTERS = {"csv": list_table, "aws": list_bucket, "huggingface": list_rows}
+LISTERS = {"csv": list_table, "huggingface": list_rows}
 RETRY = "; --retry-failed tries again"
 
 

@@ -3,7 +3,6 @@
 type csv: a table of URLs, or of paths relative to it, with captions.
 type huggingface: rows of a dataset on the hub, or in a folder of the same layout. The package `datasets` downloads and
 reads the tables; media are stored undecoded.
-type aws: the objects of a bucket, stored under the same names in the download folder.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import Any
 
 from simpletuner.annexes.remote.store import CHUNK, DownloadError, Item, Offer, Store, UnfetchedError
@@ -25,16 +24,12 @@ from simpletuner.annexes.remote.web import read_url
 from simpletuner.atomic import write_json
 from simpletuner.config.datasets import DatasetConfig
 from simpletuner.config.option import Package, check_installed
-from simpletuner.config.publishing import BOTO3
 from simpletuner.config.remote import CompositeImage, HubKeys, RowFilter
 from simpletuner.config.values import home_path, read_stored
 from simpletuner.data.caption_tables import check_columns, first_texts, texts_in
-from simpletuner.data.discovery import classify
-from simpletuner.data.file_names import name_problem
 from simpletuner.data.files import LARGEST_CLIP, LARGEST_PICTURE, MediaError, check_regular, read_file
 from simpletuner.data.pictures import decode
 from simpletuner.errors import Problem, Reading, UserError, shorten, warning
-from simpletuner.s3 import S3Login
 from simpletuner.weights.hub import hub_fault
 
 WEB_PICTURE, WEB_CLIP = 10 << 20, 200 << 20  # bytes of one download
@@ -361,89 +356,3 @@ def _cut(data: bytes, cut: CompositeImage) -> bytes:
     file = io.BytesIO()
     picture.crop((left, 0, right, picture.height)).save(file, "PNG")
     return file.getvalue()
-
-
-LONGEST_NAME = 255  # bytes of a file name
-
-
-def list_bucket(config: DatasetConfig, store: Store) -> Reading[Offer]:
-    """The pictures or clips below a prefix, and their caption files.
-
-    Raises:
-        UnfetchedError: no file is downloaded, and the server must not be contacted.
-    """
-    if missing := list(check_installed(BOTO3, f"{config.id}.type", "aws")):
-        yield from missing
-        return Offer([])
-    if not store.fetches:
-        items = store.here(f"s3://{config.aws_bucket_name}/{_prefix(config)}")
-        if not items:
-            raise UnfetchedError("its files are")
-        return Offer(items)
-    # Part of an extra, so imported only after the check that it is installed.
-    from botocore.exceptions import BotoCoreError, ClientError
-
-    try:
-        client = _login(config).client()
-        objects = dict(_objects(client, config))
-    # botocore raises ValueError for an endpoint that is not a URL.
-    except (BotoCoreError, ClientError, ValueError) as error:
-        why = " ".join(str(error).split())
-        yield Problem(f"{config.id}.aws_bucket_name", f"{_place(config)} cannot be listed: {why}")
-        return Offer([])
-    if not objects:
-        yield Problem(f"{config.id}.aws_data_prefix", f"{_place(config)} contains no objects.")
-    listing = classify([(name, _problem(name)) for name in objects], store.wanted)
-    names, ignored = {*listing.files, *listing.captions.values()}, dict(listing.ignored)
-    for name in {name for name in names if any(str(parent) in names for parent in PurePosixPath(name).parents)}:
-        # A bucket has no folders: `a` and `a/b` may both be objects.
-        names.remove(name)
-        ignored[name] = ("unusable name", "is below a name that is an object, and a file cannot be a folder too")
-    read = partial(_read_object, client, (BotoCoreError, ClientError), config.aws_bucket_name)
-    items = []
-    for name in sorted(names):
-        key = objects[name]["Key"]
-        address = f"s3://{config.aws_bucket_name}/{key}"
-        items.append(Item(address, name, partial(read, key), objects[name]["ETag"], objects[name]["Size"]))
-    return Offer(items, ignored=ignored)
-
-
-def _login(config: DatasetConfig) -> S3Login:
-    keys = config.aws_access_key_id, config.aws_secret_access_key, config.aws_session_token
-    return S3Login(config.aws_endpoint_url, config.aws_region_name, *keys, pool=config.aws_max_pool_connections)
-
-
-def _place(config: DatasetConfig) -> str:
-    server = config.aws_endpoint_url or "Amazon S3"
-    return f"the bucket {config.aws_bucket_name!r} of {server}, prefix {_prefix(config)!r},"
-
-
-def _prefix(config: DatasetConfig) -> str:
-    """The prefix as a folder: `photos` is `photos/`, so that it does not match `photos-old/`."""
-    prefix = (config.aws_data_prefix or "").strip("/")
-    return f"{prefix}/" if prefix else ""
-
-
-def _objects(client: Any, config: DatasetConfig) -> Iterator[tuple[str, dict[str, Any]]]:
-    """(name below the prefix, facts) of every object; keys that end in a slash are folders and skipped."""
-    prefix = _prefix(config)
-    pages = client.get_paginator("list_objects_v2").paginate(Bucket=config.aws_bucket_name, Prefix=prefix)
-    for page in pages:
-        for facts in page.get("Contents", ()):
-            if not facts["Key"].endswith("/"):
-                yield facts["Key"].removeprefix(prefix), facts
-
-
-def _problem(name: str) -> tuple[str, str] | None:
-    """Why a key cannot be a path below a folder; None if it can. `..` counts as a hidden file."""
-    parts = name.split("/")
-    if any(not part or "\0" in part or "\\" in part or len(part.encode()) > LONGEST_NAME for part in parts):
-        return "unusable name", "has a name that cannot be a path"
-    return next((problem for part in parts if (problem := name_problem(part))), None)
-
-
-def _read_object(client: Any, failures: tuple[type[Exception], ...], bucket: str | None, key: str) -> Iterator[bytes]:
-    try:
-        yield from client.get_object(Bucket=bucket, Key=key)["Body"].iter_chunks(CHUNK)
-    except failures as error:
-        raise DownloadError(f"cannot be read: {error}") from error

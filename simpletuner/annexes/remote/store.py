@@ -7,12 +7,11 @@ killed download resumes. `failed.jsonl` lists failed downloads, which are retrie
 from __future__ import annotations
 
 import json
-import shutil
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import asdict, dataclass, field
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 
 from pydantic import TypeAdapter, ValidationError
 
@@ -52,17 +51,15 @@ class Item:
 
     Attributes:
         key: address, unique within the source.
-        name: path below the store; without a suffix if the content determines it.
+        name: path below the store, without the suffix, which the content determines.
         read: returns the content in chunks; may raise DownloadError.
         version: changes with the content, if the source reports versions.
-        size: bytes, if the source reports them; else 0.
     """
 
     key: str
     name: str
     read: Callable[[], Iterable[bytes]]
     version: str = ""
-    size: int = 0
 
 
 @dataclass(frozen=True)
@@ -120,17 +117,11 @@ class Store:
     def name_of(self, item: Item) -> str | None:
         """The local file of an item; None if this version is missing or incomplete."""
         record = self._done.get(item.key)
-        # A record's name may have a suffix determined by the content.
+        # A record's name has a suffix, determined by the content.
         if record is None or record.version != item.version or not record.name.startswith(item.name):
             return None
         path = self.root / record.name
         return record.name if path.is_file() and path.stat().st_size == record.size else None
-
-    def here(self, prefix: str) -> list[Item]:
-        """The downloaded files whose addresses have a prefix, for plans that must not contact a server."""
-        # `tuple` reads nothing, since the files are already downloaded.
-        items = [Item(line.key, line.name, tuple, line.version, line.size) for line in self._done.values()]
-        return [item for item in items if item.key.startswith(prefix) and self.name_of(item)]
 
     def missing(self, items: Iterable[Item]) -> list[Item]:
         """The items to download: neither downloaded nor failed before."""
@@ -141,14 +132,11 @@ class Store:
         """Download items in parallel.
 
         Raises:
-            UserError: no server responds, or the disk is too small.
+            UserError: no server responds.
         """
         self.root.mkdir(parents=True, exist_ok=True)
         # Younger temporary files may belong to another process that downloads into this folder.
         sweep_files(self.root, deep=True, older_than=3600)
-        needed, free = sum(item.size for item in items), shutil.disk_usage(self.root).free
-        if needed > free:
-            raise UserError(f"{self.root}: the download needs {needed / 1e9:.1f} GB; {free / 1e9:.1f} GB are free.")
         errors: dict[Item, DownloadError] = {}
         pool = ThreadPoolExecutor(WORKERS)
         try:
@@ -184,7 +172,7 @@ class Store:
         # Chunks may have any size.
         while len(head) < HEAD and (chunk := next(chunks, b"")):
             head += chunk
-        name = item.name if PurePosixPath(item.name).suffix else item.name + self._suffix(head)
+        name = item.name + self._suffix(head)
         # No fsync: a file truncated by a power cut is shorter than recorded, and is downloaded again.
         with open_atomically(self.root / name, durable=False) as file:
             file.write(head)

@@ -108,7 +108,7 @@ def test_file_that_would_lose_something_is_not_rewritten(text: Any, page: TestCl
 SECRETS: dict[str, Any] = {
     "callback_url": "https://example.org/hook/abcdef",
     "webhook_config": {"callback_url": "https://example.org/hook", "auth_token": "abcdefgh", "log_level": "info"},
-    "publishing_config": [{"aws_secret_access_key": "aaaabbbb", "bucket": "b"}],
+    "stores": [{"secret_access_key": "aaaabbbb", "bucket": "b"}],
     "note": "see https://me:passw0rd@example.org",
     "text": '{"webhook_url": "https://example.org/hook"}',
 }
@@ -122,7 +122,7 @@ def test_secrets_are_shown_as_set_and_kept(page: TestClient, folder: Path) -> No
     for secret in ("/hook", "abcdefgh", "aaaabbbb", "passw0rd"):
         assert secret not in answer.text
     assert shown["webhook_config"] == {"callback_url": SET, "auth_token": SET, "log_level": "info"}
-    assert shown["publishing_config"] == [{"aws_secret_access_key": SET, "bucket": "b"}]
+    assert shown["stores"] == [{"secret_access_key": SET, "bucket": "b"}]
     assert shown["hub_token"] == "{env:HF_TOKEN}"
     shown["webhook_config"]["log_level"] = "error"
     assert put(page, shown).status_code == 200
@@ -137,10 +137,10 @@ def test_datasets_are_saved_with_their_problems(page: TestClient, folder: Path) 
     file = "config/multidatabackend.json"
     nothing = page.get("/api/datasets/plan").json()
     assert (nothing["path"], nothing["entries"]) == (file, [])
-    entries = [{"id": "a", "type": "aws", "aws_secret_access_key": "aaaabbbb"}, {"id": "b", "aws_bucket_name": "x"}]
+    entries = [{"id": "a", "type": "local", "access_token": "aaaabbbb"}, {"id": "b", "instance_data_dir": "x"}]
     made = page.put("/api/datasets/plan", json={"entries": entries})
     assert made.status_code == 200
-    assert made.json()["entries"][0]["aws_secret_access_key"] == SET
+    assert made.json()["entries"][0]["access_token"] == SET
     turned = [made.json()["entries"][1], {**made.json()["entries"][0], "resolution": "big"}]
     again = page.put("/api/datasets/plan", json={"entries": turned}, headers={"If-Match": made.headers["etag"]})
     assert {"key": "multidatabackend.json: a.resolution", "message": "'big' is not a number.", "fatal": True} in (

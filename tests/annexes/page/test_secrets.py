@@ -16,7 +16,7 @@ from starlette.testclient import TestClient
 from simpletuner.annexes.page.control import Runs
 from simpletuner.annexes.page.project import Project
 from simpletuner.annexes.page.serve import create_app
-from simpletuner.annexes.publishing.uploads import copied_files
+from simpletuner.annexes.publishing.uploads import loaded_files
 from simpletuner.annexes.queue import QUEUE_FILE
 from simpletuner.annexes.runs import CONSOLE_FILE
 from simpletuner.cli.settings import command_settings
@@ -59,7 +59,7 @@ def test_a_started_run_has_its_secrets_where_no_one_else_can_read_them(page: Tes
         process.kill()
     assert is_private(run.folder / STARTED_FILE)
     assert SECRET not in (run.folder / CONSOLE_FILE).read_text()
-    assert STARTED_FILE not in copied_files(run.folder)
+    assert STARTED_FILE not in loaded_files(run.folder)
     assert run.settings == SETTINGS, "to continue with the same ones"
 
 
