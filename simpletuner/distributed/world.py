@@ -9,7 +9,7 @@ import os
 import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TypeVar, cast
 
 from simpletuner.distributed.requests import Stop
@@ -64,9 +64,23 @@ class World:
         """Positions of this process's `count` samples in the global batch."""
         return range(self.rank * count, (self.rank + 1) * count)
 
-    def of_groups(self, size: int) -> World:
-        """A world of groups of `size` consecutive processes, with the rank of this process's group."""
-        return self if size == 1 else World(self.rank // size, self.size // size)
+    @property
+    def processes_per_sample(self) -> int:
+        """Number of processes that train on each sample together; 1 unless they share its tokens."""
+        return 1
+
+    def data_parallel(self, processes_per_sample: int) -> World:
+        """The world in which every member trains on other samples.
+
+        Consecutive processes that share the tokens of the same samples are one member. Of 8 processes, of which 2 train
+        on each sample, the `size` is 4 and the `rank` of processes 6 and 7 is 3. `slots` are the positions of this
+        member's samples, and `gather` returns one value per member. By default, every process is a member.
+        """
+        if processes_per_sample == 1:
+            return self
+        rank = self.rank // processes_per_sample
+        size = self.size // processes_per_sample
+        return DataParallelWorld(rank, size, processes=self, sharing=processes_per_sample)
 
     def share(self, items: Sequence[Value]) -> Sequence[Value]:
         """This process's items of a list, assigned round-robin."""
@@ -165,6 +179,27 @@ class World:
     def undisturbed(self) -> AbstractContextManager[object]:
         """A context for writing, which the failure of another process does not interrupt."""
         return nullcontext()
+
+
+@dataclass(frozen=True)
+class DataParallelWorld(World):
+    """Groups of consecutive processes that share the tokens of their samples; see `World.data_parallel`.
+
+    Attributes:
+        processes: the processes of all groups.
+        sharing: number of processes in a group.
+    """
+
+    processes: World = field(kw_only=True)
+    sharing: int = field(kw_only=True)
+
+    @property
+    def processes_per_sample(self) -> int:
+        return self.sharing
+
+    def gather(self, value: Value) -> list[Value]:
+        # All processes of a group have the same value.
+        return self.processes.gather(value)[:: self.sharing]
 
 
 def usable_cores() -> int:

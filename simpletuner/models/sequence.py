@@ -19,10 +19,9 @@ number of processes, P times the number of groups. The result is the mean of dL/
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import MutableMapping, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
-from functools import partial
 from typing import Any
 
 import torch
@@ -43,13 +42,13 @@ class SequenceGroup:
     Attributes:
         rank, size: rank of this process in the group, and size of the group.
         handle: the process group of torch.distributed.
+        tokens: number of tokens `S` of a sample in the current micro-batch; see `TokenSplit`.
     """
 
     rank: int
     size: int
     handle: Any
-    _tokens: int = field(default=0, init=False)  # per sample of the current micro-batch
-    _ropes: Any = field(default_factory=WeakTensorKeyDictionary, init=False)  # local shards, by whole table
+    tokens: int = 0
 
     @classmethod
     def connect(cls, world: World, size: int) -> SequenceGroup:
@@ -57,31 +56,6 @@ class SequenceGroup:
         # Twice the watch's limit, as in the default group: the watch names missing ranks, torch's timeout does not.
         handle, _ = distributed.new_subgroups(group_size=size, timeout=timedelta(seconds=2 * EXCHANGE_SECONDS))
         return cls(world.rank % size, size, handle)
-
-    def attach(self, blocks: Sequence[nn.Module], rope: int) -> None:
-        """Shard the tokens from the first of these blocks to the last.
-
-        Args:
-            rope: position of the block argument with the rotary embeddings of all tokens, `B S ...`.
-        """
-        for number, block in enumerate(blocks):
-            block.register_forward_pre_hook(partial(self._enter, rope=rope, opens=number == 0))
-        blocks[-1].register_forward_hook(self._leave)
-
-    def _enter(self, block: nn.Module, inputs: tuple[Any, ...], *, rope: int, opens: bool) -> tuple[Any, ...] | None:
-        if not torch.is_grad_enabled():
-            return None
-        cut = list(inputs)
-        if opens:
-            self._tokens, cut[0] = inputs[0].shape[TOKENS], self.own(inputs[0])
-        # All blocks get the same tensor, since they cache values derived from it.
-        if inputs[rope] not in self._ropes:
-            self._ropes[inputs[rope]] = self.own(inputs[rope])
-        cut[rope] = self._ropes[inputs[rope]]
-        return tuple(cut)
-
-    def _leave(self, block: nn.Module, inputs: tuple[Any, ...], output: Tensor) -> Tensor | None:
-        return self.gathered(output) if torch.is_grad_enabled() else None
 
     def own(self, x: Tensor) -> Tensor:
         """This process's shard of the tokens: `B s ...` from `B S ...`."""
@@ -107,7 +81,7 @@ class SequenceGroup:
 
     def shares(self) -> list[int]:
         """Number of tokens per process, as `tensor_split` divides them."""
-        least, more = divmod(self._tokens, self.size)
+        least, more = divmod(self.tokens, self.size)
         return [least + (rank < more) for rank in range(self.size)]
 
     def exchange(self, parts: Sequence[Tensor], join: int, lengths: Sequence[int]) -> Tensor:
@@ -125,6 +99,48 @@ class SequenceGroup:
         flat = kept.new_empty(sum(arriving))
         distributed.all_to_all_single(flat, sent, arriving, sizes, group=self.handle)
         return torch.cat([part.view(shape) for part, shape in zip(flat.split(arriving), shapes, strict=True)], join)
+
+
+class TokenSplit:
+    """Hooks of blocks in which each process of a group has a shard of the tokens; without gradients, they do nothing.
+
+    The first block splits the tokens `B S D`, which are its first argument, and the last one gathers them. Each block
+    splits the rotary embeddings.
+
+    Args:
+        rope: position of the block argument with the rotary embeddings of all tokens, `B S ...`.
+    """
+
+    def __init__(self, group: SequenceGroup, rope: int) -> None:
+        self._group = group
+        self._rope = rope
+        # Shards by whole table. All blocks get the same tensor, since they cache values derived from it.
+        self._shards: MutableMapping[Tensor, Tensor] = WeakTensorKeyDictionary()
+
+    def attach(self, blocks: Sequence[nn.Module]) -> None:
+        """Split the tokens from the first of these blocks to the last."""
+        blocks[0].register_forward_pre_hook(self._split_tokens)
+        for block in blocks:
+            block.register_forward_pre_hook(self._split_rope)
+        blocks[-1].register_forward_hook(self._gather_tokens)
+
+    def _split_tokens(self, block: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...] | None:
+        if not torch.is_grad_enabled():
+            return None
+        tokens, *others = inputs
+        self._group.tokens = tokens.shape[TOKENS]
+        return self._group.own(tokens), *others
+
+    def _split_rope(self, block: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...] | None:
+        if not torch.is_grad_enabled():
+            return None
+        whole = inputs[self._rope]
+        if whole not in self._shards:
+            self._shards[whole] = self._group.own(whole)
+        return *inputs[: self._rope], self._shards[whole], *inputs[self._rope + 1 :]
+
+    def _gather_tokens(self, block: nn.Module, inputs: tuple[Any, ...], output: Tensor) -> Tensor | None:
+        return self._group.gathered(output) if torch.is_grad_enabled() else None
 
 
 class Swap(torch.autograd.Function):

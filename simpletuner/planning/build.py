@@ -196,13 +196,15 @@ class Plan:
     def sampler(self, world: World | None = None) -> Sampler:
         """The sample order from the beginning, for one process (default: the first)."""
         config = self.config
+        if world is None:
+            world = World(size=config.launch.num_processes)
         return Sampler(
             self.trained,
             seed=self.seed,
             sampling=config.datasets.data_backend_sampling,
             accumulation=config.schedule.gradient_accumulation_steps,
             origin=self.origin,
-            world=(world or World(size=config.launch.num_processes)).of_groups(config.launch.sequence_parallel_size),
+            world=world.data_parallel(config.launch.sequence_parallel_size),
         )
 
 

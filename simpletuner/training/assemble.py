@@ -129,6 +129,7 @@ def assemble(
         take_tiles=layout.take_tiles,
         release=_release(config, parameters, optimizer, device),
         world=world,
+        data_parallel=world.data_parallel(config.launch.sequence_parallel_size),
         is_sharded=sharded,
     )  # fmt: skip
 
@@ -331,12 +332,13 @@ def _share_tokens(
     """Enable sequence parallelism if configured."""
     if config.launch.sequence_parallel_size == 1:
         return None
-    from simpletuner.models.sequence import SequenceGroup
+    from simpletuner.models.sequence import SequenceGroup, TokenSplit
 
     if fast is None or layout.rope is None:  # `check_sequence` refuses such runs
         raise ValueError("these blocks do not support sequence parallelism")
-    group = fast.self_attention.group = SequenceGroup.connect(world, config.launch.sequence_parallel_size)
-    group.attach(layout.visual_blocks, layout.rope)
+    group = SequenceGroup.connect(world, config.launch.sequence_parallel_size)
+    fast.self_attention.group = group
+    TokenSplit(group, layout.rope).attach(layout.visual_blocks)
     return group
 
 

@@ -45,7 +45,7 @@ class StepMeter:
     def count(self, batch: Batch) -> None:
         """Count a micro-batch."""
         self._shapes.append(tuple(batch.latents.shape))
-        self._work += batch_work(self._assembly, batch).times(1 / self._assembly.settings.sequence)
+        self._work += batch_work(self._assembly, batch).times(1 / self._assembly.data_parallel.processes_per_sample)
 
     def report(
         self, loader: BatchLoader, losses: Losses, metrics: Mapping[str, float], tiles: Mapping[int, tuple[float, int]]

@@ -51,5 +51,5 @@ def place_of(assembly: Assembly, count: int, global_step: int, micro_step: int) 
     """The position in the run of a micro-batch of `count` samples."""
     settings = assembly.settings
     # With shared noise, every process draws as if it were alone.
-    world = World() if settings.shared_noise else assembly.world.of_groups(settings.sequence)
+    world = World() if settings.shared_noise else assembly.data_parallel
     return Place(settings.seed, global_step, micro_step, world.slots(count), world.size * count)

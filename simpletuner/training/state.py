@@ -92,7 +92,6 @@ class StepSettings(TrainingSpec):
         shift_is_explicit: the user set `flow_schedule_shift`.
         shared_noise: all processes draw the same random numbers.
         optimizer_name: the chosen optimizer, or the default one.
-        sequence: size of a sequence-parallel group.
     """
 
     accumulation: int
@@ -102,7 +101,6 @@ class StepSettings(TrainingSpec):
     loss: LossConfig
     optimizer: OptimizerConfig
     optimizer_name: OptimizerName
-    sequence: int = 1
 
     @classmethod
     def of(cls, config: RunConfig, spec: TrainingSpec) -> StepSettings:
@@ -116,7 +114,6 @@ class StepSettings(TrainingSpec):
             loss=config.loss,
             optimizer=config.optimizer,
             optimizer_name=optimizer_name(config.optimizer, config.precision.mixed_precision),
-            sequence=config.launch.sequence_parallel_size,
         )
 
 
@@ -136,6 +133,7 @@ class Assembly:
         take_tiles: see `BlockLayout`.
         release: updates weights during the backward pass; None if they are updated after it.
         world: the processes that train together.
+        data_parallel: the same processes; those that share the tokens of their samples are one member.
         is_sharded: weights are sharded, so processes run every forward pass together.
         passes: number of forward passes in this session's steps.
         is_halfway: an update of the weights or their average has begun, and its step is not counted yet.
@@ -158,6 +156,7 @@ class Assembly:
     take_tiles: Callable[[], TileCounts] = dict
     release: GradientRelease | None = None
     world: World = field(default_factory=World)
+    data_parallel: World = field(default_factory=World)
     is_sharded: bool = False
     passes: int = 0
     is_halfway: bool = False

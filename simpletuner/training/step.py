@@ -73,8 +73,8 @@ def optimizer_step(assembly: Assembly, loader: BatchLoader, global_step: int) ->
         else:  # the model has already been updated
             assembly.release.finish()
     with assembly.world.exchanging(f"Step {global_step + 1}"):
-        gathered = assembly.world.gather(mine)
-    everyone = Losses.merged(gathered[:: settings.sequence])  # one process per sequence-parallel group
+        gathered = assembly.data_parallel.gather(mine)
+    everyone = Losses.merged(gathered)
     guard.stop_if_gradients_not_finite(assembly, sizes, everyone.names)
     assembly.is_halfway = True
     # After the check, which needs the scale of this step.

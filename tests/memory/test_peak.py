@@ -24,7 +24,7 @@ from simpletuner.models.kandinsky5.image import ROPE, Kandinsky5ImageAdapter
 from simpletuner.models.kandinsky5.spec import KANDINSKY5_IMAGE
 from simpletuner.models.lora_layers import linear_modules, matching_modules
 from simpletuner.models.sanavideo.cost import COST as SANA_COST
-from simpletuner.models.sequence import SequenceGroup
+from simpletuner.models.sequence import SequenceGroup, TokenSplit
 from simpletuner.speed.recomputation import enable_checkpointing
 from simpletuner.training.optimizers import build_optimizer
 from simpletuner.training.release import GradientRelease
@@ -134,7 +134,7 @@ def planned_by_metered(
     if sequence > 1:
         group = SequenceGroup(0, sequence, None)
         blocks.use_fast_blocks(model, blocks.TextPadding()).self_attention.group = group
-        group.attach(list(model.visual_transformer_blocks), ROPE)
+        TokenSplit(group, ROPE).attach(list(model.visual_transformer_blocks))
     with fake_step(monkeypatch):
         hollow(model, lambda path, parameter: torch.float32 if cost.stays_float32(path) else BF16)
         metered = peak_of_step(model, sana_inputs(load) if is_sana else kandinsky_inputs(load, _channels(settings)))

@@ -113,8 +113,7 @@ class Run:
         self.assembly.trained.ema = self.ema = Ema(self.assembly.parameters, config.ema, CPU)
         # Encoding takes longer than everything else.
         batch = torch.load(self.folder / self.case.batch, weights_only=False)
-        self.shared = config.launch.sequence_parallel_size
-        place = self.world.of_groups(self.shared)
+        place = self.assembly.data_parallel
         mine = slice(*(len(batch.names) * rank // place.size for rank in (place.rank, place.rank + 1)))
         self.loader: Any = Batches(Batch(batch.latents[mine], batch.embeds[mine], batch.names[mine]))
         self.state = TrainState()
@@ -142,7 +141,7 @@ class Run:
             for average in (False, True, False):
                 with self.ema.applied() if average else quiet(self.assembly):
                     mine = predict_now(self.assembly, self.assembly.adapter.prepare(fixed_noise(self.loader.batch)))
-                found.append(torch.cat(self.world.gather(mine)[:: self.shared]))
+                found.append(torch.cat(self.assembly.data_parallel.gather(mine)))
         return found
 
     def norms(self) -> list[float]:
