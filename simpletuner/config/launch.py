@@ -36,11 +36,6 @@ class LaunchConfig(Group):
     """Fail on graph breaks."""
     dynamo_dynamic: Flag = option(False)
     """Compile with dynamic shapes for every size, not only for the token count."""
-    dynamo_cpp_wrapper: Flag = option(
-        False, requires=unless(dynamo_backend=("aot_eager", "cudagraphs"), because="it is a part of inductor")
-    )
-    """Inductor launches its kernels from C++ instead of Python: less host time per block, longer compilation. For small
-    pictures on fast GPUs."""
     fsdp_enable: Flag = option(
         False,
         requires=unless(num_processes=1, because="one process has nothing to shard"),

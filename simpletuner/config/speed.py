@@ -17,7 +17,7 @@ GRAPH_MODES = ("reduce-overhead", "max-autotune")  # modes with CUDA graphs
 # Keys that affect only our implementation of blocks.
 BLOCK_KEYS = (*(key for key in SpeedConfig.model_fields if key.startswith("speed_")), "attention_mechanism")
 # Keys that have an effect only if blocks are compiled.
-COMPILE_KEYS = ("dynamo_mode", "dynamo_fullgraph", "dynamo_dynamic", "dynamo_cpp_wrapper", "validation_torch_compile")
+COMPILE_KEYS = ("dynamo_mode", "dynamo_fullgraph", "dynamo_dynamic", "validation_torch_compile")
 # Packages with a differentiable attention kernel, and the kernel as `module:function`.
 ATTENTION_PACKAGES = {
     "flash-attn-2": (Package("flash_attn", "flash-attn"), "flash_attn:flash_attn_func"),

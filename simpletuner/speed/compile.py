@@ -149,12 +149,18 @@ def make_compiler(backend: str, launch: LaunchConfig, *, any_sizes: bool) -> Com
     Args:
         any_sizes: one graph serves all sizes; otherwise every shape is compiled.
     """
-    mode, options = launch.dynamo_mode, None
-    if launch.dynamo_cpp_wrapper:  # torch accepts either a mode or options
-        mode, options = None, {**torch._inductor.list_mode_options(mode or "default"), "cpp_wrapper": True}
-    # None: symbols only for sizes that are marked or change.
-    dynamic, strict = True if launch.dynamo_dynamic else None if any_sizes else False, launch.dynamo_fullgraph
-    return partial(torch.compile, backend=backend, mode=mode, options=options, fullgraph=strict, dynamic=dynamic)
+    dynamic: bool | None = False
+    if launch.dynamo_dynamic:
+        dynamic = True
+    elif any_sizes:
+        dynamic = None  # symbols only for sizes that are marked or change
+    return partial(
+        torch.compile,
+        backend=backend,
+        mode=launch.dynamo_mode,
+        fullgraph=launch.dynamo_fullgraph,
+        dynamic=dynamic,
+    )
 
 
 def sizes_of(tensor: Tensor) -> list[int]:
