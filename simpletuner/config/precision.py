@@ -6,7 +6,6 @@ applies these tables.
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -72,11 +71,6 @@ class PrecisionConfig(Group):
     )
     """Multiply by the quantised weights of int8-quanto or fp8-quanto without unpacking them; activations and gradients
     are rounded to the same type. Gradients differ by a percent or more; a run prints the error."""
-    quantized_matmul_kernel: Literal["torch", "triton"] = option(
-        "torch", requires=(when("quantized_matmul"), when(base_model_precision=("int8", "int8-quanto")))
-    )
-    """Kernel of int8 matmuls. triton fuses the scaling instead of writing int32 sums; bit-identical. Not yet tested on
-    a GPU."""
     text_encoder_1_precision: Precision = quantised("no_change", label="First Text Encoder Precision", common=True)
     """Precision of the first text encoder, with the same choices; part of the cache identity."""
     text_encoder_2_precision: Precision = quantised("no_change", label="Second Text Encoder Precision")
@@ -242,9 +236,6 @@ def check_packages(config: PrecisionConfig) -> Iterator[Problem]:
     for key, name in config.model_dump(include=set(PRECISION_KEYS)).items():
         if (stored := quantisation(name)) and stored.package:
             yield from check_installed(stored.package, key, name)
-    if config.quantized_matmul_kernel == "triton" and importlib.util.find_spec("triton") is None:
-        message = "'triton' needs Triton, which comes with torch for CUDA and is not installed; set it to torch."
-        yield Problem("quantized_matmul_kernel", message)
 
 
 def text_encoder_dtype(precision: PrecisionConfig) -> str:

@@ -23,9 +23,8 @@ from __future__ import annotations
 
 import logging
 import math
-import pkgutil
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Any, Literal, Protocol
@@ -56,13 +55,7 @@ def round_rows(rows: Tensor, fold: Tensor | None, dtype: torch.dtype) -> tuple[T
     return (exact.round_() if dtype is torch.int8 else exact).to(dtype).contiguous(), scale
 
 
-ScaledProduct = Callable[[Tensor, Tensor, Tensor, Tensor | None, torch.dtype], Tensor]
-
-
-def multiply(
-    rows: Tensor, levels: Tensor, *, fold: Tensor | None = None, columns: Tensor | None = None,
-    product: ScaledProduct | None = None,
-) -> Tensor:  # fmt: skip
+def multiply(rows: Tensor, levels: Tensor, *, fold: Tensor | None = None, columns: Tensor | None = None) -> Tensor:
     """Quantised rows times levels: M N, in the dtype of `rows`.
 
     Args:
@@ -70,11 +63,8 @@ def multiply(
         levels: K N, column-major as the GPU kernels require.
         fold: float32 1 K, multiplies the rows before rounding.
         columns: float32 1 N, multiplies the result.
-        product: fused int8 matmul with scaling; the default is torch's matmul and two more kernels, bit-identical.
     """
     rounded, scale = round_rows(rows, fold, levels.dtype)
-    if product is not None:
-        return product(rounded, levels, scale, columns, rows.dtype)
     if levels.dtype is torch.int8:
         sums = torch._int_mm(rounded, levels)
         out = torch.empty_like(sums, dtype=rows.dtype)  # the last product rounds into it, without a float32 copy
@@ -142,13 +132,11 @@ class ScaledRows(WeightFormat):
         dtype: dtype of the unpacked weight; by default that of the scales.
         rounds_inputs, rounds_gradients: quantise inputs or gradients to the type of the weight and multiply in it;
             otherwise unpack the weight.
-        kernel: see `multiply`.
     """
 
     dtype: torch.dtype | None = None
     rounds_inputs: bool = False
     rounds_gradients: bool = False
-    kernel: ScaledProduct | None = None
 
     def unpack(self, *packed: Tensor) -> Tensor:
         levels, scale = packed
@@ -161,16 +149,16 @@ class ScaledRows(WeightFormat):
         if not self.rounds_inputs or not can_multiply(inputs, levels):
             return super().product(inputs, bias, *packed)
         rows, columns = inputs.flatten(0, -2), scale.float().t()
-        out = multiply(rows, levels.t(), columns=columns, product=self.kernel).unflatten(0, inputs.shape[:-1])
+        out = multiply(rows, levels.t(), columns=columns).unflatten(0, inputs.shape[:-1])
         return out if bias is None else out + bias
 
     def input_gradient(self, gradient: Tensor, *packed: Tensor) -> Tensor:
         levels, scale = packed
         if not self.rounds_gradients or not can_multiply(gradient, levels):
             return super().input_gradient(gradient, *packed)
-        # The copy makes it column-major, at one byte per weight, unless the kernel takes any layout.
-        columns = levels if self.kernel else levels.t().contiguous().t()
-        inputs = multiply(gradient.flatten(0, -2), columns, fold=scale.float().t(), product=self.kernel)
+        # The copy makes it column-major, at one byte per weight.
+        columns = levels.t().contiguous().t()
+        inputs = multiply(gradient.flatten(0, -2), columns, fold=scale.float().t())
         return inputs.unflatten(0, gradient.shape[:-1])
 
 
@@ -391,22 +379,25 @@ def check_device(config: PrecisionConfig, device: torch.device) -> None:
 
 
 def _lacking(config: PrecisionConfig, device: torch.device) -> Iterator[Problem]:
-    """The first problem found: the kernel, the GPU vendor, its compute capability, or a failing operation."""
-    asked, is_nvidia = multiplied(config), device.type == "cuda" and not torch.version.hip
-    capability = torch.cuda.get_device_capability(device) if is_nvidia else (0, 0)
-    # Triton compiles int8 matmuls for tensor cores from Ampere on.
-    if config.quantized_matmul_kernel != "torch" and capability < (8, 0):
-        message = "'triton' needs an NVIDIA GPU of compute capability 8.0; set it to torch."
-        yield Problem("quantized_matmul_kernel", message)
-    elif is_nvidia:
-        refused = ((key, stored, refusal(stored, device)) for key, stored in asked.items())
-        problems = [*check_capability(config, capability)]
-        yield from problems or (Problem(key, f"{stored.name} {why}") for key, stored, why in refused if why)
-    elif device.type != "cpu":
-        name = "ROCm" if device.type == "cuda" else device.type
-        for key, stored in asked.items():
+    """Report the GPU vendor or its compute capability, and only if both are sufficient, operations that fail."""
+    if device.type == "cpu":
+        return
+    quantisations = multiplied(config)
+    is_rocm = device.type == "cuda" and torch.version.hip
+    if is_rocm or device.type != "cuda":
+        name = "ROCm" if is_rocm else device.type
+        for key, stored in quantisations.items():
             remedy = UNPACKED if stored.always else "false"
             yield Problem(key, f"needs an NVIDIA GPU, not {name}; set it to {remedy}.")
+        return
+    problems = list(check_capability(config, torch.cuda.get_device_capability(device)))
+    if problems:
+        yield from problems
+        return
+    for key, stored in quantisations.items():
+        reason = refusal(stored, device)
+        if reason:
+            yield Problem(key, f"{stored.name} {reason}")
 
 
 def refusal(stored: Quantisation, device: torch.device) -> str:
@@ -426,17 +417,16 @@ def refusal(stored: Quantisation, device: torch.device) -> str:
     return ""
 
 
-def use_quantised_products(model: nn.Module, kernel: str = "torch") -> None:
-    """Let quantised layers multiply without unpacking their weights, except for layers of unsupported sizes.
-
-    Args:
-        kernel: see `quantized_matmul_kernel`.
-    """
-    scaled = pkgutil.resolve_name("simpletuner.memory.int8_kernel:scaled_product") if kernel == "triton" else None
-    layers = {name: each for name, each in model.named_modules() if isinstance(each, QuantisedLinear)}
-    odd = [name for name, each in layers.items() if each.in_features % MULTIPLE or each.out_features % MULTIPLE]
-    for name in layers.keys() - set(odd):
-        layers[name].form = ScaledRows(rounds_inputs=True, rounds_gradients=True, kernel=scaled)
+def use_quantised_products(model: nn.Module) -> None:
+    """Let quantised layers multiply without unpacking their weights, except for layers of unsupported sizes."""
+    odd: list[str] = []
+    for name, layer in model.named_modules():
+        if not isinstance(layer, QuantisedLinear):
+            continue
+        if layer.in_features % MULTIPLE or layer.out_features % MULTIPLE:
+            odd.append(name)
+        else:
+            layer.form = ScaledRows(rounds_inputs=True, rounds_gradients=True)
     if odd:
         message = "quantized_matmul: %s are multiplied unpacked, since their sizes are not multiples of %d."
         logger.info(message, shorten(odd), MULTIPLE)

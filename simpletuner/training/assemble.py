@@ -273,7 +273,7 @@ def _use_fast_blocks(
 ) -> FastBlocks | None:
     """Enable quantised matmuls and the family's fast blocks; None if the blocks remain those of diffusers."""
     if config.precision.quantized_matmul:
-        use_quantised_products(transformer, config.precision.quantized_matmul_kernel)
+        use_quantised_products(transformer)
     if bf16_modulation(config.speed):
         adapter.store_modulation_in_bf16(transformer)
     if device.type == "cuda" and not config.precision.disable_tf32:
