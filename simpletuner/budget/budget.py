@@ -268,9 +268,9 @@ class Budget:
             peak += beside + self._kept_for_previews()
             yield PhasePeak(f"training at {bucket.label}", peak, host, trains=True, common=streamed)
         if workload.evaluated:
-            # Sample by sample, without gradients; in a sweep, which trains nothing, with a LoRA loaded.
-            largest, lora = parts.load(workload.evaluated[0]), 0.0 if parts.trains else parts.lora_bytes
-            peak = idle + frozen + model.sampling_bytes(largest) + lora + on_device.waiting + beside
+            # Sample by sample, without gradients; in a sweep, with a LoRA loaded.
+            sampling = model.sampling_bytes(parts.load(workload.evaluated[0]))
+            peak = idle + frozen + sampling + parts.lora_bytes + on_device.waiting + beside
             peak += self._kept_for_previews()
             yield PhasePeak("measuring the evaluation loss", peak, waiting + on_host.waiting, common=streamed)
         if workload.previews:

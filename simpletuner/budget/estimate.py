@@ -34,7 +34,7 @@ from simpletuner.config.optimizers import (
 )
 from simpletuner.config.precision import quantised_bytes, transformer_dtype
 from simpletuner.config.schema import SLOTS, OptimizerName, RunConfig
-from simpletuner.config.speed import checkpointed_blocks, keeps_attention, samples_compiled
+from simpletuner.config.speed import checkpointed_blocks, keeps_attention
 from simpletuner.config.techniques import Route
 from simpletuner.models.cost import (
     ATTENTION_BACKWARD,
@@ -454,7 +454,7 @@ class Step:
     def forward_seconds(self) -> float:
         """Seconds of a forward pass without gradients, as of previews."""
         traffic, launches = self._forward_traffic, self._eager_launches
-        if samples_compiled(self.model.config):
+        if self.model.config.validation.validation_torch_compile:
             traffic, launches = self.model.cost.large * self.model.one_block(self.load).forward, self._launches
         return self._together(self._seconds(self._forward(self.load), traffic), launches / 3)
 

@@ -215,7 +215,7 @@ class Parts:
         techniques: enabled techniques, which may add memory and time to a step.
         trains: whether the run trains; otherwise it only renders previews.
         on_gpu: whether cuDNN is used.
-        lora_bytes: bytes of the further LoRAs in previews.
+        lora_bytes: bytes of the LoRA files that samples are rendered with at a time.
     """
 
     spec: FamilySpec

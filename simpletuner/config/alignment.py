@@ -1,15 +1,13 @@
-"""Representation alignment (CREPA and LayerSync): keys, and the rules between them and other keys. Imports no torch."""
+"""Representation alignment (CREPA): keys, and the rules between them and other keys. Imports no torch."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Annotated, Literal
-
-from pydantic import BeforeValidator
+from typing import TYPE_CHECKING, Literal
 
 from simpletuner.config.option import TechniqueGroup, beyond_last, common, option, when
-from simpletuner.config.values import Flag, Integer, Number, Text, parse_text
+from simpletuner.config.values import Flag, Integer, Number, Text
 from simpletuner.errors import Problem, warning
 
 if TYPE_CHECKING:
@@ -19,7 +17,6 @@ if TYPE_CHECKING:
     from simpletuner.models.spec import FamilySpec
 
 PATCH = 14  # pixels per side of a patch of DINOv2
-KernelSize = Annotated[Literal["1", "3", "5", "7"], BeforeValidator(parse_text)]
 
 
 class CrepaConfig(TechniqueGroup):
@@ -90,12 +87,6 @@ class CrepaConfig(TechniqueGroup):
     """Decay of the moving average."""
     crepa_threshold_mode: Literal["permanent", "recoverable"] = option("permanent")
     """After the threshold is reached: off permanently, or until the average falls below it."""
-    irepa_enabled: Flag = option(False, requires=when("crepa_enabled", fatal=True), label="iREPA")
-    """With crepa_enabled: a convolution as projector and normalised features (iREPA); also aligns pictures."""
-    irepa_spatial_norm_alpha: Number = option(0.6, ge=0, le=1000)
-    """Share of the mean over a frame that is subtracted from the teacher's features."""
-    irepa_projector_kernel_size: KernelSize = option("3")
-    """Side of the projector's kernel, in tokens."""
 
     @property
     def from_backbone(self) -> bool:
@@ -132,9 +123,8 @@ class CrepaConfig(TechniqueGroup):
 
     def check_model(self, spec: FamilySpec, routes: Sequence[Route], blocks: int | None) -> Iterator[Problem]:
         """Report a model without frames to align, and blocks that it lacks."""
-        if spec.media != "video" and not self.irepa_enabled:
-            message = f"aligns the frames of clips, but {spec.title} makes pictures."
-            yield Problem("crepa_enabled", f"{message} To align a picture, set irepa_enabled, too.")
+        if spec.media != "video":
+            yield Problem("crepa_enabled", f"aligns the frames of clips, but {spec.title} makes pictures.")
         chosen = {"crepa_block_index": self.crepa_block_index}
         if self.from_backbone:
             chosen["crepa_teacher_block_index"] = self.crepa_teacher_block_index
@@ -179,52 +169,3 @@ def _check_source(crepa: CrepaConfig, is_explicit: Callable[[str], bool]) -> Ite
     elif student is not None and teacher < student:
         message = f"{teacher} comes before crepa_block_index {student}; a teacher is a later block."
         yield warning("crepa_teacher_block_index", message)
-
-
-# The authors' weights, for training from scratch and for their Wan LoRA: github.com/vita-epfl/LayerSync.
-DEFAULT_WEIGHTS = {"full": 0.2, "lora": 0.002}
-SWITCH, BLOCKS = "layersync_enabled", ("layersync_student_block", "layersync_teacher_block")
-
-
-class LayerSyncConfig(TechniqueGroup):
-    """LayerSync"""
-
-    requires = when(SWITCH)
-
-    layersync_enabled: Flag = common(False, label="LayerSync")
-    """Align a block with a deeper one; see docs/experimental/LAYERSYNC.md."""
-    layersync_student_block: Integer | None = common(None, ge=0)
-    """The aligned block, counted from 0."""
-    layersync_teacher_block: Integer | None = common(None, ge=0)
-    """The deeper block that it is aligned with."""
-    layersync_lambda: Number | None = option(
-        None, ge=0, le=1000, default_note="0.002 for a LoRA, 0.2 for full", label="Weight"
-    )
-    """Weight of the loss."""
-
-    def weight(self, model_type: str) -> float:
-        """The weight of the loss; 0 if LayerSync is off."""
-        chosen = DEFAULT_WEIGHTS[model_type] if self.layersync_lambda is None else self.layersync_lambda
-        return chosen if self.layersync_enabled else 0.0
-
-    @property
-    def blocks(self) -> dict[str, int]:
-        """The student and teacher blocks that are set, by key."""
-        return {key: block for key in BLOCKS if (block := getattr(self, key)) is not None}
-
-    def check_model(self, spec: FamilySpec, routes: Sequence[Route], blocks: int | None) -> Iterator[Problem]:
-        """Check for two different blocks of the model with comparable tokens."""
-        chosen = self.blocks
-        for key in (key for key in BLOCKS if key not in chosen):
-            yield Problem(key, f"is required by {SWITCH}: a block of the transformer, counted from 0.")
-        yield from beyond_last(chosen, blocks)
-        if len(chosen) > len(set(chosen.values())):
-            yield Problem(BLOCKS[1], "is the student block, too; a block always equals itself, so choose a deeper one.")
-        elif len(chosen) == 2 and chosen[BLOCKS[0]] > chosen[BLOCKS[1]]:
-            message = f"{chosen[BLOCKS[1]]} comes before {BLOCKS[0]} {chosen[BLOCKS[0]]}; align with a deeper block."
-            yield warning(BLOCKS[1], message)
-        # A single route drops the same tokens in both blocks, and a block outside all routes has every token.
-        touched = [route for route in routes if blocks is not None and route.among(blocks).holds(*chosen.values())]
-        if len(touched) > 1:
-            message = "and the student block are in two routes of tread_config, which keep other tokens; use one."
-            yield Problem(BLOCKS[1], message)

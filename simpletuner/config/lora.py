@@ -1,17 +1,12 @@
-"""Adapter keys: kind, size and published LoRA, and further LoRAs in previews. Imports no torch."""
+"""Adapter keys: kind, size and published LoRA. Imports no torch."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from functools import partial
-from pathlib import Path
-from typing import Annotated, Literal
-
-from pydantic import BeforeValidator, Field
+from typing import Literal
 
 from simpletuner.config.option import Group, common, option, when
-from simpletuner.config.values import Flag, Integer, Json, Number, PathText, Text, parse_json_text, parse_list
-from simpletuner.errors import Problem
+from simpletuner.config.values import Flag, Integer, Json, Number, PathText
 
 # Options of adapters with a rank, and of adapters that are converted to a published LoRA.
 ranked = partial(option, requires=when(lora_type=("standard", "lokr", "loha")))
@@ -102,90 +97,3 @@ class LoraConfig(Group):
     def alpha(self) -> float:
         """lora_alpha, or its default."""
         return self.lora_alpha or float(self.lora_rank)
-
-
-of_adapter = partial(option, requires=when("validation_adapter_path"))
-Strength = Annotated[Number, Field(gt=0, le=100)]
-
-
-def parse_runs(value: object) -> object:
-    """The list of runs, also from `{"runs": [...]}`; a bare path is a run with that LoRA."""
-    value = parse_json_text(value)
-    if isinstance(value, dict) and value.keys() == {"runs"}:
-        value = value["runs"]
-    return [{"path": each} if isinstance(each, str) else each for each in value] if isinstance(value, list) else value
-
-
-class Adapter(Group):
-    """A LoRA of a run; its strength defaults to that of the run."""
-
-    path: PathText
-    strength: Strength | None = None
-    adapter_name: Text | None = None
-
-
-class AdapterEntry(Group):
-    """A run: previews with one or several LoRAs."""
-
-    label: Text | None = None
-    path: PathText | None = None
-    paths: Annotated[list[PathText], BeforeValidator(parse_list)] | None = None
-    adapters: list[Adapter] | None = None
-    strength: Strength = 1.0
-
-    @property
-    def loras(self) -> list[tuple[str, float]]:
-        """The LoRAs of the run and their strengths."""
-        plain = [*(self.paths or []), *([self.path] if self.path else [])]
-        named = [(each.path, each.strength or self.strength) for each in self.adapters or []]
-        return [*((path, self.strength) for path in plain), *named]
-
-    @property
-    def title(self) -> str:
-        """The label, else the names of the LoRAs."""
-        names = [each.adapter_name for each in self.adapters or [] if each.adapter_name]
-        # `repo:file` and `folder/file.safetensors` are named after the file.
-        return self.label or "_".join(names or [Path(path.rpartition(":")[2] or path).stem for path, _ in self.loras])
-
-
-class ValidationAdapterConfig(Group):
-    """Validation adapters"""
-
-    validation_adapter_path: PathText | None = common(None)
-    """A LoRA for previews, on top of the model in training: a file, a folder, or `repo[:file]` on the hub."""
-    validation_adapter_name: Text | None = of_adapter(None, default_note="the name of the file")
-    """Name of the LoRA in preview file names."""
-    validation_adapter_strength: Number = of_adapter(1.0, gt=0, le=100)
-    """Strength of the LoRA."""
-    validation_adapter_mode: Literal["adapter_only", "comparison", "none"] = option(
-        "comparison", requires=when("validation_adapter_path", "validation_adapter_config")
-    )
-    """comparison also renders without further LoRAs; adapter_only does not, unless validation_adapter_config lists
-    runs; none ignores all further LoRAs."""
-    validation_adapter_config: Annotated[list[AdapterEntry], BeforeValidator(parse_runs)] | None = option(
-        None, form="JSON"
-    )
-    """A list of further preview runs: a path, or an object with `path`, `paths` or `adapters` (a list of objects with
-    `path` and `strength`), `strength` and `label`."""
-
-    @property
-    def entries(self) -> list[AdapterEntry]:
-        """The runs with further LoRAs."""
-        if self.validation_adapter_mode == "none":
-            return []
-        name, path = self.validation_adapter_name, self.validation_adapter_path
-        single = [AdapterEntry(label=name, path=path, strength=self.validation_adapter_strength)] if path else []
-        return [*single, *(self.validation_adapter_config or [])]
-
-    @property
-    def renders_without(self) -> bool:
-        """Whether previews are also rendered without further LoRAs."""
-        listed = self.validation_adapter_config is not None
-        return not self.entries or self.validation_adapter_mode == "comparison" or listed
-
-
-def check_listed(config: ValidationAdapterConfig) -> Iterator[Problem]:
-    """Report runs without a LoRA."""
-    for index, entry in enumerate(config.validation_adapter_config or []):
-        if not entry.loras:
-            yield Problem(f"validation_adapter_config[{index}]", "names no LoRA; give it path, paths or adapters.")

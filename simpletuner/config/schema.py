@@ -20,10 +20,9 @@ from typing import Annotated, Any, Literal, TypeVar, cast, get_type_hints
 from pydantic import BeforeValidator
 
 from simpletuner.config import values
-from simpletuner.config.alignment import CrepaConfig, LayerSyncConfig
+from simpletuner.config.alignment import CrepaConfig
 from simpletuner.config.launch import LaunchConfig
 from simpletuner.config.lora import LoraConfig
-from simpletuner.config.lora import ValidationAdapterConfig as ValidationAdapterConfig
 from simpletuner.config.option import Group, Option, TechniqueGroup, accepted, common, option, options_of, unless, when
 from simpletuner.config.precision import PLAIN_PRECISIONS as PLAIN_PRECISIONS
 from simpletuner.config.precision import PrecisionConfig as PrecisionConfig
@@ -395,7 +394,7 @@ class FlowConfig(Group):
     flow_schedule_auto_shift: Flag = common(False)
     """Shift e^mu, mu linear in the token count from 0.5 at 256 to 1.15 at 4096 tokens."""
     flow_sigmoid_scale: Number = option(
-        1.0, gt=0, le=100, requires=unless("mixflow_enabled", "flow_use_uniform_schedule", "flow_use_beta_schedule")
+        1.0, gt=0, le=100, requires=unless("flow_use_uniform_schedule", "flow_use_beta_schedule")
     )
     """Standard deviation of the logit-normal's underlying normal distribution."""
     flow_use_uniform_schedule: Flag = option(False)
@@ -408,18 +407,6 @@ class FlowConfig(Group):
     """Second parameter of the beta distribution."""
     disable_segmented_timestep_sampling: Flag = option(False)
     """Draw sigmas independently; by default a batch is stratified over equal slices of the schedule."""
-    mixflow_enabled: Flag = option(
-        False,
-        excludes=(
-            when("flow_use_uniform_schedule", because="MixFlow prescribes the distribution"),
-            when("flow_use_beta_schedule", because="MixFlow prescribes the distribution"),
-            when("scheduled_sampling_max_step_offset", because="both replace the input"),
-        ),
-        label="MixFlow",
-    )
-    """MixFlow: train on inputs noisier than their timestep, see docs/experimental/MIXFLOW.md."""
-    mixflow_gamma: Number = option(0.8, ge=0, le=1, requires=when("mixflow_enabled"))
-    """Maximum extra noise, as a share of the way to pure noise; 0 adds none."""
 
 
 class TextConfig(Group):
@@ -524,7 +511,7 @@ class ValidationConfig(Group):
         excludes=when("enable_model_cpu_offload", "group_offload_vae", because="they would move the VAE meanwhile"),
     )
     """Decode sampled previews in a thread while training continues."""
-    validation_torch_compile: Flag | None = option(None, default_note="true, without validation_adapter_*")
+    validation_torch_compile: Flag = option(True)
     """Use compiled blocks in previews too, if training compiles them."""
 
 
@@ -670,10 +657,8 @@ class RunConfig:
     preservation: PreservationConfig
     tread: TreadConfig
     crepa: CrepaConfig
-    layersync: LayerSyncConfig
     scheduled_sampling: ScheduledSamplingConfig
     validation: ValidationConfig
-    validation_adapters: ValidationAdapterConfig
     evaluation: EvaluationConfig
     datasets: DatasetDefaults
     accepted: AcceptedConfig

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 from simpletuner.config.launch import LaunchConfig
 from simpletuner.config.option import Package, check_installed
-from simpletuner.config.schema import PrecisionConfig, RunConfig, SpeedConfig
+from simpletuner.config.schema import PrecisionConfig, SpeedConfig
 from simpletuner.errors import NoEffect, Problem, not_one_of
 
 COMPILE_MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
@@ -72,12 +72,6 @@ def compile_backend(config: SpeedConfig, launch: LaunchConfig, device: str, *, e
     # Inductor's GPU kernels need triton.
     able = device == "cuda" and (elsewhere or (has_compiler() and importlib.util.find_spec("triton") is not None))
     return "inductor" if config.speed == "auto" and able else None
-
-
-def samples_compiled(config: RunConfig) -> bool:
-    """Whether previews use compiled blocks if training does; not with further LoRAs, whose hooks they would skip."""
-    switch = config.validation.validation_torch_compile
-    return not config.validation_adapters.entries if switch is None else switch
 
 
 def graph_key(launch: LaunchConfig) -> str | None:

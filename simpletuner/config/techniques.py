@@ -351,7 +351,7 @@ class ScheduledSamplingConfig(TechniqueGroup):
         return fmean(map(self.probability_at, steps)) * passes
 
     def check(self, config: RunConfig) -> Iterator[Problem]:
-        """Report offsets beyond the preview sampler's steps or never used, and conflicts with MixFlow."""
+        """Report offsets beyond the preview sampler's steps or never used."""
         offset, ramp = self.scheduled_sampling_max_step_offset, self.scheduled_sampling_ramp_steps
         if offset and not self.is_on:
             reason = "probabilities are 0" if ramp else f"{PROBABILITY} is 0"
@@ -359,8 +359,6 @@ class ScheduledSamplingConfig(TechniqueGroup):
         steps = config.validation.validation_num_inference_steps
         if steps is not None and offset > steps:
             yield Problem(OFFSET, f"{offset} exceeds the {steps} steps of validation_num_inference_steps.")
-        if config.flow.mixflow_enabled and self.is_on:
-            yield Problem("mixflow_enabled", f"cannot be combined with {OFFSET}: both replace the input.")
 
     @property
     def late(self) -> Mapping[str, str]:

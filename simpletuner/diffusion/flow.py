@@ -51,25 +51,14 @@ def law_quantiles(shares: Tensor, flow: FlowConfig, offset: float = 0.0) -> Tens
     """Quantiles of the chosen distribution: its inverse CDF at `shares`; float64, same shape.
 
     Logit-normal is sigmoid(offset + flow_sigmoid_scale * standard normal), as in Esser et al., arXiv 2403.03206,
-    section 3.1; the other distributions ignore the offset. MixFlow has the density 2 (1 - s), which favours low noise.
+    section 3.1; the other distributions ignore the offset.
     """
-    if flow.mixflow_enabled:
-        return 1 - (1 - shares).sqrt()
     if flow.flow_use_uniform_schedule:
         return shares
     if flow.flow_use_beta_schedule:
         alpha, beta = flow.flow_beta_schedule_alpha, flow.flow_beta_schedule_beta
         return torch.tensor([beta_quantile(share, alpha, beta) for share in shares.tolist()], dtype=torch.float64)
     return torch.sigmoid(offset + flow.flow_sigmoid_scale * torch.special.ndtri(shares))
-
-
-def mixflow_sigmas(place: Place, sigmas: Tensor, gamma: float) -> Tensor:
-    """Noise levels above `sigmas`, like the lag of a sampler: s + u gamma (1 - s), u uniform; `B`, on the CPU.
-
-    Li et al., "MixFlow Training: Alleviating Exposure Bias with Slowed Interpolation Mixture", arXiv 2512.19311.
-    """
-    lags = torch.cat([torch.rand(1, generator=each) for each in place.generators("mixflow")])
-    return sigmas + lags * gamma * (1 - sigmas)
 
 
 def shift_sigmas(sigmas: Tensor, shift: float) -> Tensor:
@@ -102,7 +91,6 @@ def make_noisy(
     sigmas: Tensor,
     noise: Tensor,
     loss: LossConfig = LossConfig(),
-    levels: Tensor | None = None,
     place: Place | None = None,
 ) -> NoisyBatch:
     """Mix a batch with noise.
@@ -115,7 +103,6 @@ def make_noisy(
         sigmas: `B`, in (0, 1], on any device.
         noise: standard normal, shape of `batch.latents`.
         loss: strengths of noise offset and input perturbation.
-        levels: noise levels of the input, if they differ from the timesteps.
         place: position in the run; required for random numbers of `loss` and of techniques.
     """
     latents = batch.latents.float()
@@ -134,7 +121,7 @@ def make_noisy(
         if perturbation := loss.input_perturbation_at(place.global_step):
             in_input = noise + perturbation * sample_noise(latents, generators)
     sigmas = upload(sigmas.float(), latents.device)
-    share = (sigmas if levels is None else upload(levels.float(), latents.device)).view(-1, 1, 1, 1, 1)
+    share = sigmas.view(-1, 1, 1, 1, 1)
     return NoisyBatch(
         batch=batch,
         noise=noise,

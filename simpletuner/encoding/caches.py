@@ -38,7 +38,6 @@ from simpletuner.planning.build import Plan
 from simpletuner.planning.checks import check_block_numbers, check_parts
 from simpletuner.planning.entries import Listing, list_entries, make_catalogue
 from simpletuner.planning.length import check_schedule, plan_length
-from simpletuner.planning.prompts import fetched_runs
 from simpletuner.reporting.events import CACHING, EventStream, PhaseStarted
 from simpletuner.training.assemble import make_accelerator
 from simpletuner.training.loader import in_loop
@@ -352,17 +351,17 @@ def fetch(plan: Plan, events: EventStream) -> None:
         problems.raise_if_fatal()
     for role in ("transformer", "vae"):
         check_shapes(plan.source[role])
-    fetch_loras(plan, check_again=bool(absent))
+    fetch_lora(plan, check_again=bool(absent))
 
 
-def fetch_loras(plan: Plan, *, check_again: bool) -> None:
-    """Download the LoRAs that the run starts from or renders with, and check what the plan could not.
+def fetch_lora(plan: Plan, *, check_again: bool) -> None:
+    """Download the LoRA that the run starts from, and check what the plan could not.
 
     Args:
         check_again: the plan did not know the model's layers.
 
     Raises:
-        UserError: a LoRA cannot be downloaded, or does not fit.
+        UserError: the LoRA cannot be downloaded, or does not fit.
     """
     lora = plan.config.lora
     if lora.init_lora is not None and is_on_hub(lora.init_lora):
@@ -371,8 +370,6 @@ def fetch_loras(plan: Plan, *, check_again: bool) -> None:
     if check_again:
         modules = linear_modules(plan.source["transformer"].weight_shapes())
         Problems(check_init_lora(lora, modules, plan.lora_targets, plan.spec.name)).raise_if_fatal()
-    if plan.prompts:
-        fetched_runs(plan.config, plan.spec.name, plan.source)
 
 
 def download(parts: Sequence[Part], events: EventStream) -> None:

@@ -33,7 +33,7 @@ from simpletuner.planning import checks, effects
 from simpletuner.planning.checkpoint_folder import Checkpoint, result_step
 from simpletuner.planning.environment import as_launched, as_rendered, check_environment
 from simpletuner.planning.length import Length, check_schedule, data_origin, plan_length
-from simpletuner.planning.prompts import ValidationPrompt, adapter_runs, check_adapters, collect_prompts, fit_sizes
+from simpletuner.planning.prompts import ValidationPrompt, collect_prompts, fit_sizes
 from simpletuner.planning.resume import check_resume, decide_seed, has_same_data
 from simpletuner.planning.technique_specs import TechniqueSpec, TrainedData, chosen_techniques
 from simpletuner.weights.part import Part
@@ -122,7 +122,7 @@ class Plan:
         origin: where in the run the data of this session begins.
         warnings: problems that do not prevent the run.
         pictures: what previews start from, if not from pictures of the datasets.
-        lora_bytes: of the further LoRAs that previews are rendered with at a time.
+        lora_bytes: of the LoRA files that samples are rendered with at a time.
     """
 
     config: RunConfig
@@ -325,13 +325,8 @@ def _collect_previews(plan: Plan, rendering: Rendering) -> Reading[Plan]:
 
 def _plan_run(plan: Plan, entries: list[DatasetConfig], context: DataContext, problems: Problems) -> Plan:
     """The rest of the road for training: its layers, what it continues, its datasets and its length."""
-    config, source = plan.config, plan.source
-    targets = problems.take(trained_layers(config, plan.spec, source))
-    # Their layers are compared with those of the checkpoint, so not without one.
-    if not source.problems():
-        problems.extend(check_adapters(config, plan.spec.name, source, plan.prompts))
-    lora_bytes = max((run.size for run in adapter_runs(config)), default=0) if plan.prompts else 0
-    plan = replace(plan, lora_targets=targets, lora_bytes=lora_bytes)
+    config = plan.config
+    plan = replace(plan, lora_targets=problems.take(trained_layers(config, plan.spec, plan.source)))
     # Before the seed, which a continued run takes from its checkpoint.
     resume = problems.take(check_resume(plan))
     plan = replace(plan, resume=resume, seed=decide_seed(config.run.seed, resume))

@@ -43,7 +43,7 @@ if TYPE_CHECKING:  # it checks by this module
 HIGHEST_USUAL_RATE = 0.1
 SMALLEST_RESOLUTION = 64  # pixels; a smaller number was probably meant as megapixels
 MOST_CROPPED = 0.2  # share of a side that may be cropped without a warning if `crop` is off
-OTHER_LAWS = ("flow_use_uniform_schedule", "flow_use_beta_schedule", "mixflow_enabled")
+OTHER_LAWS = ("flow_use_uniform_schedule", "flow_use_beta_schedule")
 # Without effect on families of pictures.
 BACKGROUND_KEYS = ("validation_decode_in_background",)
 FRAME_KEYS = ("vae_enable_temporal_roll", "validation_num_video_frames", "framerate")

@@ -29,7 +29,6 @@ from simpletuner.data.sample import Sample
 from simpletuner.models.source import ModelSource
 from simpletuner.planning.build import Plan
 from simpletuner.planning.environment import driver
-from simpletuner.planning.prompts import adapter_runs
 
 TEXT_ROLES = ("text_encoder", "tokenizer", "text_encoder_2", "tokenizer_2")
 
@@ -227,8 +226,8 @@ def preview_sources(plan: Plan) -> list[Sample | None]:
 
 
 def previews_of_a_round(plan: Plan) -> tuple[int, int]:
-    """(previews per round, previews per size and seed): of all prompts, source pictures, LoRAs and sets of weights."""
+    """(previews per round, previews per size and seed): of all prompts, source pictures and sets of weights."""
     config = plan.config
     weights = 2 if config.ema.use_ema and config.ema.ema_validation == "comparison" else 1
-    subjects = len(plan.prompts) * len(preview_sources(plan)) * len(adapter_runs(config)) * weights
+    subjects = len(plan.prompts) * len(preview_sources(plan)) * weights
     return subjects * len(plan.sizes) * config.validation.num_validation_images, subjects

@@ -12,7 +12,7 @@ from simpletuner.caching.catalogue import FeatureCost, FeatureKind
 from simpletuner.config.schema import RunConfig
 from simpletuner.config.techniques import Route
 from simpletuner.errors import Problem
-from simpletuner.models.cost import BYTES, BatchShape, TransformerCost
+from simpletuner.models.cost import BatchShape, TransformerCost
 from simpletuner.models.vision import VisionEncoder
 
 if TYPE_CHECKING:
@@ -110,11 +110,10 @@ def _crepa(config: RunConfig, data: TrainedData) -> TechniqueSpec | None:
 
     def cost(transformer: TransformerCost, load: BatchShape) -> TechniqueCost:
         inner, outer = transformer.hidden, transformer.hidden if crepa.from_backbone else encoder.width
-        side, norm = (int(crepa.irepa_projector_kernel_size), 0) if crepa.irepa_enabled else (1, 2 * inner)
-        tokens, weights = load.samples * load.tokens, inner * outer * side**2
+        tokens, weights = load.samples * load.tokens, inner * outer
         numbers = 2 * inner + 3 * outer  # tokens on the grid and normalised; projected, unit length, and the teacher's
         # float32 takes 4 bytes; a weight costs 2 FLOPs per token forward and 4 backward.
-        return TechniqueCost(weights + outer + norm, 4.0 * tokens * numbers, 6.0 * tokens * weights)
+        return TechniqueCost(weights + outer + 2 * inner, 4.0 * tokens * numbers, 6.0 * tokens * weights)
 
     def of_sample(frames: int, rows: int, columns: int) -> FeatureCost:
         patches, weights = frames * math.prod(crepa.patches(rows, columns)), encoder.parameters
@@ -153,19 +152,6 @@ def _tread(config: RunConfig, data: TrainedData) -> TechniqueSpec | None:
     return TechniqueSpec(_later("tread:Tread", routes), routes=routes) if routes else None
 
 
-def _layersync(config: RunConfig, data: TrainedData) -> TechniqueSpec | None:
-    weight = config.layersync.weight(config.model.model_type)
-    if not weight:
-        return None
-
-    def cost(transformer: TransformerCost, load: BatchShape) -> TechniqueCost:
-        """The tokens of two blocks, and their float32 copies."""
-        return TechniqueCost(held=2 * (BYTES["bf16"] + BYTES["fp32"]) * load.samples * load.tokens * transformer.hidden)
-
-    blocks = config.layersync.blocks.values()
-    return TechniqueSpec(_later("layersync:LayerSync", *blocks, weight, data.ids), cost=cost)
-
-
 def _preservation(config: RunConfig, data: TrainedData) -> TechniqueSpec | None:
     weight, probability = config.preservation.preservation_weight, config.preservation.preservation_probability
     if not config.preservation.is_on:
@@ -189,7 +175,7 @@ def _passes(forwards: float, passes: float = 0.0) -> Callable[[TransformerCost, 
 # In calling order. The slider is first, so that all forward passes, including rollouts, have its strength. Masks come
 # after techniques that change the input, and before TREAD, which keeps the tokens of masks.
 TECHNIQUES = (
-    _slider, _scheduled_sampling, _regularisation, _crepa, _masked_loss, _tread, _layersync, _preservation
+    _slider, _scheduled_sampling, _regularisation, _crepa, _masked_loss, _tread, _preservation
 )  # fmt: skip
 
 

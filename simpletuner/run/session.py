@@ -28,7 +28,6 @@ from simpletuner.encoding.read import BatchReader
 from simpletuner.memory.precision import DTYPES
 from simpletuner.planning.build import Plan
 from simpletuner.planning.entries import evaluated, feature_kinds, preview_sources
-from simpletuner.planning.prompts import fetched_runs
 from simpletuner.planning.resume import identify
 from simpletuner.redaction import redact_settings, redact_texts
 from simpletuner.reporting.events import EventStream
@@ -163,7 +162,6 @@ def build_validation(session: Session, recorded: Recorded, thread: Executor) -> 
         from simpletuner.validation.background import DecodingThread
 
         decoding = DecodingThread(thread, session.assembly.accelerator.device)
-    fetch = partial(fetched_runs, plan.config, plan.spec.name, plan.source)
     validation = ValidationRunner(
         config=plan.config,
         subjects=build_subjects(plan, session.catalogue, session.reader),
@@ -171,7 +169,6 @@ def build_validation(session: Session, recorded: Recorded, thread: Executor) -> 
         output_dir=plan.output_dir,
         events=session.events,
         frame_rate=plan.frame_rate,
-        adapters=session.assembly.world.leader_first(fetch) if plan.prompts else [],
         recorded=recorded.previews,
         decoding=decoding,
     )

@@ -7,9 +7,7 @@ positions of a frame:
     score(f) = sim(y_f, phi(h_f)) + sum over neighbours k of exp(-|k - f| / tau) * sim(y_k, phi(h_f))
     loss     = -weight * mean over f of score(f)
 
-The teacher is a vision encoder (`techniques.teacher`) or a later block. With `irepa_enabled`, the projector is a
-convolution and the features are normalised per frame (Singh et al., arXiv 2512.10794); on pictures this is REPA
-(Yu et al., arXiv 2410.06940).
+The teacher is a vision encoder (`techniques.teacher`) or a later block.
 
 Tokens are first put back on the grid of their frames, whatever their order in the blocks. Tokens that a TREAD route
 drops are missing from the grid and excluded from every mean.
@@ -56,12 +54,6 @@ class Grid:
     def pooled(self) -> Grid:
         """The grid of frame means, one token per frame."""
         return Grid(self.mean(), self.present.amax((2, 3), keepdim=True))
-
-    def normalised(self, alpha: float) -> Grid:
-        """(y - alpha mean) / deviation per channel, over the tokens of each frame (arXiv 2512.10794)."""
-        mean = self.mean()
-        deviation = replace(self, values=(self.values - mean).square()).mean().sqrt()
-        return replace(self, values=(self.values - alpha * mean) / (deviation + 1e-6))
 
     def unit(self) -> Grid:
         """The grid with every token scaled to unit length."""
@@ -128,14 +120,6 @@ def neighbours_of(config: CrepaConfig, frames: int) -> dict[int, float]:
     return {shift: weight for distance, weight in weights.items() for shift in (-distance, distance)}
 
 
-class FrameConvolution(nn.Conv2d):
-    """A convolution over the tokens of each frame: `B F h w D` to `B F h w E`."""
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        frames = tokens.flatten(0, 1).permute(0, 3, 1, 2)  # (B F) D h w
-        return super().forward(frames).permute(0, 2, 3, 1).unflatten(0, tokens.shape[:2])
-
-
 @dataclass(eq=False)
 class Crepa(Technique):
     """Adds the alignment loss.
@@ -165,11 +149,7 @@ class Crepa(Technique):
         if config.from_backbone:
             site.hidden.watch(self._teacher)
         inner, outer = site.layout.width, site.layout.width if config.from_backbone else self.width
-        if config.irepa_enabled:
-            side = int(config.irepa_projector_kernel_size)
-            self._project: nn.Module = FrameConvolution(inner, outer, side, padding=side // 2)
-        else:
-            self._project = nn.Sequential(nn.LayerNorm(inner), nn.Linear(inner, outer))
+        self._project: nn.Module = nn.Sequential(nn.LayerNorm(inner), nn.Linear(inner, outer))
         # With cached features, neither encoder nor VAE is needed on the device.
         live = [kind for kind in self.kinds if not kind.is_cached]
         self._encoders = [kind.load(site.adapter, site.load_latent_encoder, site.device) for kind in live]
@@ -243,8 +223,6 @@ class Crepa(Technique):
         config, student = self.config, self._tokens(noisy, self._student)
         student = replace(student, values=self._project(student.values))
         teacher = self._features(noisy)
-        if config.irepa_enabled:
-            teacher = teacher.normalised(config.irepa_spatial_norm_alpha)
         if not config.crepa_spatial_align:
             student, teacher = student.pooled(), teacher.pooled()
         alignment = align(student.unit(), teacher.unit(), neighbours_of(config, student.values.shape[1]))

@@ -30,7 +30,7 @@ from torch.optim import Optimizer
 from simpletuner.config.optimizers import trained_precision
 from simpletuner.config.precision import quantisation, transformer_dtype, vae_dtype
 from simpletuner.config.schema import OffloadConfig, PrecisionConfig, RunConfig
-from simpletuner.config.speed import bf16_modulation, compile_backend, keeps_attention, plain_math, samples_compiled
+from simpletuner.config.speed import bf16_modulation, compile_backend, keeps_attention, plain_math
 from simpletuner.diffusion.seeds import seeded, step_seed
 from simpletuner.distributed.world import World
 from simpletuner.memory.heap import large_tensors_apart
@@ -308,7 +308,8 @@ def _checkpoint_and_compile(
     if backend is not None:
         # The last functions of checkpointed blocks can recompute themselves if the output of attention is kept, inputs
         # stay on the device, and no generator state is restored.
-        inside, sampling = keeps and not inputs_leave and not dropout, samples_compiled(config)
+        inside = keeps and not inputs_leave and not dropout
+        sampling = config.validation.validation_torch_compile
         if config.speed.speed == "reference":
             layout = replace(layout, compiled=None)  # diffusers' code
         compile_blocks(layout, fast, backend, config.launch, sampling=sampling, recomputing=inside)

@@ -10,7 +10,7 @@ from dataclasses import replace
 from torch import Tensor
 
 from simpletuner.diffusion.batch import Batch, NoisyBatch
-from simpletuner.diffusion.flow import choose_shift, make_noisy, mixflow_sigmas, sample_noise, sample_sigmas
+from simpletuner.diffusion.flow import choose_shift, make_noisy, sample_noise, sample_sigmas
 from simpletuner.diffusion.seeds import Place, seed_device
 from simpletuner.distributed.world import World
 from simpletuner.training.meter import tokens_of
@@ -27,8 +27,7 @@ def add_noise(assembly: Assembly, batch: Batch, global_step: int, micro_step: in
     sigmas = sample_sigmas(place, flow, shift, settings.timestep_offsets.get(batch.dataset_id, 0.0))
     # Checked: noise drawn for another position would silently change the run.
     noise = batch.noise if batch.noise is not None and batch.place == place else _noise(batch, place)
-    levels = mixflow_sigmas(place, sigmas, flow.mixflow_gamma) if flow.mixflow_enabled else None
-    noisy = make_noisy(batch, sigmas, noise, settings.loss, levels, place)
+    noisy = make_noisy(batch, sigmas, noise, settings.loss, place)
     # Read here, on the CPU; reading them later would synchronise.
     return replace(noisy, host_sigmas=tuple(sigmas.tolist()))
 

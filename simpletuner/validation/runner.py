@@ -22,7 +22,6 @@ from PIL.Image import Image
 from torch import nn
 
 from simpletuner.atomic import open_atomically
-from simpletuner.config.optimizers import trained_precision
 from simpletuner.config.schema import OffloadConfig, RunConfig
 from simpletuner.config.values import Size
 from simpletuner.data.entries import ProgressBar
@@ -30,15 +29,13 @@ from simpletuner.diffusion.batch import TextEmbeds
 from simpletuner.diffusion.seeds import step_seed
 from simpletuner.encoding.sharing import Results, share_work
 from simpletuner.memory.offload.attach import Offload
-from simpletuner.memory.precision import DTYPES
 from simpletuner.models.adapter import FamilyAdapter, PreviewPipeline, PreviewRequest
 from simpletuner.models.decoding import decode_in
-from simpletuner.planning.prompts import AdapterRun, ValidationPrompt
+from simpletuner.planning.prompts import ValidationPrompt
 from simpletuner.reporting.events import PREVIEWS, EventStream, MediaRendered, PhaseStarted, StepReport
 from simpletuner.reporting.metrics import MediaRecord
 from simpletuner.training.guard import stop_if_result_not_finite
 from simpletuner.training.loop import Callback
-from simpletuner.training.lora_files import Loras, applied_loras
 from simpletuner.training.state import Assembly, TrainState, random_states, restore_random_states
 from simpletuner.validation.sketch import ColourMap, GrowingPreview, discard_unfinished
 
@@ -183,7 +180,7 @@ def take_turns(transformer: nn.Module, vae: nn.Module, device: torch.device) -> 
 
 @dataclass(frozen=True)
 class Shot:
-    """One preview: a subject at one size, with one seed, one set of weights and further LoRAs.
+    """One preview: a subject at one size, with one seed and one set of weights.
 
     Attributes:
         benchmark: a preview of the untrained model, in `benchmarks/base_model`.
@@ -195,20 +192,12 @@ class Shot:
     index: int
     seed: int
     ema: bool
-    adapters: AdapterRun
     benchmark: bool
 
     @property
     def name(self) -> str:
-        """The short name of the prompt, with the name of the adapter run."""
-        short_name = self.subject.prompt.short_name
-        return f"{short_name}_{self.adapters.name}" if self.adapters.name else short_name
-
-    @property
-    def loras(self) -> Loras:
-        """The further LoRAs, with the prompt's strength if it has one."""
-        wanted = self.subject.prompt.adapter_strength
-        return [(path, strength if wanted is None else wanted) for path, strength in self.adapters.loras]
+        """The short name of the prompt."""
+        return self.subject.prompt.short_name
 
     def record(self, path: str = "") -> MediaRecord:
         """The record of this preview."""
@@ -222,7 +211,6 @@ class ValidationRunner(Callback):
 
     Attributes:
         frame_rate: frames per second of preview clips; None for picture families.
-        adapters: runs of further LoRAs; the first run usually has none.
         recorded: previews of the step from which the session resumes; they are not rendered again.
         lacking: previews were due at that step; if a kill lost them, they are rendered at the start.
         decoding: decodes while training continues; None decodes immediately.
@@ -234,7 +222,6 @@ class ValidationRunner(Callback):
     output_dir: Path
     events: EventStream
     frame_rate: float | None = None
-    adapters: Sequence[AdapterRun] = (AdapterRun(),)
     recorded: Sequence[MediaRecord] = ()
     lacking: bool = False
     decoding: DecodingThread | None = None
@@ -321,20 +308,16 @@ class ValidationRunner(Callback):
         """All previews of one round."""
         weights = [False] if benchmark else weights_to_use(assembly, self.config.ema.ema_validation)
         indices = range(self.config.validation.num_validation_images)
-        for use_ema, adapters, subject, size, index in itertools.product(
-            weights, self.adapters, self.subjects, self.sizes, indices
-        ):
-            yield Shot(step, subject, size, index, self._seed(assembly, step, index), use_ema, adapters, benchmark)
+        for use_ema, subject, size, index in itertools.product(weights, self.subjects, self.sizes, indices):
+            yield Shot(step, subject, size, index, self._seed(assembly, step, index), use_ema, benchmark)
 
     def _render_all(self, assembly: Assembly, shots: Placed[Shot], bar: ProgressBar) -> Results[MediaRecord]:
         """Render shots; yields the records of shots that are not decoded in the background."""
-        transformer = assembly.accelerator.unwrap_model(assembly.transformer)
-        dtype = DTYPES[trained_precision(self.config.optimizer, self.config.precision)]
         with quiet(assembly):
             stop_if_result_not_finite(assembly)
             # Grouped, because switching to the average and back copies all weights.
-            for (use_ema, loras), group in itertools.groupby(shots, key=lambda item: (item[1].ema, item[1].loras)):
-                with assembly.averaged(use_ema), applied_loras(transformer, loras, dtype, assembly.accelerator.device):
+            for use_ema, group in itertools.groupby(shots, key=lambda item: item[1].ema):
+                with assembly.averaged(use_ema):
                     for place, shot in group:
                         if record := self._render(assembly, shot, bar):
                             yield place, record

@@ -308,11 +308,7 @@ def test_lora_targets_that_match_nothing(workspace: Workspace, capsys: Capture) 
     ("setting", "complaint_"),
     [
         ("init_lora=nothing.safetensors", "init_lora: 'nothing.safetensors' does not exist."),
-        ("validation_adapter_path=/no/such", "validation_adapter_path: '/no/such' does not exist."),
-        (
-            "validation_adapter_path=~nouser/x",
-            "validation_adapter_path: '~nouser/x' starts with the home folder of an unknown user.",
-        ),
+        ("init_lora=~nouser/x", "init_lora: '~nouser/x' starts with the home folder of an unknown user."),
         ("webhook_config=~nouser/x", "webhook_config: '~nouser/x' does not exist"),
         (f"webhook_config={'x' * 300}", "does not exist; give a file, an object or a list of objects"),
         ("webhook_config=datasets", "'datasets' is a folder, not a file; give a file, an object or a list of objects"),

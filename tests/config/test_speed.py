@@ -101,7 +101,7 @@ def test_a_missing_attention_package_is_named(mechanism: str) -> None:
         ({"dynamo_mode": "max-autotun"}, "errors", "Did you mean 'max-autotune'?"),
         ({"dynamo_backend": "no", "dynamo_fullgraph": True}, "hints", "dynamo_backend is 'no'"),
         ({"speed": "reference", "dynamo_dynamic": True}, "hints", "dynamo_backend is not set"),
-        ({"dynamo_backend": "no", "validation_torch_compile": True}, "hints", "dynamo_backend is 'no'"),
+        ({"dynamo_backend": "no", "validation_torch_compile": False}, "hints", "dynamo_backend is 'no'"),
         ({"speed_plain_math": False, "speed_keep_attention": True}, "hints", "speed_plain_math"),
     ],
 )

@@ -1,4 +1,4 @@
-"""LayerSync, MixFlow and scheduled sampling in a config: what is refused, what has no effect, and what follows."""
+"""CREPA and scheduled sampling in a config: what is refused, what has no effect, and what follows."""
 
 from __future__ import annotations
 
@@ -7,38 +7,13 @@ from typing import Any
 
 import pytest
 
-from simpletuner.config.alignment import LayerSyncConfig
-from simpletuner.config.techniques import Route, ScheduledSamplingConfig
-from simpletuner.models.registry import FAMILIES
+from simpletuner.config.techniques import ScheduledSamplingConfig
 from tests.planning.test_checks import problems
 
-GOOD = {"layersync_enabled": True, "layersync_student_block": 2, "layersync_teacher_block": 5}
 SAMPLED = {"scheduled_sampling_max_step_offset": 3, "scheduled_sampling_probability": 0.5}
 
 
-def of_layersync(routes: tuple[Route, ...] = (), blocks: int | None = 8, **settings: Any) -> list[str]:
-    values = {key: value for key, value in {**GOOD, **settings}.items() if value is not None}
-    config = LayerSyncConfig.model_validate(values)
-    return [str(each) for each in config.check_model(FAMILIES["kandinsky5-image"], routes, blocks)]
-
-
-@pytest.mark.parametrize(
-    ("settings", "words"),
-    [
-        ({"layersync_student_block": None}, "layersync_student_block: is required by layersync_enabled"),
-        ({"layersync_teacher_block": 8}, "layersync_teacher_block: 8 is out of range: the model has 8 blocks, 0 to 7."),
-        ({"layersync_teacher_block": 2}, "layersync_teacher_block: is the student block, too"),
-        ({"routes": (Route(0.5, 1, 3), Route(0.5, 4, -1))}, "are in two routes of tread_config"),
-    ],
-)
-def test_layersync_needs_two_blocks_of_the_model(settings: dict[str, Any], words: str) -> None:
-    (only,) = of_layersync(**settings)
-    assert words in only
-
-
 def test_a_teacher_before_its_student() -> None:
-    (told,) = of_layersync(layersync_teacher_block=1)
-    assert "layersync_teacher_block: 1 comes before layersync_student_block 2" in told
     crepa = {"crepa_enabled": True, "crepa_feature_source": "backbone", "crepa_block_index": 4}
     errors, (warning,) = problems(**crepa, crepa_teacher_block_index=3)
     assert (errors, "3 comes before crepa_block_index 4" in warning) == ([], True)
@@ -54,29 +29,10 @@ def test_a_decay_that_ends_before_it_begins() -> None:
     assert problems(**decays, crepa_decay_steps=10) == problems(**decays) == ([], [])
 
 
-def test_layersync_that_is_right() -> None:
-    assert of_layersync() == of_layersync(blocks=None) == []
-    assert of_layersync(routes=(Route(0.5, 1, 3),)) == of_layersync(routes=(Route(0.5, 1, -1),)) == []
-    assert LayerSyncConfig.model_validate(GOOD).weight("lora") == 0.002
-    assert LayerSyncConfig.model_validate(GOOD).weight("full") == 0.2
-    assert LayerSyncConfig.model_validate({**GOOD, "layersync_lambda": 0}).weight("full") == 0.0
-    assert LayerSyncConfig().weight("lora") == 0.0
-
-
-@pytest.mark.parametrize(
-    ("settings", "words"),
-    [
-        ({"mixflow_enabled": True, **SAMPLED}, "mixflow_enabled: cannot be combined with scheduled_sampling_max"),
-        (
-            {"scheduled_sampling_max_step_offset": 9, "scheduled_sampling_probability": 1,
-             "validation_num_inference_steps": 8},
-            "scheduled_sampling_max_step_offset: 9 exceeds the 8 steps of",
-        ),
-    ],
-)  # fmt: skip
-def test_what_is_refused(settings: dict[str, Any], words: str) -> None:
-    (error,), _ = problems(**settings)
-    assert words in error
+def test_an_offset_beyond_the_steps_of_previews_is_refused() -> None:
+    sampling = {"scheduled_sampling_max_step_offset": 9, "scheduled_sampling_probability": 1}
+    (error,), _ = problems(**sampling, validation_num_inference_steps=8)
+    assert "scheduled_sampling_max_step_offset: 9 exceeds the 8 steps of" in error
 
 
 @pytest.mark.parametrize(

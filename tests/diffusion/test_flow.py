@@ -20,7 +20,6 @@ from simpletuner.diffusion.flow import (
     choose_shift,
     law_quantiles,
     make_noisy,
-    mixflow_sigmas,
     sample_noise,
     sample_sigmas,
     shift_sigmas,
@@ -33,7 +32,6 @@ LAWS = {
     "logit_normal": FlowConfig(),
     "wide": FlowConfig(flow_sigmoid_scale=2.5),
     "uniform": FlowConfig(flow_use_uniform_schedule=True),
-    "mixflow": FlowConfig(mixflow_enabled=True),
     "beta": FlowConfig(flow_use_beta_schedule=True, flow_beta_schedule_alpha=2, flow_beta_schedule_beta=3),
 }
 
@@ -56,8 +54,6 @@ def cdf(name: str, sigmas: Tensor) -> Tensor:
     s = sigmas.double()
     if name == "uniform":
         return s
-    if name == "mixflow":
-        return 1 - (1 - s) ** 2
     if name == "beta":  # Beta(2, 3) has the density 12 s (1 - s)^2
         return 6 * s**2 - 8 * s**3 + 3 * s**4
     return normal_cdf(torch.log(s / (1 - s)) / (2.5 if name == "wide" else 1.0))
@@ -246,22 +242,6 @@ def test_noise_offset_shifts_each_channel_in_input_and_target_alike() -> None:
     expected = 0.2 * torch.stack(drawn)
     assert_close(offset.target, plain.target + expected, terms=ELEMENTWISE)
     assert_close(offset.noisy_latents, plain.noisy_latents + 0.5 * shift, terms=ELEMENTWISE)
-
-
-def test_slowed_inputs_are_noisier_than_the_model_is_told() -> None:
-    place, sigmas = Place(5, 0, 0, range(2000), 2000), torch.linspace(0.01, 1, 2000)
-    shares = (mixflow_sigmas(place, sigmas, 0.8) - sigmas) / (1 - sigmas).clamp_min(1e-6)
-    assert 0 <= shares[:-1].min() < shares[:-1].max() < 0.8 + 1e-4
-    assert shares.mean().item() == pytest.approx(0.4, abs=0.02)
-    assert torch.equal(mixflow_sigmas(place, sigmas, 0.0), sigmas)
-    alone = mixflow_sigmas(Place(5, 0, 0, range(7, 8), 2000), sigmas[7:8], 0.8)
-    assert torch.equal(alone, mixflow_sigmas(place, sigmas, 0.8)[7:8]), "whatever batch it is in"
-    batch = Batch(torch.randn(2, 4, 1, 2, 2, generator=generator()), [], ["a", "b"])
-    noise, told, levels = torch.randn(2, 4, 1, 2, 2, generator=generator(1)), sigmas[:2], sigmas[5:7]
-    noisy, plain = make_noisy(batch, told, noise, levels=levels), make_noisy(batch, told, noise)
-    assert torch.equal(noisy.noisy_latents, make_noisy(batch, levels, noise).noisy_latents)
-    assert torch.equal(noisy.timesteps, plain.timesteps)
-    assert torch.equal(noisy.target, plain.target)
 
 
 def test_extra_noise_without_a_place_is_refused() -> None:

@@ -94,7 +94,7 @@ def test_json_block_loads(text: str, tmp_path: Path, monkeypatch: pytest.MonkeyP
         assert file is not None
         problems += check_lycoris(file, {}, quantised=False)
     else:
-        assert [name for name, _, _ in problems.take(read_library(path))] == list(content)
+        assert [name for name, _ in problems.take(read_library(path))] == list(content)
     assert problems == []
 
 

@@ -11,8 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from simpletuner.annexes.processes.joining import connect, settle_meeting
+from simpletuner.config.alignment import CrepaConfig
 from simpletuner.distributed.world import World
-from simpletuner.techniques.layersync import LayerSync
+from simpletuner.techniques.crepa import Crepa
 from tests.fidelity.test_kandinsky5_video import make_video_adapter
 from tests.training.sharded_run import CLIPPED, LEG, Case, Run
 
@@ -22,11 +23,19 @@ def nabla_adapter(checkpoint: Path) -> Any:
     return make_video_adapter(checkpoint, "t2v")
 
 
+def aligned() -> Crepa:
+    """A block aligned with a later one, whose hidden states are gathered from all processes of a sample."""
+    config = CrepaConfig(
+        crepa_enabled=True, crepa_feature_source="backbone", crepa_block_index=0, crepa_teacher_block_index=1
+    )
+    return Crepa(config, 0, frozenset(), total_steps=10)
+
+
 DDP = {"fsdp_enable": False, "use_ema": False, "optimizer": "torch-sgd", "lora_rank": 4}
 CHECKPOINTED = {**DDP, "gradient_checkpointing": True}
 CASES = {
     # Nine tokens, which neither two nor four processes divide.
-    "uneven": Case(CHECKPOINTED | CLIPPED, lambda: [LayerSync(0, 1, 0.5)]),
+    "uneven": Case(CHECKPOINTED | CLIPPED, lambda: [aligned()]),
     "stored": Case(DDP | {"speed_keep_attention": False}),
     "sharded": Case(DDP | {"fsdp_enable": True, "model_type": "full", "gradient_checkpointing": True}),
     "nabla": Case(CHECKPOINTED, adapter=nabla_adapter, batch="clips.pt"),

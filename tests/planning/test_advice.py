@@ -159,7 +159,7 @@ def test_what_a_message_about_a_dataset_proposes_is_not_refused_next(workspace: 
         ("fits no x; leave it out and set offload auto.", [{"mixed_precision": None, "offload": "auto"}]),
         ("is x. Use bf16, or num_processes 1.", [{"mixed_precision": "bf16"}, {"num_processes": "1"}]),
         ("cannot be combined with lr_scale.", [{"mixed_precision": None}]),
-        ("needs irepa_enabled.", [{"irepa_enabled": True}]),
+        ("needs crepa_enabled.", [{"crepa_enabled": True}]),
         ("is not one of: a, b.", []),
     ],
 )  # fmt: skip

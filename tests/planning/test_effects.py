@@ -185,15 +185,14 @@ def test_numbers_that_no_run_can_mean(workspace: Workspace, capsys: Capture, set
 
 
 def test_unknown_keys_in_a_prompt_library_are_errors(workspace: Workspace, capsys: Capture, tmp_path: Path) -> None:
-    library = {"a": {"prompt": "a cat", "adapter_strenght": 2}, "b": {"prompt": "a dog", "_note": "mine"}}
+    library = {"a": {"prompt": "a cat", "promt": 2}, "b": {"prompt": "a dog", "_note": "mine"}}
     workspace.path("library.json").write_text(json.dumps(library))
     workspace.write_config(user_prompt_library="library.json", **PREVIEWS)
 
     (problem,) = complaints(workspace, capsys)
 
     assert problem == (
-        "user_prompt_library: library.json: 'adapter_strenght' of 'a' is not a known key (prompt, "
-        "adapter_strength). Did you mean 'adapter_strength'?"
+        "user_prompt_library: library.json: 'promt' of 'a' is not a known key (prompt). Did you mean 'prompt'?"
     )
 
 

@@ -220,7 +220,7 @@ def test_a_run_that_would_outlast_its_datasets(workspace: Workspace, capsys: Cap
 def test_an_offset_of_sigmas_needs_the_law_it_belongs_to(workspace: Workspace, capsys: Capture) -> None:
     workspace.write_datasets([{**DATASETS[0], "timestep_sampling_offset": 0.5}, DATASETS[1]])
     plan(workspace, capsys)
-    for law in ("flow_use_uniform_schedule", "flow_use_beta_schedule", "mixflow_enabled"):
+    for law in ("flow_use_uniform_schedule", "flow_use_beta_schedule"):
         problem = complaint(workspace, capsys, "plan", f"{law}=true")
         assert problem.startswith("pictures.timestep_sampling_offset: is added before the sigmoid"), law
         assert f"{law} has none" in problem

@@ -99,7 +99,11 @@ def test_a_long_nickname_leaves_room_in_the_file_name(letter: str) -> None:
         ("null", "must hold one object of nickname to prompt, not null."),
         ('{"a": 1', "is not valid JSON: "),
         ({"a": ""}, "the prompt 'a' is empty or not text."),
-        ({"a": {"text": "x"}}, "'text' of 'a' is not a known key (prompt, adapter_strength)."),
+        ({"a": {"text": "x"}}, "'text' of 'a' is not a known key (prompt)."),
+        (
+            {"a": {"prompt": "x", "adapter_strength": 2}},
+            "'adapter_strength' of 'a' was removed in 0.2.0: previews show",
+        ),
         ({"a": 5}, "the prompt 'a' is empty or not text."),
         ('{"a": "x", "a": "y"}', "contains 'a' twice: 'x' and 'y'."),
     ],

@@ -116,7 +116,7 @@ def test_what_may_be_meant_is_said(trained: Workspace, capsys: pytest.CaptureFix
     trained.write_datasets([{**DATASETS[0], **changed}, DATASETS[1]])
     trained.path("datasets/pictures/p0.txt").write_text("another text")
     sampled = {"scheduled_sampling_max_step_offset": 1, "scheduled_sampling_probability": 0.5}
-    techniques = {**sampled, "layersync_lambda": 0.1, "mixed_precision": "bf16", "optimizer": "adamw"}
+    techniques = {**sampled, "crepa_lambda": 0.1, "mixed_precision": "bf16", "optimizer": "adamw"}
     trained.write_config(seed=8, loss_type="huber", text_template="diffusers", max_train_steps=6, **techniques)
     capsys.readouterr()
     assert trained.train() == 0
@@ -127,7 +127,7 @@ def test_what_may_be_meant_is_said(trained: Workspace, capsys: pytest.CaptureFix
     assert "with l2, not huber" in said
     assert "with official, not diffusers" in said
     assert "with 0.0, not 0.5" in said
-    assert "with null, not 0.1" in said
+    assert "with 0.5, not 0.1" in said
     for key in ("mixed_precision.compute", "text_encoder_1_precision", "vae_dtype"):
         assert f"{key}: output/checkpoint-4 was trained with fp32, not bf16; the new value applies from here on" in said
     assert "with 0.0, not 0.25" in said

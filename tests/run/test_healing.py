@@ -13,30 +13,32 @@ from transformers import Dinov2Config, Dinov2Model
 
 from simpletuner.reporting.events import CACHING, EVALUATION, PREVIEWS, EventStream, PhaseStarted, StepReport
 from simpletuner.training.loader import in_loop, read_ahead
-from tests.run.test_encoding_in_training import ENTRIES
+from tests.run.test_kandinsky5_video import CLIPS, make_workspace
 from tests.run.test_resume import RESULT
+from tests.tiny import make_checkpoint
 from tests.validation.test_eval_loss import EVAL
-from tests.workspace import Workspace
+from tests.workspace import DATASETS, Workspace
 
 pytestmark = pytest.mark.slow(6)
 
 SETTINGS: dict[str, Any] = {
     "max_train_steps": 2, "checkpoint_step_interval": 1, "eval_steps_interval": 1, "validation_disable": False,
     "validation_step_interval": 2, "disable_benchmark": True, "eval_timesteps": 2, "lora_type": "lokr",
-    "crepa_enabled": True, "irepa_enabled": True, "crepa_block_index": 0, "crepa_encoder_image_size": 70,
+    "validation_num_video_frames": 5,
+    "crepa_enabled": True, "crepa_block_index": 0, "crepa_encoder_image_size": 70,
 }  # fmt: skip
 DINO = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "mlp_ratio": 2, "image_size": 70}
 
 
 @pytest.fixture
-def healthy(tmp_path: Path, t2i_checkpoint: Path) -> Workspace:
+def healthy(tmp_path: Path) -> Workspace:
     """A run that reads captions, latents and features, in training, evaluation, previews and verification."""
     torch.manual_seed(0)
     Dinov2Model(Dinov2Config(**DINO, patch_size=14)).save_pretrained(tmp_path / "dino")
-    encoder = str(tmp_path / "dino")
-    run = Workspace.create(tmp_path / "run", t2i_checkpoint, pictures=4, crepa_encoder=encoder, **SETTINGS)
+    run = make_workspace(tmp_path / "run", make_checkpoint(tmp_path / "t2v", "t2v"), "t2v-lite-sft-5s")
+    run.write_config(crepa_encoder=str(tmp_path / "dino"), **SETTINGS)
     run.add_pictures(EVAL["instance_data_dir"], 2, seed=9)
-    run.write_datasets(ENTRIES)
+    run.write_datasets([CLIPS, EVAL, DATASETS[1]])
     return run
 
 

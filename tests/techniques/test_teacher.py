@@ -196,15 +196,13 @@ def test_another_encoder_or_size_has_other_features(tmp_path: Path, t2v: Path, e
     assert [after - before for before, after in itertools.pairwise(counts)] == [3, 3, 0]
 
 
-def test_pictures_are_aligned_only_if_asked_for(
+def test_pictures_have_no_frames_to_align(
     workspace: Workspace, encoder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     workspace.write_config(**settings_of(encoder, max_train_steps=2))
-    assert "crepa_enabled: aligns the frames of clips" in complaint(workspace, capsys)
-    assert workspace.train("irepa_enabled=true") == 0
-    (_, last) = workspace.metrics()
-    assert last["crepa_similarity_self"] == pytest.approx(last["crepa_alignment_sum"])
-    assert last["crepa_weight"] == 0.5
+    assert complaint(workspace, capsys) == (
+        "crepa_enabled: aligns the frames of clips, but Kandinsky 5 Image makes pictures."
+    )
 
 
 def test_sana_video(tmp_path: Path, sana_checkpoint: Path, encoder: Path) -> None:
@@ -239,7 +237,6 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
         {"vae_cache_ondemand": True, "crepa_cache": "off", "crepa_drop_vae_encoder": True},
         "crepa_drop_vae_encoder: with vae_cache_ondemand pictures is encoded during training",
     ),
-    ({"crepa_enabled": False, "irepa_enabled": True}, "irepa_enabled: needs crepa_enabled."),
 ]  # fmt: skip
 
 

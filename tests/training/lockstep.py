@@ -32,7 +32,6 @@ TECHNIQUES: dict[str, dict[str, Any]] = {
         "crepa_enabled": True, "crepa_feature_source": "backbone", "crepa_block_index": 0,
         "crepa_teacher_block_index": 1, "crepa_similarity_threshold": 0.9,
     },
-    "layersync": {"layersync_enabled": True, "layersync_student_block": 0, "layersync_teacher_block": 1},
     "masked loss": {"masked_loss_prior": 0.5, "masked_loss_probability": 0.7},
     "preservation": {"preservation_weight": 1.0, "preservation_probability": 0.5, "preservation_prompt": "a picture"},
     "regularisation": {},

@@ -28,7 +28,7 @@ KINDS: dict[str, dict[str, Any]] = {"ddp": {"fsdp_enable": False}, "fsdp2": {"fs
 TOGETHER: dict[str, dict[str, Any]] = {
     "lora": {"names": ["masked loss", "preservation", "regularisation", "scheduled sampling", "slider"]},
     "full": {
-        "names": ["crepa", "layersync", "masked loss", "scheduled sampling", "tread"],
+        "names": ["crepa", "masked loss", "scheduled sampling", "tread"],
         "model_type": "full", "masked_loss_prior": 0.0,
     },
 }  # fmt: skip

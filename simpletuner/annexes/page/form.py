@@ -40,7 +40,7 @@ DATASET_KEYS = (
     "video.min_frames", "video.max_frames", "video.frame_rate", "video.is_i2v", "video.bucket_strategy",
 )  # fmt: skip
 WORDS = """
-    VAE EMA LoRA DoRA LoKr LyCORIS TF32 CPU SNR iREPA CREPA TREAD MixFlow ReflexFlow RoPE FSDP ID LR GB PEFT bf16
+    VAE EMA LoRA DoRA LoKr LyCORIS TF32 CPU SNR CREPA TREAD ReflexFlow RoPE FSDP ID LR GB PEFT bf16
     of to by for from via or in on
 """
 SPELLINGS = {word.lower(): word for word in WORDS.split()} | {
@@ -212,5 +212,4 @@ def label_of(option: Option) -> str:
     prefix = option.section.lower().replace(" ", "_") + "_"
     words = option.name.rpartition(".")[2].removeprefix(prefix).split("_")
     text = " ".join(filter(None, (SPELLINGS.get(word, word.capitalize()) for word in words)))
-    # iREPA keeps its lower-case i.
-    return text[:1].upper() + text[1:] if text[:2] != "iR" else text
+    return text[:1].upper() + text[1:]
