@@ -17,10 +17,10 @@ import typer
 from simpletuner.cli.sample import sweep_folder
 from simpletuner.cli.settings import CardAsked, MemoryAsked, ask_about, refuse_question
 from simpletuner.distributed.requests import handling
-from simpletuner.errors import ConfigError, Problem, UserError
+from simpletuner.errors import ConfigError, Problem, UserError, counted
 
 if TYPE_CHECKING:
-    from simpletuner.annexes.start.recipe import Start
+    from simpletuner.annexes.start.new_run import NewRun
 
 STRENGTHS = "0.75,1.0"  # compared by the sweep; a LoRA trained on few files is often best below 1
 
@@ -60,38 +60,61 @@ def start(
         arguments.problems.append(Problem(chosen, "has no effect: start writes a config of its own."))
     arguments.problems.raise_if_fatal()
     given = {"purpose": purpose, "trigger": trigger, "model": model, "name": name}
-    made = ask(folder, Talk(defaults=yes), given, settings, captions=caption, device=arguments.device)
+    run = ask(folder, Talk(defaults=yes), given, settings, captions=caption, device=arguments.device)
     if not dry_run:
-        _check_training(made)
-    made.save()
-    print(f"Written: {made.folder}/config.json, multidatabackend.json and user_prompt_library.json", flush=True)
-    if made.held_out:
-        files = f"{made.held_out} of {made.usable} files"
+        _check_training(run)
+    run.save()
+    print(f"Written: {run.folder}/config.json, multidatabackend.json and user_prompt_library.json", flush=True)
+    if run.held_out:
+        files = f"{run.held_out} of {run.usable} files"
         print(f"Held out: {files}, to compare checkpoints on them (hold_out in multidatabackend.json).", flush=True)
-    _run(_commands(made, captions=caption, only_plans=dry_run))
     if dry_run:
+        _show_plan(run, captions=caption)
         return
-    output = str(made.config()["output_dir"])
+    _run(_commands(run, captions=caption))
+    output = str(run.config()["output_dir"])
     print(f"The LoRA: {output}/{LORA_FILE}")
-    if made.held_out and (best := _best(Path(output))):
-        files = f"the {made.held_out} files that were held out, and so could not be memorised"
+    if run.held_out and (best := _best(Path(output))):
+        files = f"the {run.held_out} files that were held out, and so could not be memorised"
         print(f"Lowest loss on {files}: {best}")
     print("Columns of the sheet are checkpoints, rows are strengths; docs/CHOOSING.md explains what to look for.")
 
 
-def _commands(made: Start, *, captions: bool, only_plans: bool) -> list[list[str]]:
+def _show_plan(run: NewRun, *, captions: bool) -> None:
+    """Show the plan of a run that is written and not started.
+
+    Raises:
+        ConfigError, typer.Exit: training would refuse it.
+    """
+    if not captions or not run.media.uncaptioned:
+        _run([["plan", f"env={run.name}", *run.device.flags]])
+        return
+    from simpletuner.annexes.start.verdict import unwritten
+    from simpletuner.cli.plan import print_plan
+
+    # `plan` would refuse the files for their lack of captions.
+    command = shlex.join(["simpletuner", *_caption_command(run)])
+    missing = counted(len(run.media.uncaptioned), "caption")
+    print(f"Write {missing} before training: {command}")
+    print("Until then, the plan takes the trigger words as the caption of every file.\n", flush=True)
+    with unwritten(run) as arguments:
+        print_plan(arguments)
+
+
+def _commands(run: NewRun, *, captions: bool) -> list[list[str]]:
     """The commands that follow the config."""
-    run = f"env={made.name}"
+    output = str(run.config()["output_dir"])
+    commands = [["train", f"env={run.name}"], ["sweep", output, "--strengths", STRENGTHS]]
+    return [_caption_command(run), *commands] if captions else commands
+
+
+def _caption_command(run: NewRun) -> list[str]:
+    command = ["caption", f"env={run.name}"]
     # If the dataset prepends the trigger words to captions, written captions must not begin with them.
-    words = ["--trigger", made.phrase] if made.phrase and made.captioned_as else []
-    first = [["caption", run, *words]] if captions else []
-    if only_plans:
-        return [*first, ["plan", run, *made.device.flags]]
-    output = str(made.config()["output_dir"])
-    return [*first, ["train", run], ["sweep", output, "--strengths", STRENGTHS]]
+    return [*command, "--trigger", run.phrase] if run.phrase and run.captioned_as else command
 
 
-def _check_training(made: Start) -> None:
+def _check_training(run: NewRun) -> None:
     """Plan the run before anything is written.
 
     Raises:
@@ -99,18 +122,20 @@ def _check_training(made: Start) -> None:
     """
     from simpletuner.annexes.fitting.ready import CONSENT
     from simpletuner.annexes.fitting.show import MISSING_GPU
+    from simpletuner.annexes.start.recipe import find_demo
+    from simpletuner.annexes.start.verdict import plan_new_run
     from simpletuner.cli.train import agreed
 
-    tiny = made.material.tiny
-    ways = f"--model {tiny} (a tiny model that draws simple shapes, in minutes), " if tiny else ""
+    demo = find_demo(run.media.kind)
+    ways = f"--model {demo} (a tiny model that draws simple shapes, in minutes), " if demo else ""
     ways += "--dry-run (only write the config, for another machine) or i_know_what_i_am_doing=true (train here anyway)"
     try:
-        agreed(made.ready(), yes=False)
+        agreed(plan_new_run(run), yes=False)
     except ConfigError as error:
-        for number, each in enumerate(error.problems):
-            if each.where == MISSING_GPU or (tiny and each.where == "memory"):
-                message = f"{each.message.removesuffix(CONSENT).strip()} Add {ways}."
-                error.problems[number] = replace(each, message=message)
+        for number, problem in enumerate(error.problems):
+            if problem.where == MISSING_GPU or (demo and problem.where == "memory"):
+                message = f"{problem.message.removesuffix(CONSENT).strip()} Add {ways}."
+                error.problems[number] = replace(problem, message=message)
         raise
 
 

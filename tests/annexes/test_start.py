@@ -16,8 +16,12 @@ import pytest
 from PIL import Image
 
 from simpletuner.annexes.page.project import CONFIG_NAME
-from simpletuner.annexes.start.receive import receive
-from simpletuner.annexes.start.recipe import Material, Recipe, Start, checkpoint_interval, preview_interval
+from simpletuner.annexes.page.receive import receive
+from simpletuner.annexes.start import questions
+from simpletuner.annexes.start.intervals import checkpoint_interval, preview_interval
+from simpletuner.annexes.start.media_folder import MediaFolder, OpenedFiles
+from simpletuner.annexes.start.recipe import RECIPES, find_models
+from simpletuner.annexes.start.verdict import Verdict
 from simpletuner.budget import device
 from simpletuner.budget.drivers import Gpu
 from simpletuner.cli import start
@@ -175,12 +179,19 @@ def test_a_few_pictures_among_clips_are_named_and_the_clips_are_trained(
 LARGE = [(1024, 1024)]
 
 
+def opened(sizes: dict[str, tuple[int, int]], clips: dict[str, ClipFacts] | None = None) -> MediaFolder:
+    """A folder whose files say this about themselves."""
+    media = MediaFolder(Path(), Scan(), "clips" if clips else "pictures")
+    media.__dict__["opened"] = OpenedFiles(sizes, clips or {})
+    return media
+
+
 @pytest.mark.parametrize("small", [0, 1, 2, 3, 6, 7, 13, 25])
 @pytest.mark.parametrize("size", [(640, 480), (451, 300), (900, 600)])
 def test_small_files_are_the_exception_and_do_not_shrink_the_rest(small: int, size: tuple[int, int]) -> None:
-    material = Material(Path(), Scan())
-    material.__dict__["named_sizes"] = {f"{number:02}": size for number in range(small)}
-    material.named_sizes.update({str(number): (3024, 4032) for number in range(100 + small, 125)})
+    sizes = {f"{number:02}": size for number in range(small)}
+    sizes.update({str(number): (3024, 4032) for number in range(100 + small, 125)})
+    material = opened(sizes)
     fit = material.fit({"resolution": 1024, "crop_aspect": "square"}, FAMILIES["kandinsky5-image"], 1)
     own = max(256, min(size) // 64 * 64)
     assert fit.resolution == (1024 if small <= 6 else own)
@@ -205,8 +216,7 @@ def test_small_files_are_the_exception_and_do_not_shrink_the_rest(small: int, si
     ],
 )
 def test_few_files_are_enlarged(sizes: list[tuple[int, int]], square: bool, trained: int, left_out: int) -> None:
-    material = Material(Path(), Scan())
-    material.__dict__["named_sizes"] = {str(number): size for number, size in enumerate(sizes)}
+    material = opened({str(number): size for number, size in enumerate(sizes)})
     entry = {"resolution": 1024, "crop_aspect": "square" if square else "preserve"}
     fit = material.fit(entry, FAMILIES["kandinsky5-image"], 1)
     assert (fit.resolution, len(fit.small)) == (trained, left_out)
@@ -214,9 +224,8 @@ def test_few_files_are_enlarged(sizes: list[tuple[int, int]], square: bool, trai
 
 @pytest.mark.parametrize(("wanted", "usual"), [(96, 600), (256, 600), (512, 256), (512, 300), (512, 600)])
 def test_the_size_that_trains_small_files_too_is_never_larger(wanted: int, usual: int) -> None:
-    material = Material(Path(), Scan())
     sizes = {str(number): (usual, usual) for number in range(9)}
-    material.__dict__["named_sizes"] = {**sizes, "tiny": (60, 60)}
+    material = opened({**sizes, "tiny": (60, 60)})
     fit = material.fit({"resolution": wanted, "crop_aspect": "square"}, FAMILIES["kandinsky5-image"], 1)
     assert fit.small == ["tiny"]
     (note,) = [note for note in fit.notes() if note.startswith("Left out: ")]
@@ -257,7 +266,9 @@ def test_unusable_files_are_neither_held_out_nor_counted(commands: list[list[str
     Path("cat/broken.txt").write_text("it stands there")
     assert main(["start", "cat", "--yes"]) == 0
     shown = capsys.readouterr().out
-    assert "with a caption: 17; not usable: 7.png, broken.png" in shown
+    assert "with a caption: 17\n" in shown
+    assert "Not usable: 7.png has an empty caption file." in shown
+    assert "Not usable: broken.png is " in shown
     assert "Held out" not in shown
     config, (trained, _) = written("cat"), written("cat", "multidatabackend.json")
     # Sixteen files would be enough to hold out two.
@@ -306,6 +317,18 @@ def test_captions_come_before_training(commands: list[list[str]]) -> None:
     trained = written("cat", "multidatabackend.json")[0]
     assert commands[0] == ["caption", "env=cat"], "the dataset puts the trigger before all captions"
     assert (trained["caption_strategy"], trained["instance_prompt"]) == ("textfile", "qxz,")
+
+
+def test_a_dry_run_writes_no_captions_and_shows_the_plan(commands: list[list[str]], capsys: Capture) -> None:
+    put_pictures(Path("cat"), 3, captions=1)
+
+    assert main(["start", "cat", "--yes", "--dry-run", "--caption"]) == 0
+
+    told = capsys.readouterr().out
+    assert "Write 2 captions before training: simpletuner caption env=cat\n" in told
+    assert "bucket 1024x1024 (1.0): 3" in told
+    assert not commands
+    assert written("cat", "multidatabackend.json")[0]["caption_strategy"] == "textfile"
 
 
 def test_captions_that_name_the_subject_stay_as_they_are(commands: list[list[str]]) -> None:
@@ -369,7 +392,7 @@ def test_captions_come_from_a_model_that_can_write_them(
 ) -> None:
     Path("clips").mkdir()
     write_clip(Path("clips/a.mp4"), seconds=2.0, size=(64, 48))
-    monkeypatch.setattr(Start, "verdict", lambda self: (self.example == "sanavideo-lora", "judged"))
+    monkeypatch.setattr(questions, "judge_new_run", lambda run: Verdict(run.example == "sanavideo-lora", "judged"))
     assert main(["start", "clips", "--yes", "--caption", "--model", "sanavideo"]) == 2
     assert "--caption: the text encoder of sanavideo cannot write captions" in capsys.readouterr().err
     assert not Path("config").exists()
@@ -505,7 +528,7 @@ def test_sigterm_reaches_the_training(
 
 
 def test_a_run_is_longer_with_more_files_within_bounds() -> None:
-    recipe = Recipe.of("subject")
+    recipe = RECIPES["subject"]
     assert [recipe.steps(files) for files in (1, 20, 1000)] == [600, 1600, 3000]
 
 
@@ -521,10 +544,9 @@ def test_a_run_is_longer_with_more_files_within_bounds() -> None:
     ],
 )
 def test_short_clips_are_the_exception(frames: list[int], trained: int, left_out: int) -> None:
-    material = Material(Path(), Scan(), holds_clips=True)
     # At their own rate, so that the seconds are the frames.
     clips = {str(number): ClipFacts(64, 48, count / 16, 16.0) for number, count in enumerate(frames)}
-    material.__dict__["_clips"] = clips
+    material = opened(dict.fromkeys(clips, (64, 48)), clips)
     entry = {"resolution": 64, "video": {}}
     fit = material.fit(entry, SimpleNamespace(frame_rate=16, frame_stride=4), 81)
     assert (fit.frames, len(fit.short)) == (trained, left_out)
@@ -536,7 +558,7 @@ def test_short_clips_are_the_exception(frames: list[int], trained: int, left_out
 def test_what_fits_comes_first(monkeypatch: pytest.MonkeyPatch, commands: list[list[str]], capsys: Capture) -> None:
     Path("clips").mkdir()
     write_clip(Path("clips/a.mp4"), seconds=2.0, size=(64, 48))
-    monkeypatch.setattr(Start, "verdict", lambda self: (self.example == "sanavideo-lora", "judged"))
+    monkeypatch.setattr(questions, "judge_new_run", lambda run: Verdict(run.example == "sanavideo-lora", "judged"))
     assert main(["start", "clips", "--yes"]) == 0
     assert written("clips")["model_family"] == "sanavideo"
 
@@ -550,7 +572,7 @@ def test_without_a_gpu_all_can_be_tried_with_a_tiny_model(
     Path("clips").mkdir()
     write_clip(Path("clips/a.mp4"), seconds=2.0, size=(96, 80))
     model = {"pictures": "demo", "clips": "demo-video"}[kind]
-    assert [*Material.of(Path(kind)).models][-1] == model
+    assert [*find_models(kind)][-1] == model
     started = ["start", kind, "--purpose", "subject", "--trigger", "zkt, a cat"]
     # It is never chosen unasked, and what would take days is refused before anything is written.
     assert main([*started, "--yes"]) == 2
@@ -576,20 +598,21 @@ def test_without_a_gpu_all_can_be_tried_with_a_tiny_model(
     assert main(["start", kind, "--yes", "--name", "b", "--caption", "--model", model]) == 2
     assert f"--caption: the text encoder of {model} cannot write captions" in capsys.readouterr().err
     monkeypatch.setattr("simpletuner.annexes.start.recipe.find_device", lambda: SimpleNamespace(is_gpu=True))
-    assert model not in Material.of(Path(kind)).models
+    assert model not in find_models(kind)
 
 
 @pytest.mark.parametrize(
-    ("where", "tiny", "is_advised"), [("", "", False), ("memory", "", False), ("memory", "a", True)]
+    ("where", "demo", "is_advised"), [("", "", False), ("memory", "", False), ("memory", "a", True)]
 )
 def test_only_a_run_that_is_too_large_gets_advice(
-    monkeypatch: pytest.MonkeyPatch, where: str, tiny: str, is_advised: bool
+    monkeypatch: pytest.MonkeyPatch, where: str, demo: str, is_advised: bool
 ) -> None:
-    def refuse(ready: object, *, yes: bool) -> None:
+    def refuse(run: object) -> None:
         raise ConfigError([Problem(where, "is wrong.")])
 
-    monkeypatch.setattr("simpletuner.cli.train.agreed", refuse)
-    made: Any = SimpleNamespace(material=SimpleNamespace(tiny=tiny), ready=lambda: None)
+    monkeypatch.setattr("simpletuner.annexes.start.verdict.plan_new_run", refuse)
+    monkeypatch.setattr("simpletuner.annexes.start.recipe.find_demo", lambda kind: demo)
+    run: Any = SimpleNamespace(media=SimpleNamespace(kind="pictures"))
     with pytest.raises(ConfigError) as caught:
-        _check_training(made)
+        _check_training(run)
     assert ("--dry-run" in caught.value.problems[0].message) == is_advised

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from PIL import Image
 
-from simpletuner.annexes.start.recipe import Material
+from simpletuner.annexes.start.media_folder import read_media_folder
 from simpletuner.budget import device
 from simpletuner.budget.device import Gpu
 from simpletuner.cli.app import main
@@ -156,7 +156,7 @@ def test_a_folder_of_other_formats_says_what_to_do() -> None:
     with pytest.raises(
         UserError, match=r"contains no pictures and no clips. Not read: 1 file in other formats \(c.jxl\)"
     ):
-        Material.of(Path("cat"))
+        read_media_folder(Path("cat"))
 
 
 def test_captions_for_the_rest_of_a_table_are_not_written_where_nobody_reads_them(capsys: Capture) -> None:

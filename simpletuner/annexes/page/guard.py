@@ -29,7 +29,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from simpletuner.annexes.page.live import BUTTONS
 from simpletuner.annexes.page.project import LARGEST_BODY, UPLOADS, Refusal, too_large
-from simpletuner.annexes.start.receive import LARGEST_FILE
+from simpletuner.annexes.page.receive import LARGEST_FILE
 from simpletuner.errors import UserError
 from simpletuner.redaction import hidden_for_now
 

@@ -23,8 +23,10 @@ from simpletuner.annexes.guide import about_example
 from simpletuner.annexes.page import files
 from simpletuner.annexes.page.control import GONE
 from simpletuner.annexes.page.project import Project, Refusal, project_of
-from simpletuner.annexes.start.receive import LARGEST_FILE, MOST_FILES, USED, ZIP, check_space, receive, safe_name
-from simpletuner.annexes.start.recipe import FILES, TRIGGER, Material, Recipe, Start, run_name
+from simpletuner.annexes.page.receive import LARGEST_FILE, MOST_FILES, USED, ZIP, check_space, receive, safe_name
+from simpletuner.annexes.start.media_folder import MediaFolder, read_media_folder
+from simpletuner.annexes.start.new_run import FILES, NewRun, run_name
+from simpletuner.annexes.start.recipe import PURPOSES, RECIPES, TRIGGER, find_models
 from simpletuner.atomic import free_path, writing_to
 from simpletuner.config.sources import example_names
 from simpletuner.data.file_names import UNREAD_CLIPS, UNREAD_PICTURES
@@ -58,26 +60,27 @@ def look(request: Request, body: dict[str, Any]) -> Response:
     The body contains the `folder`, and the answers so far: `purpose`, `trigger` and `name`.
     """
     project, drafts = project_of(request), dict[str, Any]()
-    material = material_in(project, body)
-    starts = {model: answered(project, material, {**body, "model": model}) for model in material.models}
-    proposed = starts[next(iter(material.models))]
-    for model, start in starts.items():
+    media = media_in(project, body)
+    models = [*find_models(media.kind)]
+    runs = {model: answered(project, media, {**body, "model": model}) for model in models}
+    proposed = runs[models[0]]
+    for model, run in runs.items():
         # Without keys of files beside the config, which a draft's plan does not have.
-        values = {key: value for key, value in start.config().items() if key not in FILES}
-        drafts[model] = {"config": start.name, "values": values, "datasets": start.datasets()}
-    others = {file: reason for file, (_, reason) in material.files.ignored.items() if not BACKUP.fullmatch(file)}
+        values = {key: value for key, value in run.config().items() if key not in FILES}
+        drafts[model] = {"config": run.name, "values": values, "datasets": run.datasets()}
+    others = {file: reason for file, (_, reason) in media.files.ignored.items() if not BACKUP.fullmatch(file)}
     ignored = [{"file": file, "reason": reason} for file, reason in others.items()]
     content = {
-        "folder": files.shown(project, material.folder),
+        "folder": files.shown(project, media.folder),
         "name": proposed.name,
-        "described": material.describe(),
-        "notes": [*material.notes(), *proposed.fit.notes()],
-        "files": len(material.captioned) + len(material.uncaptioned),
-        "uncaptioned": len(material.uncaptioned),
+        "described": media.describe(),
+        "notes": [*media.notes(), *proposed.fit.notes()],
+        "files": len(media.captioned) + len(media.uncaptioned),
+        "uncaptioned": len(media.uncaptioned),
         "held_out": proposed.held_out,
         "skipped": ignored[:MOST_SKIPPED],
         "more_skipped": len(ignored[MOST_SKIPPED:]),
-        "purposes": {purpose: Recipe.of(purpose).title for purpose in material.purposes},
+        "purposes": {purpose: RECIPES[purpose].title for purpose in PURPOSES[media.kind]},
         "purpose": proposed.purpose,
         "drafts": drafts,
     }
@@ -91,37 +94,39 @@ def write(request: Request, body: dict[str, Any]) -> Response:
         Refusal: 409 if the config exists, 422 for invalid answers.
     """
     project = project_of(request)
-    start = answered(project, material_in(project, body), body)
-    project.new_config(start.name)
-    start.save()  # of two concurrent requests, one fails
-    return JSONResponse({"config": start.name}, 201)
+    run = answered(project, media_in(project, body), body)
+    project.new_config(run.name)
+    run.save()  # of two concurrent requests, one fails
+    return JSONResponse({"config": run.name}, 201)
 
 
-def material_in(project: Project, body: dict[str, Any]) -> Material:
+def media_in(project: Project, body: dict[str, Any]) -> MediaFolder:
     """The training files in the folder of a request.
 
     Raises:
         UserError: the folder contains no pictures or clips.
     """
-    return Material.of(project.inside(str(body.get("folder") or ".")))
+    return read_media_folder(project.inside(str(body.get("folder") or ".")))
 
 
-def answered(project: Project, material: Material, body: dict[str, Any]) -> Start:
+def answered(project: Project, media: MediaFolder, body: dict[str, Any]) -> NewRun:
     """The run described by the answers in a request; missing answers have the command's defaults.
 
     Raises:
         Refusal: 422 for a purpose or model that does not suit the files.
     """
-    purpose, model = one_of(material.purposes, body, "purpose"), one_of([*material.models], body, "model")
-    free = free_path(project.folder / "config" / run_name(material.folder)).name
-    return Start(
+    models = find_models(media.kind)
+    purpose = one_of(PURPOSES[media.kind], body, "purpose")
+    model = one_of([*models], body, "model")
+    free = free_path(project.folder / "config" / run_name(media.folder)).name
+    return NewRun(
         name=str(body.get("name") or free).strip(),
-        material=material,
+        media=media,
         purpose=purpose,
-        trigger=str(body.get("trigger") or material.words or TRIGGER).strip() if purpose != "edit" else "",
-        example=material.models[model],
+        trigger=str(body.get("trigger") or media.words or TRIGGER).strip() if purpose != "edit" else "",
+        example=models[model],
         # Files of a concept without captions are captioned by its words.
-        captions=body.get("captions") is True or (bool(material.captioned) and not material.concepts),
+        captions=body.get("captions") is True or (bool(media.captioned) and not media.concepts),
         root=project.folder,
     )
 

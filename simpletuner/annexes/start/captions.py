@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import islice
@@ -18,8 +17,10 @@ from simpletuner.data.discovery import Folder, Scan
 from simpletuner.data.files import LeftOutError
 from simpletuner.errors import Problems, counted, shorten
 
-LOOKED_AT = 200  # files that are opened; a folder may contain thousands
-MOST_NAMED = 3  # files that are listed by name
+# Files that are opened before the first question; a folder may contain thousands.
+MOST_OPENED = 200
+# Files that are listed by name.
+MOST_NAMED = 3
 
 
 @dataclass(frozen=True)
@@ -56,12 +57,21 @@ class FolderCaptions:
         return len(self._table) > len(self.files.captions)
 
     @cached_property
-    def _contents(self) -> Mapping[str, CaptionFile]:
-        """The first caption files by name; unreadable ones are missing, since the plan reports them."""
-        contents = {}
-        for name in islice(dict.fromkeys(self.files.captions.values()), LOOKED_AT):
-            with suppress(LeftOutError):
+    def _opened(self) -> tuple[Mapping[str, CaptionFile], Mapping[str, str]]:
+        """The first caption files by name, and why others of them cannot be used."""
+        contents: dict[str, CaptionFile] = {}
+        reasons: dict[str, str] = {}
+        for name in islice(dict.fromkeys(self.files.captions.values()), MOST_OPENED):
+            try:
                 contents[name] = read_caption_file(self.folder / name)
+            except LeftOutError as error:
+                reasons[name] = str(error)
+        return contents, reasons
+
+    @property
+    def _contents(self) -> Mapping[str, CaptionFile]:
+        """The first caption files that can be used, by name."""
+        contents, _ = self._opened
         return contents
 
     @cached_property
@@ -82,9 +92,12 @@ class FolderCaptions:
         """Whether a picture or clip has a caption."""
         return name in (self._table if self.is_table else self.files.captions)
 
-    def is_readable(self, name: str) -> bool:
-        """Whether the caption of one of the first files can be read."""
-        return self.is_table or self.files.captions[name] in self._contents
+    def why_unusable(self, name: str) -> str:
+        """Why the caption file of one of the first files cannot be used, as a text that continues the file's name."""
+        if self.is_table or name not in self.files.captions:
+            return ""
+        _, reasons = self._opened
+        return reasons.get(self.files.captions[name], "")
 
     def without(self, words: str) -> list[str]:
         """Those of the first captions that do not contain these words."""
@@ -99,7 +112,7 @@ class FolderCaptions:
     def texts(self) -> list[str]:
         """The captions of the first files, as they are trained."""
         if self.is_table:
-            tables = islice(self._table.values(), LOOKED_AT)
+            tables = islice(self._table.values(), MOST_OPENED)
             return [caption for captions in tables for caption in captions]
         contents = self._contents.values()
         if self.is_whole:

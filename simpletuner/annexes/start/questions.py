@@ -11,7 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from simpletuner.annexes.draft import Draft
-from simpletuner.annexes.start.recipe import FILES, TRIGGER, Material, Recipe, Start, run_name, writes_captions
+from simpletuner.annexes.start.media_folder import MediaFolder, read_media_folder
+from simpletuner.annexes.start.new_run import FILES, NewRun, run_name
+from simpletuner.annexes.start.recipe import PURPOSES, RECIPES, TRIGGER, find_models, writes_captions
+from simpletuner.annexes.start.verdict import Verdict, judge_new_run
 from simpletuner.annexes.wizard.talk import HELP, Talk
 from simpletuner.config.device import HERE, AskedDevice
 from simpletuner.errors import Problem, Problems, counted, not_one_of
@@ -25,7 +28,7 @@ def ask(
     *,
     captions: bool,
     device: AskedDevice = HERE,
-) -> Start:
+) -> NewRun:
     """Ask the open questions.
 
     Args:
@@ -37,41 +40,41 @@ def ask(
     Raises:
         UserError: the folder, an answer or a setting is invalid.
     """
-    material, name = Material.of(folder), given["name"] or run_name(folder)
-    talk.tell(f"{folder}: {material.describe()}")
-    for note in material.notes():
+    media, name = read_media_folder(folder), given["name"] or run_name(folder)
+    talk.tell(f"{folder}: {media.describe()}")
+    for note in media.notes():
         talk.refuse(note)
     problems = Problems(_check_output(folder, name, settings))
-    problems.extend(_check(material, name, given, captions=captions))
+    problems.extend(_check(media, name, given, captions=captions))
     problems.raise_if_fatal()
-    purposes = {purpose: Recipe.of(purpose).title for purpose in material.purposes}
+    purposes = {purpose: RECIPES[purpose].title for purpose in PURPOSES[media.kind]}
     purpose = _choose(talk, "What should be learned?", purposes, given["purpose"])
-    trigger = (given["trigger"] or "").strip() or material.words or _ask_trigger(talk, purpose)
-    captioned, values = captions or not material.uncaptioned, _as_json(settings)
+    trigger = (given["trigger"] or "").strip() or media.words or _ask_trigger(talk, purpose)
+    captioned, values = captions or not media.uncaptioned, _as_json(settings)
     starts = {
-        model: Start(name, material, purpose, trigger, example, captioned, values, device=device)
-        for model, example in material.models.items()
-        if not (captions and material.uncaptioned) or writes_captions(example)
+        model: NewRun(name, media, purpose, trigger, example, captioned, values, device=device)
+        for model, example in find_models(media.kind).items()
+        if not (captions and media.uncaptioned) or writes_captions(example)
     }
     made = starts[_choose_model(talk, starts, given["model"])]
     _check_settings(made)
     for note in made.fit.notes():
         talk.refuse(note)
     if made.captioned_as:
-        _name_exceptions(talk, material, made.captioned_as)
+        _name_exceptions(talk, media, made.captioned_as)
     return made
 
 
-def _name_exceptions(talk: Talk, material: Material, words: str) -> None:
+def _name_exceptions(talk: Talk, media: MediaFolder, words: str) -> None:
     """Name the captions without the words that most captions contain."""
-    captions = material.parts[0].captions
+    captions = media.parts[0].captions
     unnamed = captions.without(words)
     if unnamed:
         count = f"{len(unnamed)} of {counted(len(captions.texts), 'caption')}"
         talk.refuse(f"Without {words!r}, which most captions contain: {count}, such as {unnamed[0]!r}.")
 
 
-def _check_settings(made: Start) -> None:
+def _check_settings(made: NewRun) -> None:
     """Raise problems of the config; files that are written later are not checked."""
     judged = {key: value for key, value in made.config().items() if key not in FILES or key in made.settings}
     Problems(Draft(made.folder / "config.json", judged).judgement.problems).raise_if_fatal()
@@ -95,7 +98,7 @@ def _check_output(folder: Path, name: str, settings: Mapping[str, object]) -> It
         yield Problem("", f"{output} is inside {folder}, so previews would be trained. Start outside of it: {way}")
 
 
-def _check(material: Material, name: str, given: Mapping[str, str | None], *, captions: bool) -> Iterator[Problem]:
+def _check(media: MediaFolder, name: str, given: Mapping[str, str | None], *, captions: bool) -> Iterator[Problem]:
     """All problems of the folder and the given answers, before the first question."""
     target = Path("config") / name
     if re.search(r"[/\\\x00-\x1f]", name):
@@ -103,26 +106,26 @@ def _check(material: Material, name: str, given: Mapping[str, str | None], *, ca
     elif target.exists() or target.is_symlink():
         message = f"{target} exists already: continue with `simpletuner train env={shlex.quote(name)}`, or set --name."
         yield Problem("", message)
-    for option, names in (("purpose", material.purposes), ("model", [*material.models])):
+    for option, names in (("purpose", PURPOSES[media.kind]), ("model", [*find_models(media.kind)])):
         if (value := given[option]) is not None and value not in names:
             yield Problem("", f"--{option} {not_one_of(value, names)}")
-    for part in material.parts:
+    for part in media.parts:
         yield from _check_captions(part, given["model"], captions=captions)
 
 
-def _check_captions(material: Material, model: str | None, *, captions: bool) -> Iterator[Problem]:
+def _check_captions(media: MediaFolder, model: str | None, *, captions: bool) -> Iterator[Problem]:
     """Problems of missing captions, or of a model that cannot write them."""
-    missing, captioned = len(material.uncaptioned), len(material.captioned)
+    missing, captioned, models = len(media.uncaptioned), len(media.captioned), find_models(media.kind)
     if not missing:
         return
     if captions:
-        if model in material.models and not writes_captions(material.models[model]):
+        if model in models and not writes_captions(models[model]):
             yield Problem("", f"--caption: the text encoder of {model} cannot write captions; choose another model.")
-        if material.captions.is_table:
+        if media.captions.is_table:
             advice = "add the missing ones to the table, or write all captions into .txt files."
             yield Problem("", f"--caption writes .txt files, and captions are read from a metadata table: {advice}")
-    elif captioned or material.sources:
-        first = material.uncaptioned[0]
+    elif captioned or media.sources:
+        first = media.uncaptioned[0]
         advice = "writes them with the model's own Qwen2.5-VL, or put a .txt file of the same name beside each."
         message = f"no caption for {missing} of {missing + captioned} files ({first} is the first). --caption {advice}"
         yield Problem("", message)
@@ -137,13 +140,13 @@ def _as_json(settings: Mapping[str, object]) -> dict[str, Any]:
     return values
 
 
-def _choose_model(talk: Talk, starts: Mapping[str, Start], given: str | None) -> str:
+def _choose_model(talk: Talk, starts: Mapping[str, NewRun], given: str | None) -> str:
     """The model; those that fit the machine come first. A tiny one is never chosen unasked."""
     if talk.defaults and given is None:
         starts = {model: start for model, start in starts.items() if not start.is_demo}
     judged = len(starts) > 1 and given is None
-    verdicts = {model: start.verdict() if judged else (True, "") for model, start in starts.items()}
-    choices = {model: verdicts[model][1] for model in sorted(starts, key=lambda model: not verdicts[model][0])}
+    verdicts = {model: judge_new_run(start) if judged else Verdict(True, "") for model, start in starts.items()}
+    choices = {model: verdicts[model].words for model in sorted(starts, key=lambda model: not verdicts[model].suits)}
     return _choose(talk, "Which model?", choices, given)
 
 

@@ -11,9 +11,13 @@ from simpletuner.errors import counted, shorten
 # Percent of files that may be smaller or shorter than what is trained. They are the exception, and left out; if there
 # are more, all files are trained at what most of them have.
 MOST_LEFT_OUT = 25
-MOST_NAMED = 3  # files that are left out, by name
-UNSEEN_ENLARGEMENT = 1.1
-SIZE_STEP, SMALLEST_SIZE = 64, 256  # of the resolution; below it, models render little
+# Files that are left out, by name.
+MOST_NAMED = 3
+# A file that is enlarged by so little shows no blur.
+ACCEPTED_ENLARGEMENT = 1.1
+# Resolutions are multiples of the step; below the smallest one, models render little.
+SIZE_STEP = 64
+SMALLEST_SIZE = 256
 
 
 @dataclass(frozen=True)
@@ -48,7 +52,7 @@ class Fit:
     @property
     def minimum_size(self) -> int:
         """The size below which files are left out; 0 if none is."""
-        return int(self.resolution / UNSEEN_ENLARGEMENT) if self.small else 0
+        return int(self.resolution / ACCEPTED_ENLARGEMENT) if self.small else 0
 
     def notes(self) -> Iterator[str]:
         """A sentence for everything that is not as the model has it, with the remedy."""
@@ -96,11 +100,11 @@ def fit_size(edges: Mapping[str, int], wanted: int) -> tuple[int, list[str]]:
     usual = _exceeded_by_most(edges.values(), wanted)
     # Slight enlargement is better than a size that the model was not trained at.
     resolution = wanted
-    if usual * UNSEEN_ENLARGEMENT < wanted:
+    if usual * ACCEPTED_ENLARGEMENT < wanted:
         resolution = min(wanted, rounded_size(usual))
-    if usual * UNSEEN_ENLARGEMENT < resolution:
+    if usual * ACCEPTED_ENLARGEMENT < resolution:
         return resolution, []  # all are tiny, and enlarged
-    return resolution, [name for name, edge in edges.items() if edge * UNSEEN_ENLARGEMENT < resolution]
+    return resolution, [name for name, edge in edges.items() if edge * ACCEPTED_ENLARGEMENT < resolution]
 
 
 def fit_length(lengths: Mapping[str, int], wanted: int, stride: int) -> tuple[int, list[str]]:

@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from simpletuner.annexes.draft import Draft, key_of
-from simpletuner.annexes.start.recipe import CLIPS, EDITS, PICTURES, PURPOSES, TRIGGER, Material, Recipe, read_example
+from simpletuner.annexes.start.media_folder import media_folder_of
+from simpletuner.annexes.start.recipe import MODELS, RECIPES, TRIGGER, read_example
 from simpletuner.annexes.wizard.questions import QUESTIONS, Question, stale_keys
 from simpletuner.annexes.wizard.talk import HELP, NONE, NOTHING, PATIENCE, Back, InputEnded, Talk
 from simpletuner.atomic import write_atomically
@@ -102,12 +103,13 @@ def start_draft(file: Path, talk: Talk) -> Draft:
 
 def _new_draft(file: Path, talk: Talk) -> Draft:
     """An empty draft, or a draft with the settings of a recipe of `simpletuner start`, which the questions propose."""
-    draft, recipes = Draft(file), {purpose: Recipe.of(purpose) for purpose in PURPOSES}
-    choices = {NO_RECIPE: "the usual defaults", **{purpose: recipe.title for purpose, recipe in recipes.items()}}
+    draft = Draft(file)
+    choices = {NO_RECIPE: "the usual defaults", **{purpose: recipe.title for purpose, recipe in RECIPES.items()}}
     purpose = talk.pick("Start from a recipe? The questions propose its values.", choices)
     if purpose == NO_RECIPE:
         return draft
-    example, recipe = read_example(PURPOSES[purpose]), recipes[purpose]
+    recipe = RECIPES[purpose]
+    example = read_example(recipe.example)
     draft.change({"model_family": example["model_family"], **recipe.values(recipe.steps(USUAL_FILES), TRIGGER)})
     if example["model_flavour"] != draft.spec.flavours[0].name:  # the flavour for edits
         draft.change({"model_flavour": example["model_flavour"]})
@@ -308,12 +310,12 @@ def show_next_steps(draft: Draft, talk: Talk) -> None:
 
 def example_datasets(draft: Draft) -> list[dict[str, Any]]:
     """The content of an initial dataset file: a packaged example's, fitted to the files in its folder."""
-    examples = EDITS if draft.judgement.flavour.task == "i2i" else (*PICTURES, *CLIPS)
+    examples = MODELS["pairs"] if draft.judgement.flavour.task == "i2i" else (*MODELS["pictures"], *MODELS["clips"])
     example = next(name for name in examples if name.startswith(draft.spec.name))
     trained, *others = read_example(example, DATASET_FILE)
     # Clips have the length of previews.
     longest = draft.config.validation.validation_num_video_frames or 1
-    return [Material.of_entry(trained).fitted(trained, draft.spec, longest), *others]
+    return [media_folder_of(trained).fitted(trained, draft.spec, longest), *others]
 
 
 def train_command(file: Path) -> str:

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import json
 import re
-from pathlib import Path
 
 import pytest
 
 from simpletuner.annexes.page.start_card import LANGUAGES, card_content
-from simpletuner.annexes.start.recipe import EXAMPLES
+from simpletuner.annexes.start.recipe import RECIPES
 
 TABLES = json.loads(LANGUAGES.read_text(encoding="utf-8"))
 FOLDER = LANGUAGES.parents[1]
@@ -20,8 +19,7 @@ def said() -> set[str]:
     sources = [FOLDER / "start.html.jinja", LANGUAGES.parent / "start.js"]
     text = "".join(path.read_text(encoding="utf-8") for path in sources)
     calls = "".join(re.findall(r"\bsay\(((?:[^()\"]|\"[^\"]*\")*)", text))
-    recipes = (json.loads(path.read_text(encoding="utf-8")) for path in Path(EXAMPLES).glob("recipes/*.json"))
-    return {*re.findall(r'"([^"]+)"', calls), *(recipe["title"] for recipe in recipes)}
+    return {*re.findall(r'"([^"]+)"', calls), *(recipe.title for recipe in RECIPES.values())}
 
 
 @pytest.mark.parametrize("language", TABLES)

@@ -19,12 +19,11 @@ from zipfile import ZIP_DEFLATED, ZipFile, ZipInfo
 import pytest
 from starlette.testclient import TestClient
 
-from simpletuner.annexes.page import start_card
+from simpletuner.annexes.page import receive, start_card
 from simpletuner.annexes.page.guard import Access, Guard
 from simpletuner.annexes.page.project import Project
+from simpletuner.annexes.page.receive import safe_name
 from simpletuner.annexes.page.serve import create_app
-from simpletuner.annexes.start import receive
-from simpletuner.annexes.start.receive import safe_name
 from tests.annexes.page.page import serving
 from tests.annexes.web import picture
 from tests.clips import write_clip

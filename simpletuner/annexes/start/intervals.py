@@ -1,0 +1,31 @@
+"""How often a new run saves checkpoints and renders previews."""
+
+from __future__ import annotations
+
+# To choose from at the end; see docs/CHOOSING.md.
+CHECKPOINTS = 8
+FEWEST_CHECKPOINTS = 4
+
+
+def checkpoint_interval(steps: int) -> int:
+    """Steps between checkpoints, so that the last interval ends with the run, if its length can be divided so."""
+    for count in range(CHECKPOINTS, FEWEST_CHECKPOINTS - 1, -1):
+        if steps % count == 0:
+            return steps // count
+    # Rounded up, so that none is saved just before the last one.
+    return -(-steps // CHECKPOINTS)
+
+
+def preview_interval(steps: int, saving: int, rounds: float) -> int:
+    """Steps between previews: those of one or more checkpoints, with the last interval at the end of the run.
+
+    Args:
+        saving: steps between checkpoints.
+        rounds: the most rounds of previews, the first of which is that of the untrained model.
+    """
+    checkpoints = -(-steps // saving)
+    for checkpoints_per_round in range(1, checkpoints):
+        divides_run = checkpoints % checkpoints_per_round == 0
+        if divides_run and 1 + checkpoints / checkpoints_per_round <= rounds:
+            return checkpoints_per_round * saving
+    return steps

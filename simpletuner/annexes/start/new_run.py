@@ -1,0 +1,282 @@
+"""A new run on a folder: its config, its dataset file and its prompts, from a few answers and a recipe."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+from unicodedata import category
+
+from simpletuner.annexes.start.intervals import checkpoint_interval, preview_interval
+from simpletuner.annexes.start.media_folder import MediaFolder
+from simpletuner.annexes.start.recipe import DEMOS, RECIPES, Recipe, read_example
+from simpletuner.annexes.start.sizes import Fit
+from simpletuner.atomic import write_json
+from simpletuner.config.device import HERE, AskedDevice
+from simpletuner.config.schema import render_config
+from simpletuner.config.sources import DATASET_FILE
+from simpletuner.data.buckets import PixelGrid
+from simpletuner.errors import UserError
+from simpletuner.models.registry import FAMILIES
+from simpletuner.models.spec import FamilySpec
+from simpletuner.planning.prompts import SMALLEST_SIDE
+
+# With at least this many files, an eighth is held out, up to four; fewer files are worth more in training. Each is
+# evaluated at eight noise levels and eight times, which takes about as long as twenty steps.
+ENOUGH_FILES = 16
+HELD_OUT_SHARE = 8
+MOST_HELD_OUT = 4  # the default of num_eval_images
+# Sampling steps of two previews for each training step. Guided, they are four forward passes, a training step is about
+# three: with so many, previews take a fifth of the run.
+SAMPLING_STEPS = 3 / 4 / 4
+# Prefixes of keys that concern the example's files.
+OF_EXAMPLES = ("preservation_", "tracker_run_name")
+# Keys that name a file beside the config.
+FILES = {"data_backend_config": DATASET_FILE, "user_prompt_library": "user_prompt_library.json"}
+
+
+@dataclass(frozen=True)
+class NewRun:
+    """The user's answers, and the resulting config.
+
+    Attributes:
+        trigger: a word for the learned concept, optionally followed by a comma and its class.
+        example: the packaged example of the model.
+        captions: every file has a caption, or will get one.
+        settings: keys from the command line.
+        root: the working folder of the run.
+        device: the device that the plan is asked about.
+    """
+
+    name: str
+    media: MediaFolder
+    purpose: str
+    trigger: str
+    example: str
+    captions: bool
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    root: Path = Path()
+    device: AskedDevice = HERE
+
+    @property
+    def folder(self) -> Path:
+        return Path("config") / self.name
+
+    @property
+    def recipe(self) -> Recipe:
+        return RECIPES[self.purpose]
+
+    @property
+    def spec(self) -> FamilySpec:
+        return FAMILIES[read_example(self.example)["model_family"]]
+
+    @property
+    def is_demo(self) -> bool:
+        """Whether the model is tiny, and needs few steps."""
+        return self.example in DEMOS.values()
+
+    @property
+    def phrase(self) -> str:
+        return self.recipe.phrase.format(trigger=self.trigger)
+
+    @cached_property
+    def captioned_as(self) -> str:
+        """The words for the learned concept that most captions already contain; empty if they contain none."""
+        captions = self.media.parts[0].captions
+        for words in (self.phrase, self.trigger, self.trigger.partition(",")[0]):
+            if words and captions.mention(words):
+                return words
+        return ""
+
+    @cached_property
+    def parts(self) -> list[NewRun]:
+        """A run for each concept, or else this run; the trigger is for the concept with most files."""
+        triggers = [self.trigger, *(concept.words for concept in self.media.concepts[1:])]
+        parts = zip(self.media.parts, triggers, strict=True)
+        return [replace(self, media=media, trigger=trigger) for media, trigger in parts]
+
+    @cached_property
+    def entry(self) -> dict[str, Any]:
+        """The dataset entry of the example, for these files."""
+        entry: dict[str, Any] = dict(read_example(self.example, DATASET_FILE)[0])
+        if self.is_demo:  # its entry is for its packaged files
+            del entry["minimum_image_size"]
+            entry["id"] = f"my-{self.media.noun}"
+        return entry
+
+    @property
+    def longest(self) -> int:
+        """The number of frames that the model is trained with."""
+        frames: int = read_example(self.example).get("validation_num_video_frames", 1)
+        return frames
+
+    @cached_property
+    def fit(self) -> Fit:
+        """The size and length of the trained files; with the user's resolution, no file is left out for its size."""
+        fit = self.media.fit(self.entry, self.spec, self.longest)
+        if "resolution" in self.settings:
+            return replace(fit, resolution=fit.wanted, small=())
+        return fit
+
+    @property
+    def usable(self) -> int:
+        """The number of files that are trained or held out."""
+        return self.media.usable - len(self.fit.left_out)
+
+    @property
+    def held_out(self) -> int:
+        """The number of files to hold out; their loss shows which checkpoint generalises best."""
+        files = self.parts[0].usable
+        if files < ENOUGH_FILES:
+            return 0
+        measured: int = self.recipe.settings.get("num_eval_images", MOST_HELD_OUT)
+        return min(files // HELD_OUT_SHARE, measured)
+
+    @property
+    def steps(self) -> int:
+        """The length of the run."""
+        steps = self.recipe.steps(self.usable - self.held_out)
+        if self.is_demo:
+            return min(steps, read_example(self.example)["max_train_steps"])
+        return steps
+
+    def config(self) -> dict[str, Any]:
+        """The content of config.json."""
+        example = read_example(self.example)
+        config = {key: value for key, value in example.items() if not key.startswith(OF_EXAMPLES)}
+        config["output_dir"] = f"output/{self.name}"
+        for key, file in FILES.items():
+            config[key] = (self.folder / file).as_posix()
+        config |= self.recipe.values(self.steps, self.trigger)
+        steps = self.settings.get("max_train_steps")
+        if isinstance(steps, int) and steps > 0:
+            config["max_train_steps"] = steps
+            config["checkpoint_step_interval"] = checkpoint_interval(steps)
+        config |= self._previews(config)
+        config |= self._preservation()
+        if self.held_out:
+            config["eval_steps_interval"] = config["checkpoint_step_interval"]
+            config["eval_timesteps"] = 8
+        if self.media.holds_clips:
+            config["validation_num_video_frames"] = self.fit.frames
+        return {**config, **self.settings}
+
+    def _preservation(self) -> dict[str, Any]:
+        """Keys that preserve the subject's class (`a grey cat`) without regularisation pictures, if it is named."""
+        what = self.phrase.partition(", ")[2]
+        if self.purpose != "subject" or not what:
+            return {}
+        return {
+            "preservation_weight": 1.0,
+            "preservation_trigger": self.captioned_as or self.phrase,
+            "preservation_prompt": what,
+        }
+
+    def _previews(self, config: Mapping[str, Any]) -> dict[str, Any]:
+        """The size and the interval of previews: each has its checkpoint, and all take about a fifth of the run.
+
+        Pictures get as many pixels as are trained. Clips keep the example's, which may decide how positions are scaled.
+
+        Args:
+            config: with the example's size.
+        """
+        steps = config["max_train_steps"]
+        size = config["validation_resolution"]
+        resolution = {**self.settings, **self.datasets()[0]}["resolution"]
+        pixels = 1.0  # that are trained, as a share of the example's; unknown if the user's resolution is no number
+        if isinstance(resolution, int) and resolution >= SMALLEST_SIDE:
+            pixels = (resolution / read_example(self.example, DATASET_FILE)[0]["resolution"]) ** 2
+        if pixels != 1 and not self.media.holds_clips:
+            width, height = map(int, size.split("x"))
+            grid = PixelGrid(resolution, "pixel_area", self.spec.size_multiple)
+            size = "{}x{}".format(*grid.size(width / height))
+            pixels = 1.0
+        inputs = config["num_eval_images"] if self.media.sources else 1
+        rounds = SAMPLING_STEPS * steps * pixels / (inputs * config["validation_num_inference_steps"])
+        interval = preview_interval(steps, config["checkpoint_step_interval"], rounds)
+        return {"validation_resolution": size, "validation_step_interval": interval}
+
+    def datasets(self) -> list[dict[str, Any]]:
+        """The content of the dataset file."""
+        trained = self.media.fitted(self.entry, self.spec, self.longest)
+        entries = [part.part_entry(trained) for part in self.parts]
+        if self.held_out:
+            entries[0]["hold_out"] = self.held_out
+        for number, concept in enumerate(self.media.concepts):
+            entries[number]["repeats"] = concept.repeats - 1
+        if len(entries) > 1:
+            for number, entry in enumerate(entries, start=1):
+                entry["id"] = f"{entry['id']}-{number}"
+                entry.pop("cache_dir_vae", None)  # each needs a folder of its own
+        # Keys of the dataset would override the same keys of the command line.
+        overridden = {*self.settings}
+        if "resolution" in self.settings:
+            overridden.add("minimum_image_size")
+        for entry in entries:
+            for key in overridden & entry.keys():
+                del entry[key]
+        return entries + self._further_entries()
+
+    def _further_entries(self) -> list[dict[str, Any]]:
+        """The entries that follow those of the trained files: source pictures, and captions."""
+        _, *further = read_example(self.example, DATASET_FILE)
+        further = [entry for entry in further if not entry.get("is_regularisation_data")]  # the demo's clips
+        if self.media.sources:
+            further[0]["instance_data_dir"] = self._written(self.media.sources)
+        return further
+
+    def part_entry(self, entry: Mapping[str, Any]) -> dict[str, Any]:
+        """The entry with the folder of these files, and the keys that put the learned words into captions."""
+        return {**entry, "instance_data_dir": self._written(self.media.folder), **self._captions()}
+
+    def _captions(self) -> dict[str, Any]:
+        # Whether the files, or most files of a concept, have captions or will get some.
+        has_captions = self.captions or len(self.media.captioned) > len(self.media.uncaptioned)
+        if self.phrase and not has_captions:
+            return {"caption_strategy": "instanceprompt", "instance_prompt": self.phrase}
+        keys = self.media.captions.keys
+        if not self.phrase or self.captioned_as:
+            return keys
+        return {**keys, "instance_prompt": f"{self.phrase},", "prepend_instance_prompt": True}
+
+    def _written(self, folder: Path) -> str:
+        if folder.is_relative_to(self.root):
+            folder = folder.relative_to(self.root)
+        return folder.as_posix()
+
+    def write(self, folder: Path) -> None:
+        """Write config, dataset file and prompts into an existing folder."""
+        (folder / "config.json").write_text(render_config(self.config()), encoding="utf-8")
+        write_json(folder / FILES["data_backend_config"], self.datasets())
+        write_json(folder / FILES["user_prompt_library"], {"unrelated": self.recipe.unrelated_prompt})
+
+    def save(self) -> None:
+        """Create the folder of the run's config, all or nothing; existing files are never replaced.
+
+        Raises:
+            UserError: the folder cannot be written, or exists.
+        """
+        final = self.root / self.folder
+        try:
+            final.parent.mkdir(parents=True, exist_ok=True)
+            with TemporaryDirectory(prefix=".start-", dir=final.parent) as hidden:
+                # Not the temporary folder itself, whose permissions exclude other users.
+                unfinished = Path(hidden, self.name)
+                unfinished.mkdir()
+                self.write(unfinished)
+                unfinished.rename(final)  # fails if a file or a folder with files has the name
+        except OSError as error:
+            advice = ""
+            if isinstance(error, PermissionError):
+                advice = f" Make {final.parent} writable, or start in another folder."
+            raise UserError(f"{self.folder} cannot be written: {error.strerror}.{advice}") from None
+
+
+def run_name(folder: Path) -> str:
+    """The name of a run, from the name of its folder."""
+    # Letters, digits, and vowel signs of scripts such as Devanagari, which \w does not match.
+    kept = (char if char in "_.-" or category(char)[0] in "LMN" else " " for char in folder.resolve().name)
+    return "-".join("".join(kept).split()).strip("-.") or "my-lora"

@@ -1,0 +1,63 @@
+"""Whether a new run suits a machine: its plan, before anything is written."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from simpletuner.annexes.figures import duration
+from simpletuner.annexes.fitting.ready import needs_consent, ready_plan
+from simpletuner.annexes.start.new_run import FILES, NewRun
+from simpletuner.budget.budget import Budget
+from simpletuner.config.sources import Arguments, configured
+from simpletuner.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Whether a run suits a machine, and a few words on why, or how long it takes."""
+
+    suits: bool
+    words: str
+
+
+@contextmanager
+def unwritten(run: NewRun) -> Iterator[Arguments]:
+    """A context with the settings of a run that is not written yet, to plan it.
+
+    Captions that are still to be written are replaced by the trigger words: their lack is no reason against a model.
+    """
+    planned = replace(run, captions=not run.media.uncaptioned)
+    with TemporaryDirectory() as name:
+        planned.write(Path(name))
+        files: list[tuple[str, object]] = [(key, f"{name}/{file}") for key, file in FILES.items()]
+        yield Arguments(files, base=configured(planned.config()), device=run.device)
+
+
+def plan_new_run(run: NewRun) -> Budget:
+    """The plan with its estimate; nothing is written.
+
+    Raises:
+        ConfigError: with all problems at once, including a run that does not fit.
+    """
+    with unwritten(run) as arguments:
+        return ready_plan(arguments)
+
+
+def judge_new_run(run: NewRun) -> Verdict:
+    """Whether the run suits the machine that is planned for, and how long it takes."""
+    if run.is_demo:
+        return Verdict(True, "tiny: minutes on a CPU, no download; it draws simple shapes, to try everything with")
+    try:
+        budget = plan_new_run(run)
+    except ConfigError as error:
+        if any(problem.where == "memory" for problem in error.problems):
+            return Verdict(False, "does not fit this machine")
+        return Verdict(False, "cannot be planned")
+    time = duration(budget.step_seconds * budget.plan.length.total_steps)
+    if not budget.device.is_gpu:
+        return Verdict(not needs_consent(budget), f"no GPU here: about {time} on the CPU, without previews")
+    return Verdict(True, f"fits, about {time} without previews")
