@@ -199,4 +199,9 @@ def _events(on_event: Subscriber | None, show: bool) -> Iterator[EventStream]:
     """An event stream with the subscriber, and a display if wanted."""
     setup_logging(None, console=show)
     with closing(make_display()) if show else nullcontext() as display:
-        yield EventStream(*(each for each in (on_event, display) if each))
+        events = EventStream()
+        if on_event is not None:
+            events.subscribe("on_event", on_event, ends_run=Exception)
+        if display is not None:
+            events.subscribe("The display", display)
+        yield events

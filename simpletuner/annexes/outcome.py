@@ -32,7 +32,7 @@ class Comparison(Companion):
     planned: Budget | None = field(default=None, init=False)
 
     def begin(self, plan: Plan, step: int) -> None:
-        self.events.subscribe(self._note)
+        self.events.subscribe("The comparison with the estimate", self._note)
 
     def around(self, session: Session, budget: Budget) -> AbstractContextManager[object]:
         self.planned = budget

@@ -11,7 +11,7 @@ import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -24,12 +24,11 @@ from simpletuner.planning.build import Plan
 from simpletuner.planning.lineage import WANDB_FILE
 from simpletuner.redaction import redact, redact_settings
 from simpletuner.reporting import events as happened
-from simpletuner.reporting.events import ENDED, Event, EventStream
+from simpletuner.reporting.events import ENDED, Event, EventStream, log_failure
 from simpletuner.reporting.metrics import TIMESTEPS, MediaRecord
 from simpletuner.run.companions import Companion
 
 logger = logging.getLogger(__name__)
-Value = TypeVar("Value")
 
 # Every update of the scatter plot sends all points again, so updates are rare and the number of points is limited.
 TIMESTEPS_EVERY = 100
@@ -80,12 +79,12 @@ class Trackers(Companion):
         config, tracking = plan.config, plan.config.tracking
         names, folder = (tracking.tracker_project_name, tracking.tracker_run_name), Path(config.run.logging_dir)
         run = TrackedRun(*names, config.flat, plan.output_dir, folder.expanduser(), step)
-        for tracker in open_trackers(tracking.report_to, run):
-            self.events.subscribe(tracker)
+        for name, tracker in open_trackers(tracking.report_to, run):
+            self.events.subscribe(name, TrackerEvents(tracker))
 
 
-def open_trackers(report_to: str, run: TrackedRun) -> Iterator[GuardedTracker]:
-    """Open the available trackers in `report_to`; secrets in settings are redacted."""
+def open_trackers(report_to: str, run: TrackedRun) -> Iterator[tuple[str, Tracker]]:
+    """Open the available trackers in `report_to`, with their names; secrets in settings are redacted."""
     names = tracker_names(report_to)
     run = replace(run, project=redact(run.project), name=redact(run.name), settings=redact_settings(run.settings))
     for name, build in TRACKERS.items():
@@ -93,28 +92,27 @@ def open_trackers(report_to: str, run: TrackedRun) -> Iterator[GuardedTracker]:
             continue
         if reason := why_missing(name):
             logger.log(logging.INFO if "all" in names else logging.WARNING, "report_to: %s", reason)
-        else:
-            yield GuardedTracker(name, lambda: build(run))  # noqa: B023 - called at once
+            continue
+        try:
+            tracker = build(run)
+        except Exception as error:  # noqa: BLE001 - packages raise what they like, also when they are imported
+            log_failure(name, error)
+            continue
+        yield name, tracker
 
 
-class GuardedTracker:
-    """Passes events to a tracker and isolates training from the tracker's failures.
+class TrackerEvents:
+    """Subscriber that passes the events of a run to a tracker, until the run ends."""
 
-    Args:
-        name: name of the tracker in the log.
-        build: opens the tracker; may fail, also when it imports the package.
-    """
-
-    def __init__(self, name: str, build: Callable[[], Tracker]) -> None:
-        self.name = name
+    def __init__(self, tracker: Tracker) -> None:
+        self._tracker = tracker
         self._round: list[MediaRecord] = []  # previews of one round are sent together
-        self._tracker = self._guard(build)
+        self._is_finished = False
 
     def __call__(self, event: Event) -> None:
-        if tracker := self._tracker:
-            self._guard(lambda: self._pass_on(tracker, event))
-
-    def _pass_on(self, tracker: Tracker, event: Event) -> None:
+        if self._is_finished:
+            return
+        tracker = self._tracker
         match event:
             case happened.StepReport():
                 tracker.log({name: value for name, value in event.row.items() if name != TIMESTEPS}, event.step)
@@ -128,19 +126,8 @@ class GuardedTracker:
                 media, self._round = self._round, []
                 tracker.log_media(media, media[0].step)
             case happened.StateChanged() if event.state in ENDED:
+                self._is_finished = True
                 tracker.finish(0 if event.state == "finished" else 1)
-                self._tracker = None
-
-    def _guard(self, call: Callable[[], Value]) -> Value | None:
-        try:
-            return call()
-        except Exception as error:
-            self._tracker = None
-            first = "".join(f": {line}" for line in str(error).strip().splitlines()[:1])
-            reason = redact(f"({type(error).__name__}{first})")
-            logger.warning("%s stopped working; training continues without it. %s", self.name, reason)
-            logger.debug("%s failed", self.name, exc_info=True)
-            return None
 
 
 class WandbTracker:

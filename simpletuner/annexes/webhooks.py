@@ -255,7 +255,7 @@ def delivered(config: RunConfig, folder: Path, events: EventStream, job_id: str)
         payloads = Payloads(settings.webhook_reporting_interval, job_id)
         named = hook if hook.message_prefix is not None else replace(hook, message_prefix=project)
         deliveries.append(Delivery(named, payloads, folder, settings.webhook_images))
-        events.subscribe(deliveries[-1])
+        events.subscribe(f"The webhook at {hook.host}", deliveries[-1])
     try:
         yield
     finally:

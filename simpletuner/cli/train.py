@@ -23,7 +23,7 @@ from simpletuner.cli.settings import (
     uncollected,
 )
 from simpletuner.distributed.world import World, launched
-from simpletuner.errors import ConfigError, Interrupted, Problem, UserError, counted, result_of
+from simpletuner.errors import ConfigError, Interrupted, Problem, UserError, WriteError, counted, result_of
 
 if TYPE_CHECKING:
     from simpletuner.annexes.publishing.uploads import Hub
@@ -197,19 +197,19 @@ def recorded_events(plan: Plan, world: World, shown: AbstractContextManager[Even
 
     if not world.is_main:
         events = EventStream()
-        events.subscribe(world.follow(events.stop, ended))
+        events.subscribe("The watch", world.follow(events.stop, ended), ends_run=Exception)
         yield events
         return
     # Handle signals before taking the lock, which SIGTERM must release; take the lock before writing to the folder.
     with signals_as_interrupt(), ExitStack() as stack:
         stack.enter_context(lock_output(plan.output_dir, partial(last_id, plan.output_dir / EVENTS_FILE)))
         events, payloads = stack.enter_context(shown), Payloads()
-        events.subscribe(EventLog(plan.output_dir, payloads))
+        events.subscribe(EVENTS_FILE, EventLog(plan.output_dir, payloads), ends_run=WriteError)
         if plan.config.webhooks.hooks:
             from simpletuner.annexes.webhooks import delivered
 
             stack.enter_context(delivered(plan.config, plan.output_dir, events, payloads.job_id))
-        events.subscribe(world.follow(events.stop, ended))
+        events.subscribe("The watch", world.follow(events.stop, ended), ends_run=Exception)
         yield events
 
 
@@ -288,7 +288,7 @@ def open_companions(plan: Plan, hub: Hub | None, events: EventStream, world: Wor
     from simpletuner.annexes.replay.autopsy import Autopsy
 
     autopsy = Autopsy()
-    events.subscribe(autopsy)  # early, because it records the memory use of every phase
+    events.subscribe("The report of failures", autopsy)  # early, because it records the phase
     # Reports, trackers and uploads belong to the main process; any process may fail and write an autopsy.
     return [autopsy, *(world.main_only(lambda: _companions_of_run(plan, hub, events)) or ())]
 

@@ -1,11 +1,12 @@
 """The event stream of a run. Imports no torch.
 
 Encoding, training, rendering and saving publish events; the display, the record, the trackers and the report subscribe.
-Subscribers do not affect training and are independent of each other.
+Subscribers are independent of each other and of training: one that raises is named in the log and gets no more events.
 """
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -18,6 +19,8 @@ from typing import Literal
 from simpletuner.distributed.requests import Stop
 from simpletuner.redaction import redact
 from simpletuner.reporting.metrics import TIMESTEPS, MediaRecord, Value, shares
+
+logger = logging.getLogger(__name__)
 
 RunState = Literal["starting", "running", "stopping", "finished", "failed", "interrupted"]
 ENDED: frozenset[RunState] = frozenset({"finished", "failed", "interrupted"})
@@ -239,34 +242,67 @@ class StateChanged(Event):
 
 
 Subscriber = Callable[[Event], None]
+Errors = type[Exception] | tuple[type[Exception], ...]
+
+
+@dataclass(frozen=True, eq=False)
+class Subscription:
+    """A subscriber, its name in the log, and which of its errors reach the code that publishes an event."""
+
+    name: str
+    subscriber: Subscriber
+    ends_run: Errors
 
 
 class EventStream:
     """Delivers every event to every subscriber, in order; thread-safe.
+
+    Args:
+        required: the first subscribers, all of whose errors reach the code that publishes an event.
 
     Attributes:
         stop: checked whenever a phase starts or advances, so that it can end early.
         step: step of the last event with a step.
     """
 
-    def __init__(self, *subscribers: Subscriber, stop: Stop | None = None) -> None:
-        self._subscribers = list(subscribers)
+    def __init__(self, *required: Subscriber, stop: Stop | None = None) -> None:
+        self._subscriptions = [Subscription("", subscriber, Exception) for subscriber in required]
         self._lock = threading.RLock()  # reentrant: a subscriber may publish
         self.stop = stop or Stop()
         self.step = 0
 
-    def subscribe(self, subscriber: Subscriber) -> None:
-        """Deliver all further events to the subscriber too."""
-        self._subscribers.append(subscriber)
+    def subscribe(self, name: str, subscriber: Subscriber, *, ends_run: Errors = ()) -> None:
+        """Deliver all further events to a subscriber too, until it raises an error.
+
+        Args:
+            name: the subject of the line in the log that reports its error.
+            ends_run: errors that end the run instead, such as a full disk for the record.
+        """
+        self._subscriptions.append(Subscription(name, subscriber, ends_run))
 
     def publish(self, event: Event) -> None:
-        """Deliver an event to all subscribers."""
+        """Deliver an event to all subscribers.
+
+        Raises:
+            Exception: an error of a subscriber that ends the run.
+        """
         # Held during the calls, so that all subscribers see the same order and need no locks.
         with self._lock:
             if isinstance(event, StepReport | StateChanged):
                 self.step = event.step
-            for subscriber in self._subscribers:
-                subscriber(event)
+            for subscription in list(self._subscriptions):
+                self._deliver(subscription, event)
+
+    def _deliver(self, subscription: Subscription, event: Event) -> None:
+        try:
+            subscription.subscriber(event)
+        except subscription.ends_run:
+            raise
+        except Exception as error:  # noqa: BLE001 - whatever it is, the others and the run go on
+            # It may be gone already, if it has published another event and failed at that.
+            if subscription in self._subscriptions:
+                self._subscriptions.remove(subscription)
+                log_failure(subscription.name, error)
 
     def say(self, text: str, *, warning: bool = False, urgent: bool = False) -> None:
         """Publish a line for users, with secrets hidden; see `Notice`."""
@@ -290,6 +326,14 @@ class EventStream:
             complete = True
         finally:
             self.publish(PhaseEnded(running.phase, running.done, time.monotonic() - started, complete))
+
+
+def log_failure(name: str, error: Exception) -> None:
+    """Log that a subscriber gets no more events, with the first line of its error; the rest goes to debug.log."""
+    first = "".join(f": {line}" for line in str(error).strip().splitlines()[:1])
+    reason = redact(f"({type(error).__name__}{first})")
+    logger.warning("%s stopped working; training continues without it. %s", name, reason)
+    logger.debug("%s failed", name, exc_info=error)
 
 
 class RunningPhase:

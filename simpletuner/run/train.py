@@ -136,7 +136,7 @@ def begin_records(plan: Plan, events: EventStream, companions: Sequence[Companio
         if step and (damage := damage_in(plan.output_dir / file)):
             events.say(damage, warning=True)
     record = RunRecord(plan.output_dir, step)
-    events.subscribe(record)
+    events.subscribe("The record", record, ends_run=Exception)
     for companion in companions:
         companion.begin(plan, step)
     return record.recorded

@@ -269,7 +269,7 @@ def test_a_terminal_that_dies_ends_the_display_and_nothing_else(kind: str, monke
     monkeypatch.setenv("TERM", kind)
     terminal, steps = DeadTerminal(), list[int]()
     with shown_events(terminal) as events:
-        events.subscribe(lambda event: steps.append(event.step) if isinstance(event, StepReport) else None)
+        events.subscribe("steps", lambda event: steps.append(event.step) if isinstance(event, StepReport) else None)
         events.publish(running(10))
         terminal.alive = False
         with events.phase("Rendering previews", 1) as phase:

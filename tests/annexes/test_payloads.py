@@ -116,9 +116,9 @@ def test_progress_is_thinned_but_first_and_last_remain() -> None:
 
 
 def test_phases_become_stages() -> None:
-    events, payloads = EventStream(), Payloads(every=5, now=Clock())
+    payloads = Payloads(every=5, now=Clock())
     seen: list[Payload] = []
-    events.subscribe(lambda event: seen.extend(payloads(event)))
+    events = EventStream(lambda event: seen.extend(payloads(event)))
 
     def encode() -> None:
         with events.phase("Encoding captions", 3, "captions", stage="init_text_embed_cache") as phase:

@@ -10,11 +10,12 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from simpletuner.annexes.trackers import GuardedTracker, TrackedRun, open_trackers
+from simpletuner.annexes import trackers
+from simpletuner.annexes.trackers import TrackedRun, Tracker, TrackerEvents, open_trackers
 from simpletuner.config.publishing import WANDB_REFUSED, check_trackers, has_wandb_login
 from simpletuner.config.schema import TrackingConfig
 from simpletuner.data.clip_writer import write_mp4
-from simpletuner.reporting.events import MediaRendered, PhaseEnded, PhaseStarted, StateChanged, StepReport
+from simpletuner.reporting.events import EventStream, MediaRendered, PhaseEnded, PhaseStarted, StateChanged, StepReport
 from simpletuner.reporting.metrics import MediaRecord
 
 WANDB_VARIABLES = ("WANDB_API_KEY", "WANDB_MODE", "WANDB_DISABLED", "WANDB_BASE_URL", "WANDB_IDENTITY_TOKEN_FILE")
@@ -87,13 +88,14 @@ def step_done(step: int) -> StepReport:
     return StepReport(step, 1, {"train_loss": 1 / step}, 0.1, timesteps=[10.0, 500.0])
 
 
-def tell(tracker: GuardedTracker, output: Path, first: int, last: int) -> None:
+def track(tracker: Tracker, output: Path, first: int, last: int) -> None:
     """Steps with a preview after the last of them, and the end."""
+    send = TrackerEvents(tracker)
     for step in range(first, last + 1):
-        tracker(step_done(step))
-    tracker(MediaRendered(preview(output, last)))
-    tracker(PhaseEnded(PhaseStarted("previews"), 1, 0.1, complete=True))
-    tracker(StateChanged("finished", last, last))
+        send(step_done(step))
+    send(MediaRendered(preview(output, last)))
+    send(PhaseEnded(PhaseStarted("previews"), 1, 0.1, complete=True))
+    send(StateChanged("finished", last, last))
 
 
 @pytest.mark.slow(3)
@@ -104,8 +106,8 @@ def test_wandb_offline_for_real(
     output, logs = tmp_path / "out", tmp_path / "logs"
     settings = {"learning_rate": 1e-4, "webhook_config": {"webhook_url": "https://example.org/geheim"}}
     for start in (0, 2):
-        [tracker] = open_trackers("wandb", TrackedRun("p", "r", settings, output, logs, start))
-        tell(tracker, output, start + 1, start + 2)
+        [(_, tracker)] = open_trackers("wandb", TrackedRun("p", "r", settings, output, logs, start))
+        track(tracker, output, start + 1, start + 2)
     assert "stopped working" not in caplog.text
     run_id = json.loads((output / "wandb_run.json").read_text())["id"]
     files = sorted((logs / "wandb").glob(f"offline-run-*/run-{run_id}.wandb"))
@@ -123,8 +125,8 @@ def test_tensorboard_event_file(tmp_path: Path) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     for start, last in ((0, 5), (3, 6)):
-        [tracker] = open_trackers("tensorboard", run_in(tmp_path, start))
-        tell(tracker, tmp_path, start + 1, last)
+        [(_, tracker)] = open_trackers("tensorboard", run_in(tmp_path, start))
+        track(tracker, tmp_path, start + 1, last)
     events = EventAccumulator(str(tmp_path / "logs" / "p" / "r"))
     events.Reload()
     assert [event.step for event in events.Scalars("train_loss")] == [1, 2, 3, 4, 5, 6]
@@ -140,11 +142,12 @@ def test_a_clip_leaves_a_frame_in_tensorboard(tmp_path: Path) -> None:
     path = "validation_videos/step_1_glimmer_0_32x32.mp4"
     (tmp_path / path).parent.mkdir()
     write_mp4(tmp_path / path, [Image.new("RGB", (32, 32), (120, 40, 160))] * 5, 8)
-    [tracker] = open_trackers("tensorboard", run_in(tmp_path))
+    [(_, tracker)] = open_trackers("tensorboard", run_in(tmp_path))
+    send = TrackerEvents(tracker)
 
-    tracker(MediaRendered(MediaRecord(1, "glimmer", "a star", path, 32, 32, 5)))
-    tracker(PhaseEnded(PhaseStarted("previews"), 1, 0.1, complete=True))
-    tracker(StateChanged("finished", 1, 1))
+    send(MediaRendered(MediaRecord(1, "glimmer", "a star", path, 32, 32, 5)))
+    send(PhaseEnded(PhaseStarted("previews"), 1, 0.1, complete=True))
+    send(StateChanged("finished", 1, 1))
 
     events = EventAccumulator(str(tmp_path / "logs" / "p" / "r"))
     events.Reload()
@@ -191,29 +194,30 @@ class BrokenTracker:
 
 def test_a_failing_tracker_is_named_once_and_left_out(caplog: pytest.LogCaptureFixture) -> None:
     broken = BrokenTracker()
+    events = EventStream()
+    events.subscribe("broken", TrackerEvents(broken))
+
     with caplog.at_level(logging.WARNING, logger="simpletuner"):
-        tracker = GuardedTracker("broken", lambda: broken)
         for step in (1, 2, 3):
-            tracker(step_done(step))
-        tracker(StateChanged("finished", 3, 3))
+            events.publish(step_done(step))
+        events.publish(StateChanged("finished", 3, 3))
+
     assert broken.calls == [1]
     assert len(caplog.records) == 1
     assert "broken stopped working; training continues without it. (ConnectionError: no route" in caplog.text
     assert "abcdef" not in caplog.text
 
 
-def test_a_tracker_that_cannot_be_built_is_left_out(caplog: pytest.LogCaptureFixture) -> None:
-    def build() -> BrokenTracker:
+def test_a_tracker_that_cannot_be_opened_is_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def build(run: TrackedRun) -> BrokenTracker:
         raise ImportError("broken installation")
 
-    tracker = GuardedTracker("broken", build)
-    tracker(step_done(1))
-    assert "broken installation" in caplog.text
+    monkeypatch.setattr(trackers, "TRACKERS", {"tensorboard": build})
 
+    assert list(open_trackers("tensorboard", run_in(tmp_path))) == []
 
-def test_ctrl_c_inside_a_tracker_is_not_swallowed() -> None:
-    def build() -> BrokenTracker:
-        raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        GuardedTracker("x", build)
+    assert (
+        "tensorboard stopped working; training continues without it. (ImportError: broken installation)" in caplog.text
+    )

@@ -171,9 +171,11 @@ def ratio_of(source: str) -> float:
     return round(int(width) / int(height), 2) if sign else float(width)
 
 
-# The blocks of PYTHON.md are one session, see test_python_page.py.
+# The blocks of PYTHON.md are one session, see test_python_page.py; those of EXTENDING.md: test_extending_page.py.
 @pytest.mark.slow(3)
-@pytest.mark.parametrize("text", [each for each in blocks("python") if not str(each.id).startswith("PYTHON")])
+@pytest.mark.parametrize(
+    "text", [block for block in blocks("python") if not str(block.id).startswith(("PYTHON", "EXTENDING"))]
+)
 def test_python_block_runs(text: str, t2i_checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With the tiny checkpoint in the place of the real one, and few steps."""
     workspace = Workspace.create(tmp_path, t2i_checkpoint, output_dir="output/my-lora", max_train_steps=1)

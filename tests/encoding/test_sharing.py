@@ -75,7 +75,7 @@ class Process:
         self.written: list[str] = []
         self.act: Callable[[Event], object] = lambda event: None
         self.events = EventStream(self.seen.append, lambda event: self.act(event))
-        self.events.subscribe(world.follow(self.events.stop, print))
+        self.events.subscribe("The watch", world.follow(self.events.stop, print), ends_run=Exception)
 
     def fill(self) -> CacheFiller:
         plan = ready_plan(parse_arguments([])).plan

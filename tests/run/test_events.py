@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
@@ -89,6 +91,89 @@ def test_a_subscriber_knows_the_whole_run(workspace: Workspace) -> None:
     assert {how for how, _, _ in status.stages.values()} == {"completed"}
     assert all(done == total for _, done, total in status.stages.values() if total is not None)
     assert any(line.startswith("Saved output/pytorch_lora_weights.safetensors") for line in status.lines)
+
+
+# Every subscriber of a run with all that can subscribe, and whether the run goes on without it.
+SUBSCRIBERS = {
+    "The display": True,
+    "events.jsonl": True,
+    "The webhook at 127.0.0.1": True,
+    "The watch": False,
+    "The report of failures": True,
+    "The record": False,
+    "tensorboard": True,
+    "The comparison with the estimate": True,
+    "The report": True,
+    "The upload of checkpoints": True,
+}
+GUARDED = [name for name, is_guarded in SUBSCRIBERS.items() if is_guarded]
+WITH_ALL = ("report_to=tensorboard", 'webhook_config={"webhook_type": "raw", "webhook_url": "http://127.0.0.1:9"}')
+
+
+class Watched:
+    """Counts the events of every subscriber; some raise an error at their first one."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, failing: Collection[str]) -> None:
+        self.counts: Counter[str] = Counter()
+        subscribe = EventStream.subscribe
+
+        def wrapped(stream: EventStream, name: str, subscriber: Callable[[Event], None], **errors: Any) -> None:
+            self.counts[name] = 0
+
+            def counted(event: Event) -> None:
+                self.counts[name] += 1
+                if name in failing:
+                    raise RuntimeError("a bug")
+                subscriber(event)
+
+            subscribe(stream, name, counted, **errors)
+
+        monkeypatch.setattr(EventStream, "subscribe", wrapped)
+
+
+@pytest.mark.slow(4)
+def test_a_run_ends_well_when_every_subscriber_that_may_fail_fails(
+    workspace: Workspace, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("tensorboard")
+    watched = Watched(monkeypatch, GUARDED)
+
+    assert workspace.train(*WITH_ALL) == 0
+
+    assert watched.counts.keys() == SUBSCRIBERS.keys(), "a new subscriber has a row here"
+    assert {name: watched.counts[name] for name in GUARDED} == dict.fromkeys(GUARDED, 1)
+    assert len(workspace.metrics()) == 4, "the record has every step"
+    logged = capsys.readouterr().err
+    for name in GUARDED:
+        assert logged.count(f"{name} stopped working; training continues without it. (RuntimeError: a bug)") == 1
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("failing", GUARDED)
+def test_the_other_subscribers_get_every_event(
+    workspace: Workspace, monkeypatch: pytest.MonkeyPatch, failing: str
+) -> None:
+    pytest.importorskip("tensorboard")
+    with monkeypatch.context() as undisturbed:
+        whole = Watched(undisturbed, ())
+        assert workspace.train(*WITH_ALL) == 0
+
+    watched = Watched(monkeypatch, [failing])
+    assert workspace.train(*WITH_ALL, "output_dir=other", "cache_dir=output/cache") == 0
+
+    assert watched.counts == {**whole.counts, failing: 1}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [name for name, is_guarded in SUBSCRIBERS.items() if not is_guarded])
+def test_a_subscriber_that_must_end_the_run_does(
+    workspace: Workspace, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    Watched(monkeypatch, [name])
+
+    assert workspace.train() == 1
+
+    assert not workspace.path("output/pytorch_lora_weights.safetensors").exists()
 
 
 def test_a_failure_is_the_last_state(workspace: Workspace, monkeypatch: pytest.MonkeyPatch) -> None:

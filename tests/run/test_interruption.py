@@ -328,12 +328,12 @@ def die_at(moment: str) -> None:
     budget = ready_plan(parse_arguments([]))
     subscribe = events.subscribe
 
-    def last(subscriber: Callable[[Event], None]) -> None:
-        subscribe(subscriber)
-        events._subscribers.sort(key=lambda each: each is trigger)
+    def last(name: str, subscriber: Callable[[Event], None], **errors: Any) -> None:
+        subscribe(name, subscriber, **errors)
+        events._subscriptions.sort(key=lambda subscription: subscription.subscriber is trigger)
 
     events.subscribe = last
-    events.subscribe(trigger)
+    events.subscribe("The trigger", trigger)
     run_plan(budget, events, open_companions(budget.plan, (), events, World()))
 
 

@@ -74,7 +74,9 @@ def shown_events(stream: TextIO | None = None) -> Iterator[events.EventStream]:
         stream: output stream; None means stdout.
     """
     with closing(make_display(stream)) as display:
-        yield events.EventStream(display)
+        shown = events.EventStream()
+        shown.subscribe("The display", display)
+        yield shown
 
 
 def make_display(stream: TextIO | None = None) -> Display:

@@ -85,7 +85,7 @@ class Uploads(Companion):
     def begin(self, plan: Plan, step: int) -> None:
         self._plan = plan
         sweep_folders(self.output_dir, re.compile(CARD_FOLDER))
-        self.events.subscribe(self)
+        self.events.subscribe("The upload of checkpoints", self)
 
     def __call__(self, event: Event) -> None:
         """Queue a saved checkpoint for upload, and run the user's script for it."""

@@ -153,7 +153,7 @@ class RunReport(Companion):
 
     def begin(self, plan: Plan, step: int) -> None:
         self.plan, self._environment = plan, describe_environment()
-        self.events.subscribe(self)
+        self.events.subscribe("The report", self)
 
     def finish(self, ledger: Ledger) -> str:
         return f"Report: {self.plan.output_dir / REPORT_FILE}"
