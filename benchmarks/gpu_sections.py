@@ -22,7 +22,7 @@ from benchmarks.tread import MODELS, share_of_arithmetic
 from benchmarks.variants import Outcome, Settings, Variant, forget, measure
 from simpletuner.config.precision import QUANTISATIONS
 from simpletuner.config.techniques import Route
-from simpletuner.memory.precision import QuantisedLinear, pack, use_quantised_products
+from simpletuner.memory.quantisation.layers import QuantisedLinear, pack, use_quantised_products
 from simpletuner.models.blocks import AttentionKernel, torch_attention
 from simpletuner.models.registry import FAMILIES
 from simpletuner.run.train import fix_order

@@ -1,7 +1,7 @@
 """Precision keys: dtypes by name, and the quantisation of weights.
 
-Dtype and quantisation of an encoder are part of the identity of its cache entries. Imports no torch: `memory.precision`
-applies these tables.
+Dtype and quantisation of an encoder are part of the identity of its cache entries. Imports no torch:
+`memory.quantisation` applies these tables.
 """
 
 from __future__ import annotations

@@ -28,7 +28,8 @@ from simpletuner.encoding.sharing import share_work
 from simpletuner.errors import Problems, UserError
 from simpletuner.memory.heap import trim_heap
 from simpletuner.memory.offload.attach import LayerQuantiser, Offload
-from simpletuner.memory.precision import DTYPES, quantise
+from simpletuner.memory.precision import DTYPES
+from simpletuner.memory.quantisation.layers import quantise
 from simpletuner.models.adapter import Encoder, EncoderQuantiser, FamilyAdapter, LatentEncoder, TextEncoder
 from simpletuner.models.loading import check_shapes
 from simpletuner.models.lora_checks import check_init_lora

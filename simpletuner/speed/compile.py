@@ -18,7 +18,8 @@ from torch import Tensor, nn
 from torch._dynamo.exc import TorchDynamoException
 
 from simpletuner.config.launch import LaunchConfig
-from simpletuner.memory.precision import QuantisedLinear, ScaledRows
+from simpletuner.memory.quantisation.layers import QuantisedLinear
+from simpletuner.memory.quantisation.scaled_rows import ScaledRows
 from simpletuner.models.adapter import BlockLayout, Compiler, Forward
 from simpletuner.models.blocks import FastBlocks, FreeSizes, call_kernel
 from simpletuner.speed.recomputation import checkpointed, outside_checkpoints

@@ -38,7 +38,8 @@ from simpletuner.memory.offload.attach import Offload, place_model, streamed_blo
 from simpletuner.memory.offload.block_inputs import BlockInputs
 from simpletuner.memory.offload.image import WeightImage, share_by_machine
 from simpletuner.memory.offload.streamer import RememberedPlaces, Streamer
-from simpletuner.memory.precision import DTYPES, quantise, use_quantised_products
+from simpletuner.memory.precision import DTYPES
+from simpletuner.memory.quantisation.layers import quantise, use_quantised_products
 from simpletuner.models.adapter import BlockLayout, FamilyAdapter
 from simpletuner.models.adapter_kinds import adapter_kind
 from simpletuner.models.blocks import FastBlocks

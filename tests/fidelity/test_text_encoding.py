@@ -13,7 +13,7 @@ import torch
 from PIL.Image import Image
 
 from simpletuner.config.precision import quantisation
-from simpletuner.memory.precision import quantise
+from simpletuner.memory.quantisation.layers import quantise
 from simpletuner.models.adapter import TextRequest
 from simpletuner.models.kandinsky5.loading import load_processor
 from simpletuner.models.kandinsky5.templates import TextTemplate

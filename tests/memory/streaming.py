@@ -20,7 +20,7 @@ from simpletuner.memory.offload import attach
 from simpletuner.memory.offload.beside import SideStream
 from simpletuner.memory.offload.block_inputs import BlockInputs
 from simpletuner.memory.offload.streamer import Lane, RememberedPlaces, Streamer
-from simpletuner.memory.precision import quantise, use_quantised_products
+from simpletuner.memory.quantisation.layers import quantise, use_quantised_products
 from simpletuner.models.kandinsky5.blocks import mask_padding, use_fast_blocks
 from simpletuner.models.kandinsky5.image import Kandinsky5ImageAdapter
 from simpletuner.models.kandinsky5.spec import ALL_LINEAR

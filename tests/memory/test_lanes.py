@@ -22,7 +22,7 @@ from simpletuner.memory.offload import attach, image
 from simpletuner.memory.offload.attach import Offload
 from simpletuner.memory.offload.image import ALIGNMENT, WeightImage
 from simpletuner.memory.offload.streamer import DiskLane, Lane, StreamClock, choose_lane
-from simpletuner.memory.precision import quantise
+from simpletuner.memory.quantisation.layers import quantise
 from tests.memory.streaming import CPU, Trained, assert_equal, to_int8
 
 GPU = torch.device("cuda")

@@ -16,7 +16,8 @@ from torch.utils.checkpoint import checkpoint
 
 from benchmarks.models import cost_of
 from simpletuner.budget.estimate import StepModel
-from simpletuner.memory.precision import QuantisedLinear, ScaledRows, linear_layers
+from simpletuner.memory.quantisation.layers import QuantisedLinear, linear_layers
+from simpletuner.memory.quantisation.scaled_rows import ScaledRows
 from simpletuner.models.cost import Adapters, BatchShape, Kernels, TransformerCost
 from simpletuner.models.kandinsky5 import blocks, nabla
 from simpletuner.models.kandinsky5.cost import IMAGE_COST, VIDEO_COST

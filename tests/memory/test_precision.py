@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from simpletuner.config.precision import QUANTISATIONS, quantisation
-from simpletuner.memory import precision as room
-from simpletuner.memory.precision import QuantisedLinear, pack, quantise
+from simpletuner.memory.quantisation import layers as room
+from simpletuner.memory.quantisation.layers import QuantisedLinear, pack, quantise
 from simpletuner.models.kandinsky5.spec import KANDINSKY5_IMAGE
 from simpletuner.models.sanavideo.spec import SANA_VIDEO
 from simpletuner.training.state import Assembly

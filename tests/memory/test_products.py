@@ -16,14 +16,9 @@ from simpletuner.config.schema import PrecisionConfig
 from simpletuner.errors import ConfigError
 from simpletuner.memory import precision
 from simpletuner.memory.offload import attach
-from simpletuner.memory.precision import (
-    FEW,
-    QuantisedLinear,
-    ScaledRows,
-    check_device,
-    pack,
-    use_quantised_products,
-)
+from simpletuner.memory.precision import check_device
+from simpletuner.memory.quantisation.layers import QuantisedLinear, pack, use_quantised_products
+from simpletuner.memory.quantisation.scaled_rows import FEW, ScaledRows
 from simpletuner.speed.compile import FirstGradients
 from simpletuner.training.assemble import load_for_sampling
 from tests.closeness import distance

@@ -14,7 +14,8 @@ from safetensors.torch import load_file
 from simpletuner.caching.entry import list_keys
 from simpletuner.config.precision import Quantisation
 from simpletuner.encoding.read import CacheStore
-from simpletuner.memory.precision import Packed, pack
+from simpletuner.memory.quantisation.formats import Packed
+from simpletuner.memory.quantisation.layers import pack
 from simpletuner.models.kandinsky5.loading import load_processor
 from tests.run.test_kandinsky5_video import make_workspace
 from tests.run.test_resume import SETTINGS, assert_same_run
@@ -42,7 +43,7 @@ def test_pictures(
         shapes.append(weight.shape)
         return pack(weight, quantisation)
 
-    monkeypatch.setattr("simpletuner.memory.precision.pack", count)
+    monkeypatch.setattr("simpletuner.memory.quantisation.layers.pack", count)
     workspace = Workspace.create(tmp_path / "run", t2i_checkpoint, pictures=4, use_ema=True, **INT8, **settings)
     assert workspace.train() == 0
     assert "nan" not in str(workspace.metrics()).lower()

@@ -17,7 +17,8 @@ from simpletuner.errors import UserError
 from simpletuner.memory.heap import LARGE, large_tensors_apart
 from simpletuner.memory.offload.attach import Offload, streamed_blocks
 from simpletuner.memory.offload.image import WeightImage, leaves
-from simpletuner.memory.precision import DTYPES, quantise
+from simpletuner.memory.precision import DTYPES
+from simpletuner.memory.quantisation.layers import quantise
 from simpletuner.models.loading import DeferredWeights
 from simpletuner.models.registry import FAMILIES, load_adapter
 from simpletuner.models.source import ModelSource
