@@ -20,13 +20,17 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from benchmarks.models import SHAPES, build_clip_vae, make_config
 from benchmarks.tread import MODELS, share_of_arithmetic
 from benchmarks.variants import Outcome, Settings, Variant, forget, measure
+from simpletuner.config.option import is_installed
 from simpletuner.config.precision import QUANTISATIONS
+from simpletuner.config.schema import PrecisionConfig
+from simpletuner.config.speed import ATTENTION_PACKAGES
 from simpletuner.config.techniques import Route
+from simpletuner.errors import ConfigError
 from simpletuner.memory.quantisation.layers import QuantisedLinear, pack, use_quantised_products
 from simpletuner.models.blocks import AttentionKernel, torch_attention
 from simpletuner.models.registry import FAMILIES
 from simpletuner.run.train import fix_order
-from simpletuner.speed.attention import NEWER_FLASH, installed_flash, serve
+from simpletuner.speed.attention import activate_attention
 from simpletuner.speed.measure import fastest, host_to_device_bytes, matmul_flops
 from simpletuner.techniques.base import Technique
 from simpletuner.techniques.tread import Tread
@@ -125,8 +129,8 @@ def sparse(machine: Machine) -> Iterator[Line]:
     """Block-sparse attention (NABLA) in tiles drawn at random against dense attention, at the shape of Pro. It is worth
     its while below the density at which its time is that of dense attention."""
     need_keys("speed_keep_attention")
-    from simpletuner.models.kandinsky5 import nabla  # older versions lack parts of these
     from simpletuner.models.kandinsky5.options import TILE
+    from simpletuner.models.kandinsky5.tile_attention import choose_attend  # older versions lack it
 
     device = torch.device(machine.device)
     tokens, heads, width = (47_616, 32, 128) if machine.on_gpu else (1_024, 2, 16)
@@ -135,7 +139,7 @@ def sparse(machine: Machine) -> Iterator[Line]:
     flops = [4.0 * tokens**2 * heads * width * factor for factor in (1.0, 2.5)]
     for direction, seconds, work in zip(DIRECTIONS, dense, flops, strict=True):
         yield Line(f"dense {direction}, {shape}", work / seconds / 1e12, "TFLOP/s")
-    attend = nabla.choose_attend(device, machine.dtype, width, heads)
+    attend = choose_attend(device, machine.dtype, width, heads)
     drawn, diagonal = torch.rand(1, heads, count, count, device=device), torch.eye(count, device=device).bool()
     for density in DENSITIES:
 
@@ -149,22 +153,34 @@ def sparse(machine: Machine) -> Iterator[Line]:
 
 
 def attention(machine: Machine) -> Iterator[Line]:
-    """cuDNN's kernel and installed packages against flash, forward and backward, at the shapes of Lite and Image."""
+    """torch's flash attention, cuDNN's (which training does not use) and installed packages, forward and backward."""
     machine.need_gpu("flash and cuDNN attention are its kernels")
-    flash, packages = SDPBackend.FLASH_ATTENTION, ((name, SDPBackend.FLASH_ATTENTION) for name in installed_flash())
-    for name, backend in (("flash", flash), ("cuDNN", SDPBackend.CUDNN_ATTENTION), *packages):
-        if name in NEWER_FLASH and not serve(name):
+    yield from _kernel_rates(machine, "flash", SDPBackend.FLASH_ATTENTION)
+    yield from _kernel_rates(machine, "cuDNN", SDPBackend.CUDNN_ATTENTION)
+    device = torch.device(machine.device)
+    for mechanism, asked in ATTENTION_PACKAGES.items():
+        if not asked.torch_name or not is_installed(asked.package.module):
             continue
-        for tokens, heads, width in ((24_576, 28, 64), (4_096, 20, 128)):
-            try:
-                with sdpa_kernel(backend):
-                    seconds, note = _attention_seconds(machine, torch_attention, (tokens, heads, width)), ""
-            except RuntimeError as error:  # this release or device has no such kernel; the other one still counts
-                seconds, note = (math.inf, math.inf), str(error).partition("\n")[0]
-            # 4 n^2 d operations forward, and 2.5 times as many backward, recomputation included.
-            for direction, taken, factor in zip(DIRECTIONS, seconds, (4.0, 10.0), strict=True):
-                rate, shape = factor * tokens**2 * heads * width / taken, f"{tokens} x {heads} x {width}"
-                yield Line(f"{name} {direction}, {shape}", rate / 1e12, "TFLOP/s", note)
+        try:
+            activate_attention(PrecisionConfig(attention_mechanism=mechanism), device)
+        except ConfigError:  # the package is for other GPUs
+            continue
+        yield from _kernel_rates(machine, mechanism, SDPBackend.FLASH_ATTENTION)
+    activate_attention(PrecisionConfig(), device)
+
+
+def _kernel_rates(machine: Machine, name: str, backend: SDPBackend) -> Iterator[Line]:
+    """The rates of a kernel at the shapes of Lite and Image."""
+    for tokens, heads, width in ((24_576, 28, 64), (4_096, 20, 128)):
+        try:
+            with sdpa_kernel(backend):
+                seconds, note = _attention_seconds(machine, torch_attention, (tokens, heads, width)), ""
+        except RuntimeError as error:  # this release or device has no such kernel; the other one still counts
+            seconds, note = (math.inf, math.inf), str(error).partition("\n")[0]
+        # 4 n^2 d operations forward, and 2.5 times as many backward, recomputation included.
+        for direction, taken, factor in zip(DIRECTIONS, seconds, (4.0, 10.0), strict=True):
+            rate, shape = factor * tokens**2 * heads * width / taken, f"{tokens} x {heads} x {width}"
+            yield Line(f"{name} {direction}, {shape}", rate / 1e12, "TFLOP/s", note)
 
 
 DIRECTIONS = ("forward", "backward")
@@ -496,7 +512,7 @@ def _ratio(value: float, unit: float) -> str:
 Section = Callable[[Machine], Iterator[Line]]
 # What to look at, and what to set until it is mended, if a section fails.
 SUSPECTS = {
-    "sparse": "the implementations of block-sparse attention in `models/kandinsky5/nabla.py`",
+    "sparse": "the implementations of block-sparse attention in `models/kandinsky5/flex.py`",
     "attention": "kernels of scaled_dot_product_attention; `deterministic: true` keeps to flash and math",
     "step": "compiled blocks (`dynamo_backend: no`) or our own (`speed: reference`)",
     "unchecked": "blocks that recompute themselves (`speed: reference`)",

@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from simpletuner.models import blocks
-from simpletuner.models.kandinsky5 import nabla
+from simpletuner.models.kandinsky5.flex import lists_of
 
 
 class Peak(TorchDispatchMode):
@@ -75,7 +75,7 @@ def attention(query: Tensor, key: Tensor, value: Tensor, **settings: Any) -> Ten
 
 
 def flex_attention(query: Tensor, key: Tensor, value: Tensor, block_mask: Any, **settings: Any) -> Tensor:
-    return Flash.apply(query, key, value, *nabla.lists_of(block_mask))
+    return Flash.apply(query, key, value, *lists_of(block_mask))
 
 
 @contextmanager

@@ -57,10 +57,10 @@ def test_the_ends_are_what_was_tried() -> None:
 def test_messages_advise_what_the_extras_install() -> None:
     """A name on the public index, with the versions that were tried; `simpletuner` itself is another program there."""
     sources = "\n".join(path.read_text(encoding="utf-8") for path in (ROOT / "simpletuner").rglob("*.py"))
-    advised = re.findall(r"""Package\(\s*"\w+", "([^"]+)"\)|pip install '([a-z0-9-]+>=[^']+<[^']+)'""", sources)
+    advised = re.findall(r"""Package\(\s*"[\w.]+", "([^"]+)"\)|pip install '([a-z0-9-]+>=[^']+<[^']+)'""", sources)
     declared = {line.split(";")[0].strip() for line in LINES}
     # Kernels of attention are built for the torch and the card at hand; no extra could name a version.
-    kernels = {"flash-attn", "flash-attn-3", "xformers"}
+    kernels = {"flash-attn", "flash-attn-3", "flash-attn-4>=4.0.0b36,<5", "xformers"}
     assert {first or second for first, second in advised} <= declared | kernels
     assert len(advised) >= 10
     assert "pip install 'simpletuner" not in sources

@@ -87,13 +87,6 @@ class Sampled:
     transformer: Part | None = None
     content: str = ""
 
-    @property
-    def folders(self) -> list[Path]:
-        """The parent folders of the weights, outermost first; one of them is the output folder of their run."""
-        inner = self.lora or (Path(self.transformer.location, self.transformer.folder) if self.transformer else None)
-        # OUTPUT/checkpoint-100/ema/LORA_FILE is the deepest.
-        return [] if inner is None else [*reversed(inner.absolute().parents[:3])]
-
 
 def plan_samples(request: SampleRequest) -> tuple[Plan, list[Sampled]]:
     """A plan whose previews are the requested pictures or clips, and the weights to render them with, in order.

@@ -34,7 +34,6 @@ from simpletuner.encoding.read import BatchReader
 from simpletuner.errors import Problems, UserError
 from simpletuner.memory.precision import DTYPES, check_device
 from simpletuner.models.adapter import FamilyAdapter
-from simpletuner.models.blocks import KERNELS
 from simpletuner.planning.build import Plan
 from simpletuner.planning.entries import evaluated, list_entries
 from simpletuner.planning.resume import package_versions
@@ -42,6 +41,7 @@ from simpletuner.reporting.events import EVALUATION, PREVIEWS, EventStream, Runn
 from simpletuner.reporting.metrics import METRICS_FILE, read_rows
 from simpletuner.run.session import build_subjects
 from simpletuner.run.train import prepare_machine
+from simpletuner.speed.attention import activate_attention
 from simpletuner.training.assemble import load_for_sampling, make_accelerator
 from simpletuner.training.lora_files import applied_loras
 from simpletuner.validation.eval_loss import even_sigmas, sample_losses
@@ -100,6 +100,7 @@ class Studio:
         prepare_machine(plan)
         adapter, device = build_adapter(plan), make_accelerator().device
         check_device(plan.config.precision, device)
+        activate_attention(plan.config.precision, device)
         fetch(plan, events)
         _, catalogue, reader = read_caches(Encoding(plan, adapter, device, events))
         subjects = build_subjects(plan, catalogue, reader)
@@ -204,7 +205,6 @@ class Studio:
             gc.collect()
             source = self.plan.source.with_transformer(weights.transformer)
             self.adapter = build_adapter(replace(self.plan, source=source))
-            KERNELS.open(self.plan.output_dir, *weights.folders)
             self.transformer, self.loaded = load_for_sampling(self.plan.config, self.adapter, self.device), weights
         return self.transformer
 

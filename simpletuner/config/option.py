@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ast
 import functools
+import importlib.machinery
 import importlib.util
 import inspect
 import itertools
@@ -388,10 +389,19 @@ class Package:
     requirement: str
 
 
+def is_installed(module: str) -> bool:
+    """Whether a module such as `flash_attn.cute` is installed. Imports nothing, since most packages import torch."""
+    parent, _, child = module.partition(".")
+    spec = importlib.util.find_spec(parent)
+    if spec is None or not child:
+        return spec is not None
+    # `importlib.util.find_spec` would import the parent of a submodule.
+    return importlib.machinery.PathFinder.find_spec(module, spec.submodule_search_locations) is not None
+
+
 def check_installed(package: Package, key: str, value: str) -> Iterator[Problem]:
     """Report a value whose package is not installed."""
-    # Looked up, not imported: these packages would import torch.
-    if importlib.util.find_spec(package.module) is None:
+    if not is_installed(package.module):
         name = re.split("[<>=]", package.requirement)[0]
         install = f"pip install {shlex.quote(package.requirement)}"
         yield Problem(key, f"{value!r} needs the package {name}, which is not installed: {install}")

@@ -28,7 +28,7 @@ Precision = Literal[
     "nf4-bnb", "int8-sdnq", "uint8-sdnq", "int4-sdnq", "uint4-sdnq",
 ]  # fmt: skip
 PLAIN_PRECISIONS = ("no_change", "bf16", "fp32")
-Attention = Literal["diffusers", "flex", "flash-attn-2", "flash-attn-3", "xformers", "sageattention"]
+Attention = Literal["diffusers", "flex", "flash-attn-2", "flash-attn-3", "flash-attn-4", "xformers", "sageattention"]
 Library = Literal["quanto", "torchao", "bnb"]
 recomputed = partial(option, requires=when("gradient_checkpointing"))
 # Unsupported names of other trainers, and their replacements.
@@ -94,8 +94,8 @@ class PrecisionConfig(Group):
         refused={"sageattention": "has no backward pass and cannot train; use diffusers"},
         remarks={"flex": "is for block-sparse attention; dense attention uses torch's kernel, as with diffusers"},
     )
-    """Kernel of dense self-attention; diffusers uses torch's, on a GPU the faster of cuDNN and flash. All other kernels
-    need their package."""
+    """Kernel of dense self-attention; diffusers uses torch's flash attention. All other kernels need their package;
+    flash-attn-3 needs an H100, flash-attn-4 an H100 or B200."""
     disable_tf32: Flag = option(False)
     """Disable TF32 for float32 matmuls on a GPU. A float32 VAE and modulation layers never use TF32."""
 

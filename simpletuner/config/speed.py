@@ -6,9 +6,10 @@ import importlib.util
 import os
 import shutil
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 from simpletuner.config.launch import LaunchConfig
-from simpletuner.config.option import Package, check_installed
+from simpletuner.config.option import Package, check_installed, is_installed
 from simpletuner.config.schema import PrecisionConfig, SpeedConfig
 from simpletuner.errors import NoEffect, Problem, not_one_of
 
@@ -18,20 +19,41 @@ GRAPH_MODES = ("reduce-overhead", "max-autotune")  # modes with CUDA graphs
 BLOCK_KEYS = (*(key for key in SpeedConfig.model_fields if key.startswith("speed_")), "attention_mechanism")
 # Keys that have an effect only if blocks are compiled.
 COMPILE_KEYS = ("dynamo_mode", "dynamo_fullgraph", "dynamo_dynamic", "validation_torch_compile")
-# Packages with a differentiable attention kernel, and the kernel as `module:function`.
+
+
+@dataclass(frozen=True)
+class AttentionPackage:
+    """A package with an attention kernel that can train.
+
+    Attributes:
+        function: the kernel as `module:function`, called by our blocks.
+        torch_name: without a function, torch's name of a flash attention that it can run in place of its own.
+        capabilities: the compute capabilities, by their first number, for which torch runs it.
+        is_released: whether the package index has it; otherwise it is built from source.
+    """
+
+    package: Package
+    function: str = ""
+    torch_name: str = ""
+    capabilities: tuple[int, ...] = ()
+    is_released: bool = True
+
+
 ATTENTION_PACKAGES = {
-    "flash-attn-2": (Package("flash_attn", "flash-attn"), "flash_attn:flash_attn_func"),
-    "flash-attn-3": (Package("flash_attn_interface", "flash-attn-3"), "flash_attn_interface:flash_attn_func"),
-    "xformers": (Package("xformers", "xformers"), "xformers.ops:memory_efficient_attention"),
+    "flash-attn-2": AttentionPackage(Package("flash_attn", "flash-attn"), "flash_attn:flash_attn_func"),
+    "flash-attn-3": AttentionPackage(
+        Package("flash_attn_interface", "flash-attn-3"),
+        torch_name="FA3",
+        capabilities=(9,),
+        is_released=False,
+    ),
+    "flash-attn-4": AttentionPackage(
+        Package("flash_attn.cute", "flash-attn-4>=4.0.0b36,<5"),
+        torch_name="FA4",
+        capabilities=(9, 10),
+    ),
+    "xformers": AttentionPackage(Package("xformers", "xformers"), "xformers.ops:memory_efficient_attention"),
 }
-
-
-def is_installed(module: str) -> bool:
-    """Whether a module such as `flash_attn.cute` is installed; imports only its parent package."""
-    try:
-        return importlib.util.find_spec(module) is not None
-    except ImportError:  # the parent is missing or broken
-        return False
 
 
 def is_enabled(switch: bool | None, config: SpeedConfig) -> bool:
@@ -111,9 +133,13 @@ def check_speed(config: SpeedConfig, precision: PrecisionConfig, launch: LaunchC
 
 def check_mechanism(config: SpeedConfig, mechanism: str) -> Iterator[Problem]:
     """Check that the attention kernel is installed, can train and is used."""
-    if mechanism in ATTENTION_PACKAGES:
-        package, _ = ATTENTION_PACKAGES[mechanism]
-        yield from check_installed(package, "attention_mechanism", mechanism)
+    asked = ATTENTION_PACKAGES.get(mechanism)
+    if asked is not None:
+        if asked.is_released:
+            yield from check_installed(asked.package, "attention_mechanism", mechanism)
+        elif not is_installed(asked.package.module):
+            message = "is not installed, and has to be built from source (docs/INSTALL.md says how)."
+            yield Problem("attention_mechanism", f"{mechanism!r} {message}")
         if not plain_math(config):
             yield Problem("attention_mechanism", f"{mechanism!r} needs speed_plain_math: other blocks use torch's.")
     if mechanism == "xformers" and config.deterministic:

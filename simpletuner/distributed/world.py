@@ -92,10 +92,6 @@ class World:
             raise RuntimeError("these processes are not connected; see `connect`")
         return [value]
 
-    def first(self, name: str, value: str) -> str:
-        """The value set by the first caller for a name, in any process; does not wait."""
-        return self.gather(value)[0]
-
     def counters(self) -> Callable[[str, int], int]:
         """A function `(name, count) -> sum` that adds to a counter shared by all processes, without waiting.
 

@@ -109,7 +109,7 @@ def text_folder(plan: Plan, dataset: Dataset | None = None) -> Path:
 
 
 def machine_folder(plan: Plan) -> Path:
-    """The folder of machine-specific data for all runs: compiled code, kernel choices, measured densities."""
+    """The folder of machine-specific data for all runs: compiled code, measured densities."""
     return Path(plan.config.run.cache_dir or "cache").expanduser()
 
 

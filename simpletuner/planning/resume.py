@@ -41,6 +41,7 @@ PROFILES = "converted to sRGB"
 # Keys whose change does not fit the trained weights or optimizer state; other settings may be changed deliberately.
 LORA = ("lora_rank", "lora_alpha", "lora_init_type", "use_dora", "lora_type", "lokr_factor", "lora_plus_ratio")
 FIXED = frozenset({"optimizer", "mixed_precision", *LoraConfig.model_fields}) - {"lora_dropout"}
+TIMED_KERNELS = "kernel_choices.json"  # in the output folder of a run on a GPU, by version 0.1.0
 # Of the digests of files in a manifest: 10 digits of 10,000 files take 110 kB, and the chance that two lists of 10,000
 # different files have one in common is 1 in 10,000.
 DIGITS = 10
@@ -84,10 +85,21 @@ def check_resume(plan: Plan) -> Reading[Checkpoint | None]:
     yield from _check_base(plan.config, checkpoint, recorded)
     yield from _check_start(plan.config.lora, checkpoint, recorded)
     yield from _check_weights(plan.source, checkpoint)
+    yield from _check_kernels(plan.output_dir, checkpoint)
     # Another model_type needs another output_dir anyway; its settings would only add lines.
     if identity.model_type == model_type:
         yield from _check_settings(mathematics(plan), checkpoint)
     return checkpoint
+
+
+def _check_kernels(output_dir: Path, checkpoint: Checkpoint) -> Iterator[Problem]:
+    """Warn of other rounding if version 0.1.0 chose attention kernels by timing, as it did on GPUs only."""
+    if checkpoint.manifest.identity.versions.get("simpletuner") != "0.1.0":
+        return
+    if any((folder / TIMED_KERNELS).exists() for folder in (output_dir, checkpoint.path.parent)):
+        message = f"{checkpoint.path.name} was written by version 0.1.0, which chose attention kernels by timing."
+        consequence = f"{TIMED_KERNELS} is no longer read, so the kernels may differ, and with them the rounding."
+        yield warning("resume_from_checkpoint", f"{message} {consequence}")
 
 
 def _check_batch(config: RunConfig, checkpoint: Checkpoint) -> Iterator[Problem]:

@@ -23,10 +23,9 @@ from simpletuner.distributed.world import World, compute_threads
 from simpletuner.encoding.caches import Encoding, build_adapter, prepare_caches
 from simpletuner.errors import Interrupted, full_text
 from simpletuner.memory.precision import DTYPES, check_device
-from simpletuner.models.blocks import KERNELS
 from simpletuner.planning.build import Plan
 from simpletuner.planning.checkpoint_folder import FOLDER_NAME, PIPELINE_FOLDER
-from simpletuner.planning.entries import latent_storage, machine_folder, text_folder
+from simpletuner.planning.entries import latent_storage, text_folder
 from simpletuner.planning.length import length_key
 from simpletuner.planning.lineage import branch_folder, start_line
 from simpletuner.reporting.events import EventStream, RunState, StateChanged
@@ -35,6 +34,7 @@ from simpletuner.reporting.record import Recorded, RunRecord
 from simpletuner.run.companions import Companion, Ledger, strike
 from simpletuner.run.rehearsal import rehearse
 from simpletuner.run.session import Session, build_callbacks, build_validation, publish_result
+from simpletuner.speed.attention import activate_attention
 from simpletuner.speed.measure import device_rates
 from simpletuner.training.assemble import make_accelerator
 from simpletuner.training.loop import train
@@ -68,12 +68,10 @@ def run_plan(
         accelerator = make_accelerator()
         device = accelerator.device
         check_device(plan.config.precision, device)
+        activate_attention(plan.config.precision, device)
         adapter = build_adapter(plan)
         # All processes wait until leftovers of an earlier session are removed.
         world.on_main(lambda: prepare_folder(plan))
-        # A resumed run keeps the kernels chosen before, since other kernels round differently.
-        earlier = [plan.resume.path.parent] if plan.resume else []
-        KERNELS.open(plan.output_dir, *earlier, world=world, shared=machine_folder(plan))
         epoch = plan.resume.manifest.epoch if plan.resume else 1
         caches = prepare_caches(Encoding(plan, adapter, device, events), epoch, budget.listing, world)
         # Measured before the transformer is loaded, since the measurement needs memory too.
@@ -218,8 +216,8 @@ def prepare_machine(plan: Plan) -> None:
     allowed = not config.precision.disable_tf32 and not beside
     torch.backends.cuda.matmul.allow_tf32 = allowed
     torch.backends.cudnn.allow_tf32 = allowed
-    # On Hopper, torch prefers cuDNN, whose gradients of masked attention may be NaN (pytorch #196678). Attention
-    # without a mask still uses cuDNN if it is measured to be faster.
+    # On Hopper, torch prefers cuDNN, whose gradients of masked attention may be NaN (pytorch #196678), and which has no
+    # backward pass for some shapes. Without it, torch's order is flash, memory-efficient, plain on every GPU.
     torch.backends.cuda.enable_cudnn_sdp(False)
     fix_order(plan.config.speed.deterministic)
 

@@ -46,7 +46,7 @@ from simpletuner.models.blocks import FastBlocks
 from simpletuner.models.loading import DeferredWeights, keep_full_float32
 from simpletuner.models.lora_layers import Targets, matching_modules
 from simpletuner.models.spec import FamilySpec
-from simpletuner.speed.attention import kernel_chooser
+from simpletuner.speed.attention import attention_kernel
 from simpletuner.speed.compile import FirstGradients, compile_blocks
 from simpletuner.speed.recomputation import enable_checkpointing
 from simpletuner.techniques.base import HiddenStates, Site, Technique
@@ -281,9 +281,7 @@ def _use_fast_blocks(
         keep_full_float32(transformer)
     fast = adapter.use_fast_blocks(transformer) if plain_math(config.speed) else None
     if fast is not None:
-        dtype = DTYPES[transformer_dtype(config.precision)]
-        choose = kernel_chooser(config.precision.attention_mechanism, device, dtype)
-        fast.self_attention.choose = choose or fast.self_attention.choose
+        fast.self_attention.kernel = attention_kernel(config.precision.attention_mechanism)
     return fast
 
 

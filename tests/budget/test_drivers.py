@@ -21,7 +21,7 @@ from simpletuner.config.load import Layer, resolve
 from simpletuner.diffusion.seeds import seeded
 from simpletuner.errors import result_of
 from simpletuner.models.cost import Kernels
-from simpletuner.models.kandinsky5.nabla import attend_masked, choose_attend
+from simpletuner.models.kandinsky5.tile_attention import attend_masked, choose_attend
 from simpletuner.models.registry import FAMILIES
 from simpletuner.training.state import random_states, restore_random_states
 

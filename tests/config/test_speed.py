@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import importlib.util
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from simpletuner.config import speed
 from simpletuner.config.load import Layer, resolve
+from simpletuner.config.option import is_installed
 from simpletuner.config.schema import RunConfig
 from simpletuner.errors import result_of
 from simpletuner.models.kandinsky5.spec import KANDINSKY5_IMAGE
@@ -82,14 +84,33 @@ def test_without_a_compiler_nothing_is_compiled_unasked(monkeypatch: pytest.Monk
     assert found(dynamo_backend="aot_eager") == {"errors": [], "hints": []}
 
 
-@pytest.mark.parametrize("mechanism", sorted(speed.ATTENTION_PACKAGES))
-def test_a_missing_attention_package_is_named(mechanism: str) -> None:
-    package, _ = speed.ATTENTION_PACKAGES[mechanism]
-    if importlib.util.find_spec(package.module) is not None:
-        pytest.skip(f"{package.requirement} is installed")
+@pytest.mark.parametrize(
+    ("mechanism", "advice"),
+    [
+        ("flash-attn-2", "pip install flash-attn"),
+        ("flash-attn-3", "docs/INSTALL.md"),
+        ("flash-attn-4", "pip install 'flash-attn-4>=4.0.0b36,<5'"),
+        ("xformers", "pip install xformers"),
+    ],
+)
+def test_a_missing_attention_package_is_named(mechanism: str, advice: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     (error,) = found(attention_mechanism=mechanism)["errors"]
-    assert error.startswith("attention_mechanism: ")
-    assert f"pip install {package.requirement}" in error
+    assert error.startswith(f"attention_mechanism: {mechanism!r} ")
+    assert advice in error
+
+
+def test_a_submodule_is_looked_up_without_importing_its_package(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`flash_attn` would import torch while a run is planned, and its older versions have no `flash_attn.cute`."""
+    (tmp_path / "heavy").mkdir()
+    (tmp_path / "heavy" / "__init__.py").write_text("raise RuntimeError('imported')")
+    (tmp_path / "heavy" / "light.py").touch()
+    monkeypatch.syspath_prepend(tmp_path)
+    assert is_installed("heavy.light")
+    assert not is_installed("heavy.cute")
+    assert not is_installed("missing.cute")
 
 
 @pytest.mark.parametrize(

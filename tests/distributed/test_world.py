@@ -52,7 +52,6 @@ def agree(rank: int, folder: Path) -> None:
             "on main": world.on_main(lambda: f"from {rank}"),
             "leaders": world.place_among_leaders(),
             "names": [world.named("step-3"), world.label],
-            "first": [world.first(name, f"{name} of {rank}") for name in ("one", "two")],
         }
         (folder / f"{rank}.json").write_text(json.dumps(found))
         if rank == 0:
@@ -65,8 +64,6 @@ def agree(rank: int, folder: Path) -> None:
 def test_two_processes_agree(tmp_path: Path) -> None:
     assert in_two_processes(agree, tmp_path) == [0, 0]
     found = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2)]
-    first = [each.pop("first") for each in found]
-    assert first[0] == first[1]
     common = {"any": [True, False], "mean": [0.5, 0.1], "broadcast": {"seed": 5}, "gather": ["a", "b"]}
     assert found == [
         {**common, "on main": "from 0", "slots": [0, 1, 2], "main": "here", "leaders": [0, 2],

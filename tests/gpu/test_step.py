@@ -102,7 +102,7 @@ def test_nothing_waits_for_the_device_before_the_losses_are_read(
         there = batch.to(GPU, non_blocking=True)
         step.run_micro_step(assembly, there, number, 0, losses)
 
-    micro_step(0)  # what is made once may wait: handles of libraries, choices of kernels
+    micro_step(0)  # what is made once may wait: handles of libraries
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
     try:

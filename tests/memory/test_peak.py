@@ -21,6 +21,7 @@ from simpletuner.memory.quantisation.scaled_rows import ScaledRows
 from simpletuner.models.cost import Adapters, BatchShape, Kernels, TransformerCost
 from simpletuner.models.kandinsky5 import blocks, nabla
 from simpletuner.models.kandinsky5.cost import IMAGE_COST, VIDEO_COST
+from simpletuner.models.kandinsky5.flex import compiled_flex
 from simpletuner.models.kandinsky5.image import ROPE, Kandinsky5ImageAdapter
 from simpletuner.models.kandinsky5.spec import KANDINSKY5_IMAGE
 from simpletuner.models.lora_layers import linear_modules, matching_modules
@@ -169,7 +170,7 @@ def test_the_planned_peak_of_sparse_attention_is_the_metered_one(
     model = train(model, cost, adapters, checkpointed=False)
     config = make_config(gradient_checkpointing=checkpointed, speed="auto")
     with fake_step(monkeypatch):
-        monkeypatch.setattr(nabla, "choose_attend", lambda *given: nabla.compiled(nabla.tile_blocks))
+        monkeypatch.setattr(nabla, "choose_attend", lambda *given: compiled_flex.__wrapped__(BF16))
         hollow(model, lambda path, parameter: torch.float32 if cost.stays_float32(path) else BF16)
         nabla.install(model)
         keep = blocks.use_fast_blocks(model, blocks.mask_padding(model)).self_attention

@@ -1,4 +1,4 @@
-"""Warnings about checkpoints that were trained on files as earlier versions read them."""
+"""Warnings about checkpoints of earlier versions, which read files or computed differently."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 from simpletuner.data.buckets import Geometry
 from simpletuner.data.clips import ClipFacts
 from simpletuner.data.sample import Sample
-from simpletuner.planning.resume import _check_conversions
+from simpletuner.planning.resume import _check_conversions, _check_kernels
 
 GEOMETRY = Geometry("1.0", (64, 64), (64, 64), (0, 0))
 CLIP = Sample("a", "a.mp4", Path("a"), "c" * 64, (64, 64), GEOMETRY, clip=ClipFacts(64, 64, 1, 24))
@@ -38,3 +38,21 @@ def test_a_resumed_run_warns_of_files_that_look_different(
     messages = [problem.message for problem in _check_conversions([dataset], checkpoint)]
     assert len(messages) == (said is not None)
     assert all(said in message for message in messages if said)
+
+
+@pytest.mark.parametrize(
+    ("version", "file", "is_warned"),
+    [("0.1.0", "kernel_choices.json", True), ("0.2.0", "kernel_choices.json", False), ("0.1.0", "config.json", False)],
+)
+def test_a_resumed_run_warns_of_kernels_that_were_chosen_by_timing(
+    tmp_path: Path, version: str, file: str, is_warned: bool
+) -> None:
+    (tmp_path / file).touch()
+    identity = SimpleNamespace(versions={"simpletuner": version})
+    checkpoint: Any = SimpleNamespace(path=tmp_path / "checkpoint-8", manifest=SimpleNamespace(identity=identity))
+    messages = [problem.message for problem in _check_kernels(tmp_path / "other", checkpoint)]
+    message = (
+        "checkpoint-8 was written by version 0.1.0, which chose attention kernels by timing. kernel_choices.json is no "
+        "longer read, so the kernels may differ, and with them the rounding."
+    )
+    assert messages == ([message] if is_warned else [])

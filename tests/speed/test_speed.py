@@ -3,33 +3,24 @@
 from __future__ import annotations
 
 import gc
-import sys
-from collections.abc import Iterator
 from copy import deepcopy
 from functools import cache
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
-from torch.nn.attention import SDPBackend
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from simpletuner.diffusion.batch import Batch
-from simpletuner.errors import ConfigError
 from simpletuner.models.adapter import FamilyAdapter, TextRequest
-from simpletuner.models.blocks import KernelChoices
 from simpletuner.models.kandinsky5 import nabla
-from simpletuner.speed import attention
-from simpletuner.speed.attention import MeasuredChoice, kernel_chooser
 from simpletuner.speed.recomputation import LeftToRecomputation, Recomputed
 from simpletuner.training.assemble import assemble, make_accelerator
 from simpletuner.training.losses import Losses
 from simpletuner.training.state import Assembly, TrainingSpec
 from simpletuner.training.step import micro_loss, noisy_batch, run_micro_step
-from tests.closeness import ROTATION, distance
 from tests.fidelity import family
 from tests.fidelity.test_kandinsky5_video import make_video_adapter
 from tests.models.test_nabla import differentiable_flex
@@ -149,7 +140,7 @@ def test_kept_attention_is_not_computed_again(
 @pytest.fixture
 def flex(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Block-sparse attention as on a GPU; the queries of each call."""
-    attend, queries = differentiable_flex(monkeypatch, nabla.paired_blocks), list[int]()
+    attend, queries = differentiable_flex(monkeypatch), list[int]()
 
     def counted(query: Tensor, *others: Tensor) -> Tensor:
         queries.append(query.shape[1])
@@ -231,189 +222,6 @@ def test_a_run_may_change_between_the_two(tmp_path: Path, t2i_checkpoint: Path) 
     assert mixed.metrics() == reference.metrics()
     weights = "output/pytorch_lora_weights.safetensors"
     assert mixed.path(weights).read_bytes() == reference.path(weights).read_bytes()
-
-
-def test_kernels_of_packages_need_a_gpu() -> None:
-    assert kernel_chooser("diffusers", CPU, torch.bfloat16) is None
-    assert isinstance(kernel_chooser("diffusers", torch.device("cuda"), torch.bfloat16), MeasuredChoice)
-    assert kernel_chooser("diffusers", torch.device("cuda"), torch.float32) is None
-    with pytest.raises(ConfigError, match="CUDA"):
-        kernel_chooser("flash-attn-2", CPU, torch.bfloat16)
-
-
-class NoBackward(torch.autograd.Function):
-    """A kernel without a plan for its gradients, as cuDNN has it at some shapes."""
-
-    @staticmethod
-    def forward(context: Any, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        return query.clone()
-
-    @staticmethod
-    def backward(context: Any, gradient: Tensor) -> Any:
-        raise RuntimeError("No execution plans support the graph.")
-
-
-def test_a_kernel_without_gradients_is_not_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(attention, "torch_attention", NoBackward.apply)
-    monkeypatch.setattr(torch.cuda, "Event", lambda **settings: SimpleNamespace(record=lambda: None))
-    inputs = [torch.ones(1, 8, 2, 4) for _ in range(3)]
-    assert attention.measure(SDPBackend.CUDNN_ATTENTION, *inputs) == float("inf")
-
-
-@pytest.mark.parametrize("failure", [torch.OutOfMemoryError, torch.AcceleratorError])
-def test_a_failure_of_the_device_is_not_taken_for_a_slow_kernel(
-    monkeypatch: pytest.MonkeyPatch, failure: type[RuntimeError]
-) -> None:
-    def kernel(*inputs: Tensor) -> Tensor:
-        raise failure("of the device")
-
-    monkeypatch.setattr(attention, "torch_attention", kernel)
-    monkeypatch.setattr(torch.cuda, "Event", lambda **settings: SimpleNamespace(record=lambda: None))
-    with pytest.raises(failure, match="of the device"):
-        attention.measure(SDPBackend.FLASH_ATTENTION, *(torch.ones(1, 8, 2, 4) for _ in range(3)))
-
-
-def test_cudnn_computes_only_attention_for_which_it_was_chosen(
-    monkeypatch: pytest.MonkeyPatch, t2i_checkpoint: Path, tmp_path: Path
-) -> None:
-    """Its gradients of masked attention are not trusted."""
-    Workspace.create(tmp_path, t2i_checkpoint).train("max_train_steps=1")
-    assert not torch.backends.cuda.cudnn_sdp_enabled()
-    seen: list[bool] = []
-
-    def kernel(query: Tensor, *others: Tensor) -> Tensor:
-        seen.append(torch.backends.cuda.cudnn_sdp_enabled())
-        return query
-
-    monkeypatch.setattr(attention, "measure", lambda backend, *call: float(backend != SDPBackend.CUDNN_ATTENTION))
-    monkeypatch.setattr(attention, "torch_attention", kernel)
-    inputs = [torch.ones(1, 8, 2, 4) for _ in range(3)]
-    MeasuredChoice(KernelChoices())(*inputs)(*inputs)
-    assert seen == [True]
-    assert not torch.backends.cuda.cudnn_sdp_enabled()
-
-
-class StandIn:
-    """A flash attention that torch runs on CPUs in place of its own, as it runs FA3 and FA4 on GPUs."""
-
-    calls = 0
-
-    def __init__(self) -> None:
-        self.library = torch.library.Library("aten", "IMPL")
-        self.library.impl("_scaled_dot_product_flash_attention_for_cpu", self.forward, "CPU", allow_override=True)
-
-    def forward(
-        self, query: Tensor, key: Tensor, value: Tensor, dropout_p: float = 0.0, is_causal: bool = False, *,
-        attn_mask: Tensor | None = None, scale: float | None = None,
-    ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        """Plain products, and the logarithms that torch's backward pass reads."""
-        type(self).calls += 1
-        scores = query @ key.transpose(-1, -2) * (scale or query.shape[-1] ** -0.5)
-        scores = scores if attn_mask is None else scores + attn_mask
-        return scores.softmax(-1) @ value, scores.logsumexp(-1)
-
-    def remove(self) -> None:
-        self.library._destroy()
-
-
-@pytest.fixture
-def stand_in(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """An installed package."""
-    torch.nn.attention.register_flash_attention_impl("stand-in", register_fn=StandIn)
-    monkeypatch.setattr(attention, "installed_flash", lambda: ["stand-in"])
-    StandIn.calls = 0
-    yield
-    torch.nn.attention.restore_flash_attention_impl(_raise_warn=False)
-    torch.nn.attention._registry._FLASH_ATTENTION_IMPLS.pop("stand-in")
-
-
-@pytest.mark.parametrize(("theirs", "wins"), [(0.5, True), (0.99, False), (2.0, False)])
-def test_an_installed_flash_attention_serves_if_it_is_faster(
-    checkpoints: dict[str, Path], stand_in: None, monkeypatch: pytest.MonkeyPatch, theirs: float, wins: bool
-) -> None:
-    """It changes no result but by rounding, and its results are kept by checkpointing."""
-    served = torch.nn.attention.current_flash_attention_impl
-    monkeypatch.setattr(attention, "measure", lambda *call: theirs if served() else 1.0)
-    batch = make_batch(checkpoints["t2i"], "t2i")
-    plain = loss_and_gradients(make_assembly(checkpoints["t2i"], "t2i"), batch)
-    assembly, chosen = make_assembly(checkpoints["t2i"], "t2i"), MeasuredChoice(KernelChoices())
-    for block in assembly.adapter.block_layout(assembly.transformer).visual_blocks:
-        forward: Any = block.forward
-        forward.func.__self__.fast.self_attention.choose = chosen
-    found = loss_and_gradients(assembly, batch)
-    assert served() == ("stand-in" if wins else None)
-    assert distance(found, plain) < ROTATION
-    StandIn.calls = 0
-    loss_and_gradients(assembly, batch)
-    assert StandIn.calls == (8 if wins else 0), "five attentions, and three again: those of visual tokens are kept"
-
-
-def test_a_choice_holds_for_its_shape_and_direction(monkeypatch: pytest.MonkeyPatch) -> None:
-    """However often and in which order the shapes come, and without a word about those of other shapes."""
-    timed: list[tuple[int, bool]] = []
-
-    def measure(backend: SDPBackend, query: Tensor, *others: Tensor) -> float:
-        timed.append((query.shape[1], torch.is_grad_enabled()))
-        is_cudnn = backend == SDPBackend.CUDNN_ATTENTION
-        return 0.5 if is_cudnn and query.shape[1] > 8 else 1.0
-
-    monkeypatch.setattr(attention, "measure", measure)
-    choice = MeasuredChoice(KernelChoices())
-    for tokens in (16, 8, 16):
-        inputs = [torch.ones(1, tokens, 2, 4) for _ in range(3)]
-        for with_gradients in (True, False):
-            with torch.set_grad_enabled(with_gradients):
-                kernel: Any = choice(*inputs)
-                assert kernel.args == (attention.ORDERS["cuDNN" if tokens > 8 else "flash"],)
-    assert timed == [(tokens, grad) for tokens in (16, 8) for grad in (True, False) for _ in range(2)]
-
-
-def test_flash_attention_of_a_package_is_chosen_once_and_only_where_it_trains(
-    stand_in: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    served, choices = torch.nn.attention.current_flash_attention_impl, KernelChoices()
-    monkeypatch.setattr(attention, "measure", lambda *call: 0.5 if served() else 1.0)
-    inputs = [torch.ones(1, 8, 2, 4) for _ in range(3)]
-    with torch.no_grad():
-        MeasuredChoice(choices)(*inputs)
-    assert served() is None, "its backward pass is not known to work"
-    MeasuredChoice(choices)(*inputs)
-    assert served() == "stand-in"
-    attention.serve(attention.OWN_FLASH)
-    monkeypatch.setattr(attention, "measure", lambda *call: 1 / 0)
-    with torch.no_grad():
-        MeasuredChoice(choices)(*inputs)
-    assert served() == "stand-in", "previews and samples compute as training did"
-
-
-def test_a_fixed_order_times_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
-    assert kernel_chooser("diffusers", torch.device("cuda"), torch.bfloat16) is None
-    flash = SimpleNamespace(flash_attn_func=lambda *inputs, deterministic=False: deterministic)
-    monkeypatch.setitem(sys.modules, "flash_attn", flash)
-    assert attention.load_kernel("flash-attn-2")(*[torch.ones(1)] * 3)
-
-
-def test_a_broken_package_is_not_chosen(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    monkeypatch.setattr(attention, "installed_flash", lambda: ["FA3"])  # it is not
-    monkeypatch.setattr(attention, "measure", lambda *call: 1.0)
-    inputs = [torch.ones(1, 8, 2, 4) for _ in range(3)]
-    assert torch.equal(MeasuredChoice(KernelChoices())(*inputs)(*inputs), inputs[0])
-    assert "FA3 is installed but cannot be used: No module named" in caplog.text
-
-
-@pytest.mark.gpu
-def test_the_faster_kernel_is_measured() -> None:
-    if not torch.cuda.is_available():
-        pytest.skip("needs a CUDA device")
-    choice = MeasuredChoice(KernelChoices())
-    inputs = [torch.randn(1, 1024, 4, 64, device="cuda", dtype=torch.bfloat16) for _ in range(3)]
-    out = choice(*inputs)(*inputs)
-    assert choice.choices.knows(
-        inputs[0].device, "attention forward and backward, 1 x 1024 tokens, 4 heads of 64, bfloat16"
-    )
-    expected = torch.nn.functional.scaled_dot_product_attention(*(each.float().transpose(1, 2) for each in inputs))
-    torch.testing.assert_close(out.float(), expected.transpose(1, 2), rtol=2e-2, atol=2e-2)
 
 
 def test_saved_views_are_recomputed_where_they_lie() -> None:

@@ -83,10 +83,6 @@ class ConnectedWorld(World):
         verdict = self.watch.known(patience)
         return verdict and verdict[0]
 
-    def first(self, name: str, value: str) -> str:
-        self.watch.mark()
-        return str(self._store("first").compare_set(name, "", value).decode())
-
     def counters(self) -> Callable[[str, int], int]:
         number = self._store("counters").add(f"of process {self.rank}", 1)
         numbers = self._store(f"counters/{number}")

@@ -25,7 +25,6 @@ from simpletuner.annexes.replay.failure import (
     Failure,
     checkpoint_before,
     explicit_settings,
-    failed_run,
 )
 from simpletuner.annexes.report.environment import describe_device, describe_environment
 from simpletuner.atomic import build_folder, free_path, write_atomically, write_json
@@ -42,7 +41,6 @@ from simpletuner.errors import (
     is_out_of_memory,
     reached_limit,
 )
-from simpletuner.models.blocks import KERNELS
 from simpletuner.planning.build import Plan
 from simpletuner.planning.entries import list_entries
 from simpletuner.planning.resume import identify
@@ -53,6 +51,7 @@ from simpletuner.run.companions import Companion
 from simpletuner.run.rehearsal import rehearse_micro_step, unchanged
 from simpletuner.run.session import Session
 from simpletuner.run.train import prepare_machine
+from simpletuner.speed.attention import activate_attention
 from simpletuner.training.assemble import make_accelerator
 from simpletuner.training.guard import gradient_size, stop_if_gradients_not_finite, stop_if_losses_not_finite
 from simpletuner.training.state import Assembly
@@ -254,8 +253,8 @@ def replay_step(failure: Failure, plan: Plan, events: EventStream) -> bool:
 def _open_session(plan: Plan, events: EventStream) -> Session:
     """Fill missing cache entries and load the checkpoint, as the failed run did."""
     prepare_machine(plan)
-    KERNELS.open(None, failed_run(plan))
     accelerator = make_accelerator()
+    activate_attention(plan.config.precision, accelerator.device)
     epoch = plan.resume.manifest.epoch if plan.resume else 1
     listing = list_entries(plan, complete_catalogue(plan), epoch)
     caches = CacheFiller(Encoding(plan, build_adapter(plan), accelerator.device, events), listing)

@@ -95,11 +95,6 @@ def prepare(folder: Path, arguments: Arguments) -> tuple[Failure, Plan]:
     return failure, replace(plan, origin=data_origin(plan))
 
 
-def failed_run(replay: Plan) -> Path:
-    """The output folder of the failed run; that of its replay is `<run>/failures/step-N/replay`."""
-    return replay.output_dir.absolute().parent.parent.parent
-
-
 def checkpoint_before(plan: Plan, step: int) -> Checkpoint | None:
     """The newest checkpoint with at most this many steps done."""
     known = [*find_checkpoints(plan.output_dir)[0], *([plan.resume] if plan.resume else [])]

@@ -1,0 +1,107 @@
+"""Attention from tiles to tiles: its implementations, and the self-test that decides which one a device gets."""
+
+from __future__ import annotations
+
+import functools
+import logging
+
+import torch
+from torch import Tensor
+
+from simpletuner.models.blocks import DEVICE_FAILURES, torch_attention
+from simpletuner.models.kandinsky5.flex import Attend, compiled_flex
+from simpletuner.models.kandinsky5.options import TILE
+
+logger = logging.getLogger(__name__)
+
+HEADS = 2  # heads in the self-test if the model's number is unknown
+# Flex attention has no backward pass on a CPU; on the others it is not compiled, and would ignore the mask.
+WITHOUT_FLEX = ("cpu", "mps", "xpu")
+
+
+def attend_masked(query: Tensor, key: Tensor, value: Tensor, tiles: Tensor) -> Tensor:
+    """Attention on every device, with gradients. The queries of a tile share one mask row, so memory is linear."""
+    rows = zip(query.split(TILE, dim=1), tiles.unbind(dim=2), strict=True)
+    masked = [torch_attention(part, key, value, row.repeat_interleave(TILE, -1)[:, :, None]) for part, row in rows]
+    return torch.cat(masked, dim=1)
+
+
+def attend_dense(query: Tensor, key: Tensor, value: Tensor, tiles: Tensor) -> Tensor:
+    """Dense attention, ignoring the tiles."""
+    return torch_attention(query, key, value)
+
+
+@functools.cache
+def choose_attend(device: torch.device, dtype: torch.dtype, head_dim: int, heads: int = HEADS) -> Attend:
+    """Compiled flex attention if its results and gradients are correct on this device; else dense, with a warning."""
+    if device.type in WITHOUT_FLEX:
+        return attend_masked
+    attend = compiled_flex(dtype)
+    fault = find_fault(attend, device, dtype, head_dim, heads)
+    if fault is None:
+        logger.info("Block-sparse attention (NABLA) runs compiled.")
+        return attend
+    logger.warning(
+        "This checkpoint was trained with block-sparse attention (NABLA), but on %s compiled flex attention failed its "
+        "test (%s). Training uses dense attention instead: slower, and different from sampling elsewhere.",
+        device, fault,
+    )  # fmt: skip
+    return attend_dense
+
+
+def find_fault(
+    attend: Attend,
+    device: torch.device,
+    dtype: torch.dtype,
+    head_dim: int,
+    heads: int = HEADS,
+    *,
+    backward: bool = True,
+) -> str | None:
+    """Compare an implementation with `attend_masked` on the CPU in float64; returns what is wrong, or None.
+
+    Args:
+        heads: of the model, since the compiler recompiles a size that changes between calls as dynamic.
+        backward: also compare gradients.
+    """
+    generator = torch.Generator().manual_seed(0)
+    shape = (2, 5 * TILE, heads, head_dim)
+    draws = [(torch.randn(shape, generator=generator) / 2).to(dtype) for _ in range(4)]
+    tiles = torch.rand(2, heads, 5, 5, generator=generator) < 0.4
+    tiles = tiles | torch.eye(5, dtype=torch.bool)
+    wanted = _results(attend_masked, [draw.double() for draw in draws], tiles, backward)
+    try:
+        results = _results(attend, [draw.to(device) for draw in draws], tiles.to(device), backward)
+    except DEVICE_FAILURES:
+        raise
+    except (RuntimeError, ValueError, AssertionError) as error:  # compilers and kernels refuse with any error
+        lines = str(error).strip().splitlines()
+        return lines[0] if lines else type(error).__name__
+    # Relative errors, in Euclidean norms.
+    errors = [
+        ((result.cpu() - exact).norm() / exact.norm()).item() for result, exact in zip(results, wanted, strict=True)
+    ]
+    limit = tolerance(device, dtype)
+    return None if max(errors) <= limit else f"off by {max(errors):.1e}, more than {limit:.1e}"
+
+
+def _results(attend: Attend, draws: list[Tensor], tiles: Tensor, backward: bool) -> list[Tensor]:
+    """The output, and with `backward` the gradients of query, key and value."""
+    query, key, value = (each.detach().requires_grad_(backward) for each in draws[:3])
+    with torch.set_grad_enabled(backward):
+        out = attend(query, key, value, tiles)
+    if not backward:
+        return [out]
+    return [out, *torch.autograd.grad(out, (query, key, value), draws[3])]
+
+
+def tolerance(device: torch.device, dtype: torch.dtype) -> float:
+    """The accepted error: four times the machine epsilon; in float32, of TF32 if it is allowed, else 2^-18.
+
+    float32 on a GPU may have the 10 bits of TF32. Otherwise, sums of some hundred products and fast exponentials (off
+    by up to 2^-22) still round differently from the reference. Ignoring the tiles gives an error of over 0.5.
+    """
+    if dtype == torch.float32:
+        tf32 = device.type == "cuda" and torch.backends.cuda.matmul.allow_tf32
+        return 4 * 2**-10 if tf32 else 2**-18
+    return 4 * torch.finfo(dtype).eps
