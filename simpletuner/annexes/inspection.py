@@ -17,7 +17,7 @@ from simpletuner.atomic import TEMPORARY_SUFFIX, write_json
 from simpletuner.caching.catalogue import Catalogue, LatentEntry, TextEntry
 from simpletuner.caching.entry import ENTRY_NAME, DamagedEntryError, entry_path, list_keys, read_entry, read_provenance
 from simpletuner.caching.keys import CacheKey, Ingredients
-from simpletuner.config.values import read_stored
+from simpletuner.config.json_reader import read_stored
 from simpletuner.data.dataset import Dataset
 from simpletuner.data.sample import Sample
 from simpletuner.errors import WriteError

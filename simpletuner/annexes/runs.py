@@ -23,7 +23,7 @@ import psutil
 
 from simpletuner.annexes.figures import Columns
 from simpletuner.annexes.payloads import EVENTS_FILE, last_lines
-from simpletuner.config.values import read_json
+from simpletuner.config.json_reader import read_json
 from simpletuner.distributed.requests import FOLDER, REQUESTS
 from simpletuner.errors import UserError, result_of
 from simpletuner.planning.checkpoint_folder import find_checkpoints, result_step

@@ -10,10 +10,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from simpletuner.caching.keys import hash_file
+from simpletuner.config.json_reader import read_json
 from simpletuner.config.load import Layer, canonical
+from simpletuner.config.paths import absence_of, home_path
 from simpletuner.config.schema import CHOSEN, NOT_SET_BY_USER
 from simpletuner.config.sources import Arguments, Located, configured, locate
-from simpletuner.config.values import absence_of, home_path, read_json
 from simpletuner.data.buckets import Geometry
 from simpletuner.data.files import MediaError, content_hash
 from simpletuner.data.pictures import inspect

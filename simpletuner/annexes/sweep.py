@@ -27,7 +27,7 @@ from simpletuner.caching.keys import digest
 from simpletuner.config.optimizers import trained_precision
 from simpletuner.config.schema import RunConfig
 from simpletuner.config.sources import Arguments
-from simpletuner.config.values import Size
+from simpletuner.config.types import Size
 from simpletuner.data.sample import Sample
 from simpletuner.encoding.caches import CacheFiller, Encoding, build_adapter, complete_catalogue, fetch
 from simpletuner.encoding.read import BatchReader

@@ -17,8 +17,8 @@ import numpy as np
 
 from simpletuner.annexes.figures import still
 from simpletuner.atomic import write_json
-from simpletuner.config.publishing import tracker_names, wandb_mode, why_missing
-from simpletuner.config.values import read_json
+from simpletuner.config.json_reader import read_json
+from simpletuner.config.trackers import tracker_names, wandb_mode, why_missing
 from simpletuner.errors import result_of
 from simpletuner.planning.build import Plan
 from simpletuner.planning.lineage import WANDB_FILE

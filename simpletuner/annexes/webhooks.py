@@ -24,8 +24,8 @@ import httpx
 
 from simpletuner.annexes.figures import still
 from simpletuner.annexes.payloads import Payload, Payloads
-from simpletuner.config.publishing import Hook
 from simpletuner.config.schema import RunConfig
+from simpletuner.config.webhooks import Hook
 from simpletuner.redaction import hide
 from simpletuner.reporting.events import Event, EventStream
 from simpletuner.reporting.metrics import MIME

@@ -14,7 +14,7 @@ from pydantic import PositiveFloat, RootModel
 from simpletuner.atomic import changing, write_atomically
 from simpletuner.budget.device import Device
 from simpletuner.budget.workload import Workload
-from simpletuner.config.values import read_stored
+from simpletuner.config.json_reader import read_stored
 from simpletuner.distributed.world import compute_threads
 from simpletuner.planning.build import Plan
 from simpletuner.planning.entries import machine_folder

@@ -23,7 +23,7 @@ from simpletuner.budget.drivers import (
     torch_uses_gpus,
 )
 from simpletuner.config.device import Card
-from simpletuner.config.values import read_stored, read_toml
+from simpletuner.config.json_reader import read_stored, read_toml
 from simpletuner.distributed.world import compute_threads, launched
 from simpletuner.reporting.pace import size_text
 

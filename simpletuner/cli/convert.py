@@ -24,7 +24,7 @@ def convert(
     SOURCE is a file, the output folder of a run, or one of its checkpoints: convert output/my-lora --to comfyui. It is
     not changed. LoKr and LoHa are converted in their own form.
     """
-    from simpletuner.config.values import parse_number
+    from simpletuner.config.types import parse_number
 
     try:
         factor = parse_number(strength)

@@ -49,7 +49,7 @@ class SettingsCommand(TyperCommand):
             from simpletuner.cli.sample import SHORT
             from simpletuner.config.schema import option_names
             from simpletuner.config.sources import SELECTORS
-            from simpletuner.config.values import plain_key
+            from simpletuner.config.types import plain_key
 
             flags = {plain_key(name): name for name in options}
             flags |= {name: f"--{name}" for name in SELECTORS}

@@ -97,7 +97,7 @@ def _planned(
 ) -> Iterator[tuple[SampleRequest, Plan, list[Sampled], EventStream]]:
     """Parse a command line and prepare its request, with a display; see `prepared_samples`."""
     from simpletuner.annexes.sampling import SampleRequest
-    from simpletuner.config.values import parse_path
+    from simpletuner.config.types import parse_path
 
     source = leading_source(tokens)
     rest = tokens if source is None else tokens[1:]
@@ -137,7 +137,7 @@ def write_out(arguments: Arguments) -> None:
     """Replace the short names of settings; those of misspelt ones become problems."""
     from simpletuner.config.load import unknown_key
     from simpletuner.config.schema import option_names
-    from simpletuner.config.values import plain_key
+    from simpletuner.config.types import plain_key
 
     names, given = {*option_names(), *SHORT}, arguments.settings
     arguments.settings = []
@@ -150,7 +150,7 @@ def write_out(arguments: Arguments) -> None:
 
 def parse_strengths(key: str, strengths: Iterable[object], problems: Problems) -> list[float]:
     """The strengths as numbers; others become problems of `key`."""
-    from simpletuner.config.values import parse_number
+    from simpletuner.config.types import parse_number
 
     numbers = []
     for each in strengths:

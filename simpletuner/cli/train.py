@@ -297,7 +297,7 @@ def _companions_of_run(plan: Plan, hub: Hub | None, events: EventStream) -> Iter
     from simpletuner.annexes.outcome import Comparison
     from simpletuner.annexes.publishing.uploads import open_uploads
     from simpletuner.annexes.report.report import RunReport
-    from simpletuner.config.publishing import PACKAGES, tracker_names
+    from simpletuner.config.trackers import PACKAGES, tracker_names
 
     if {"all", *PACKAGES} & {*tracker_names(plan.config.tracking.report_to)}:
         from simpletuner.annexes.trackers import Trackers

@@ -11,7 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from simpletuner.config.values import FALSE_WORDS, TRUE_WORDS, read_toml, same_value
+from simpletuner.config.json_reader import read_toml, same_value
+from simpletuner.config.types import FALSE_WORDS, TRUE_WORDS
 from simpletuner.errors import Problem
 
 PACKAGE = "simpletuner.config"

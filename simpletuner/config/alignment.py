@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Literal
 
 from simpletuner.config.option import TechniqueGroup, beyond_last, common, option, when
-from simpletuner.config.values import Flag, Integer, Number, Text
+from simpletuner.config.types import Flag, Integer, Number, Text
 from simpletuner.errors import Problem, warning
 
 if TYPE_CHECKING:

@@ -15,15 +15,27 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator
 
-from simpletuner.config import values
 from simpletuner.config.absent import instead_of
 from simpletuner.config.foreign_files import foreign_datasets
+from simpletuner.config.json_reader import json_kind, read_json, read_text
 from simpletuner.config.load import Layer, build_group, canonical
 from simpletuner.config.option import Group, Option, accepted, common, describe, option, options_of, when
+from simpletuner.config.paths import no_file
 from simpletuner.config.remote import CompositeImage, HubKeys, RowFilter, TableKeys
 from simpletuner.config.schema import LARGEST_SIZE, Alignment, CaptionStrategy, SharedKeys
 from simpletuner.config.sources import resolve_alias
-from simpletuner.config.values import Flag, Integer, Json, Number, PathText, Text, TextList
+from simpletuner.config.types import (
+    TRUE_WORDS,
+    Flag,
+    Integer,
+    Json,
+    Number,
+    PathText,
+    Text,
+    TextList,
+    parse_number,
+    plain_key,
+)
 from simpletuner.errors import NoEffect, Problem, Problems, Reading, did_you_mean, result_of, warning, within
 
 # An epoch plans every pass of every sample in memory; longer runs use more epochs.
@@ -115,7 +127,7 @@ def parse_ratios(value: object) -> list[tuple[float, float]]:
 
 
 def _positive(value: object, *, or_zero: bool = False) -> float:
-    number = values.parse_number(value, f"holds {value!r}, which is not a number such as 1.5")
+    number = parse_number(value, f"holds {value!r}, which is not a number such as 1.5")
     if number < 0 or (number == 0 and not or_zero):
         raise ValueError(f"holds {number:g}; it must be above 0")
     return number
@@ -322,13 +334,13 @@ def read_datasets(path: Path, *, placeholders: dict[str, str]) -> Reading[list[D
     """
     if not path.is_file():
         ways = "`simpletuner start FOLDER` writes one, and docs/DATALOADER.md begins with one."
-        yield Problem("data_backend_config", f"the dataset file {str(path)!r} {values.no_file(path)}. {ways}")
+        yield Problem("data_backend_config", f"the dataset file {str(path)!r} {no_file(path)}. {ways}")
         return []
-    fault = foreign_datasets(path, result_of(values.read_text(path)) or "")
+    fault = foreign_datasets(path, result_of(read_text(path)) or "")
     if fault:
         yield Problem("data_backend_config", f"{str(path)!r} {fault}")
         return []
-    content = yield from values.read_json(path, list, "a JSON list of datasets")
+    content = yield from read_json(path, list, "a JSON list of datasets")
     if content is None:
         return []
     return (yield from parse_datasets(content, path, placeholders))
@@ -424,13 +436,13 @@ def _why_without_effect(declared: Option, dataset_type: str, settings: Mapping[s
 def _read_entry(entry: Any, file: str, index: int, placeholders: dict[str, str]) -> Reading[DatasetConfig | None]:
     number = f"{file}[{index}]"
     if not isinstance(entry, dict):
-        yield Problem(number, f"must be an object, not {values.json_kind(entry)}.")
+        yield Problem(number, f"must be an object, not {json_kind(entry)}.")
         return None
     name = entry.get("id") or entry.get("--id")
     where = f"{file}: {name}" if isinstance(name, str | int) and name else number
     problems = Problems()
     keys = problems.take(_canonical(_flat(entry), DatasetConfig))
-    if str(keys.get("disabled")).strip().lower() in values.TRUE_WORDS:
+    if str(keys.get("disabled")).strip().lower() in TRUE_WORDS:
         return DatasetConfig(id=where, disabled=True)  # drops the entry's problems
     # Aliases and comments in nested objects; `canonical` handles one level.
     for part in [part for part in PARTS if isinstance(keys.get(part), dict)]:
@@ -479,6 +491,6 @@ def _place(words: Mapping[str, str], keys: dict[str, Any]) -> None:
 
 def _canonical(entry: dict[str, Any], group: type[Group]) -> Reading[dict[str, Any]]:
     """The keys that are set; keys that begin with an underscore are comments."""
-    written = [(key, value) for key, value in entry.items() if not values.plain_key(key).startswith("_")]
+    written = [(key, value) for key, value in entry.items() if not plain_key(key).startswith("_")]
     keys = yield from canonical(Layer("", written), options_of(group), "datasets")
     return {key: value for key, value in keys.items() if value is not None}

@@ -9,7 +9,7 @@ from pydantic import BeforeValidator
 
 from simpletuner.config.load import build_group
 from simpletuner.config.option import Group, option
-from simpletuner.config.values import Gigabytes, parse_text
+from simpletuner.config.types import Gigabytes, parse_text
 from simpletuner.errors import Problems, Reading
 
 MOST_GIGABYTES = 1e6

@@ -9,7 +9,7 @@ from pydantic import BeforeValidator
 
 from simpletuner.config.option import Group, common, option, unless, when
 from simpletuner.config.precision import PLAIN_PRECISIONS
-from simpletuner.config.values import Flag, Integer, Number, Text, parse_text
+from simpletuner.config.types import Flag, Integer, Number, Text, parse_text
 
 FsdpVersion = Annotated[Literal["2", "1"], BeforeValidator(parse_text)]  # may be written as a number
 sharded = partial(option, requires=when("fsdp_enable"))

@@ -17,8 +17,9 @@ from pydantic_core import ErrorDetails
 
 from simpletuner.config import schema
 from simpletuner.config.absent import File, absent_key_problem, is_simpletuner_default, why_no_value
+from simpletuner.config.json_reader import expand_environment, same_value
 from simpletuner.config.option import LIMITS, Group, Option, describe, options_of
-from simpletuner.config.values import expand_environment, plain_key, same_value
+from simpletuner.config.types import plain_key
 from simpletuner.errors import Kind, Problem, Problems, Reading, did_you_mean, nearest, warning
 from simpletuner.redaction import hide_secrets
 

@@ -6,7 +6,7 @@ from functools import partial
 from typing import Literal
 
 from simpletuner.config.option import Group, common, option, when
-from simpletuner.config.values import Flag, Integer, Json, Number, PathText
+from simpletuner.config.types import Flag, Integer, Json, Number, PathText
 
 # Options of adapters with a rank, and of adapters that are converted to a published LoRA.
 ranked = partial(option, requires=when(lora_type=("standard", "lokr", "loha")))

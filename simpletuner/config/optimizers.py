@@ -15,7 +15,7 @@ from simpletuner.config.option import Package, check_installed
 from simpletuner.config.precision import BITSANDBYTES, TORCHAO, PrecisionConfig, transformer_dtype
 from simpletuner.config.schema import CHOSEN, LEARNING_RATES, OptimizerConfig, OptimizerName, RunConfig, all_options
 from simpletuner.config.speed import has_compiler
-from simpletuner.config.values import parse_flag, parse_number
+from simpletuner.config.types import parse_flag, parse_number
 from simpletuner.errors import NoEffect, Problem, did_you_mean, warning
 
 PRODIGY = Package("prodigyopt", "prodigyopt>=1.1,<2")

@@ -12,7 +12,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Literal
 
 from simpletuner.config.option import Group, Package, check_installed, common, option, unless, when
-from simpletuner.config.values import Flag, Integer
+from simpletuner.config.types import Flag, Integer
 from simpletuner.errors import Problem
 
 if TYPE_CHECKING:  # schema imports this module

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from simpletuner.config.option import Group, accepted, option
-from simpletuner.config.values import Flag, Integer, Number, PathText, Text, TextList
+from simpletuner.config.types import Flag, Integer, Number, PathText, Text, TextList
 from simpletuner.errors import Problem
 
 

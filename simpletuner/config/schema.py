@@ -19,7 +19,6 @@ from typing import Annotated, Any, Literal, TypeVar, cast, get_type_hints
 
 from pydantic import BeforeValidator
 
-from simpletuner.config import values
 from simpletuner.config.alignment import CrepaConfig
 from simpletuner.config.launch import LaunchConfig
 from simpletuner.config.lora import LoraConfig
@@ -27,7 +26,7 @@ from simpletuner.config.option import Group, Option, TechniqueGroup, accepted, c
 from simpletuner.config.precision import PLAIN_PRECISIONS as PLAIN_PRECISIONS
 from simpletuner.config.precision import PrecisionConfig as PrecisionConfig
 from simpletuner.config.precision import recomputed
-from simpletuner.config.publishing import PublishConfig, TrackingConfig, WebhookConfig
+from simpletuner.config.publishing import PublishConfig
 from simpletuner.config.techniques import (
     LossConfig,
     MaskedLossConfig,
@@ -35,13 +34,27 @@ from simpletuner.config.techniques import (
     ScheduledSamplingConfig,
     TreadConfig,
 )
-from simpletuner.config.values import Flag, Gigabytes, Integer, Number, PathText, Sizes, Text, TextList, Texts
+from simpletuner.config.trackers import TrackingConfig
+from simpletuner.config.types import (
+    Flag,
+    Gigabytes,
+    Integer,
+    Number,
+    PathText,
+    Sizes,
+    Text,
+    TextList,
+    Texts,
+    parse_text,
+    plain_key,
+)
+from simpletuner.config.webhooks import WebhookConfig
 
 CaptionStrategy = Literal[
     "textfile", "filename", "metadata", "instanceprompt", "instance_prompt", "parquet", "csv", "huggingface"
 ]  # fmt: skip
 # Choices that look like numbers may be written as numbers.
-Alignment = Annotated[Literal["8", "16", "24", "32", "64", "128"], BeforeValidator(values.parse_text)]
+Alignment = Annotated[Literal["8", "16", "24", "32", "64", "128"], BeforeValidator(parse_text)]
 
 MODELS = Path(__file__).parents[1] / "models"
 LEARNING_RATES = {"lora": 1e-4, "full": 5e-5}
@@ -748,7 +761,7 @@ def sections() -> dict[str, list[Option]]:
 
 def main_name(written: str) -> str:
     """The canonical name of a key in any spelling; unknown keys are returned unchanged."""
-    known = option_names().get(values.plain_key(written))
+    known = option_names().get(plain_key(written))
     return known.name if known else written
 
 

@@ -6,8 +6,8 @@ import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from simpletuner.config.json_reader import read_toml
 from simpletuner.config.schema import sections
-from simpletuner.config.values import read_toml
 
 
 @dataclass(frozen=True)

@@ -16,10 +16,12 @@ from typing import TYPE_CHECKING, Any
 from simpletuner.config.absent import why_absent
 from simpletuner.config.device import HERE, AskedDevice
 from simpletuner.config.foreign_files import foreign_config
+from simpletuner.config.json_reader import read_json, read_text
 from simpletuner.config.load import Layer
+from simpletuner.config.paths import home_path
 from simpletuner.config.schema import option_names
 from simpletuner.config.strays import describe_folder
-from simpletuner.config.values import home_path, plain_key, read_json, read_text
+from simpletuner.config.types import plain_key
 from simpletuner.errors import ConfigError, Problem, Problems, Reading, did_you_mean, not_one_of, result_of, warning
 
 if TYPE_CHECKING:

@@ -11,7 +11,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from simpletuner.config.values import home_path, read_stored
+from simpletuner.config.json_reader import read_stored
+from simpletuner.config.paths import home_path
 
 MOST_LOOKED_AT = 200  # files of a folder
 CHECKPOINT = re.compile(r"checkpoint-(\d+)(-rolling)?")

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 from pydantic import BeforeValidator, ConfigDict, Field
 
 from simpletuner.config.option import Group, TechniqueGroup, common, option, unless, when
-from simpletuner.config.values import Flag, Integer, Number, Text, parse_json_text
+from simpletuner.config.types import Flag, Integer, Number, Text, parse_json_text
 from simpletuner.errors import NoEffect, Problem, warning
 
 if TYPE_CHECKING:

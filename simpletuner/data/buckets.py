@@ -21,7 +21,7 @@ from itertools import accumulate
 from typing import Literal
 
 from simpletuner.config.datasets import DatasetConfig
-from simpletuner.config.values import FALSE_WORDS, Size
+from simpletuner.config.types import FALSE_WORDS, Size
 from simpletuner.data.chance import fraction
 from simpletuner.data.files import LeftOutError
 from simpletuner.errors import Problem, Reading

@@ -15,8 +15,9 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from simpletuner.config.datasets import ParquetConfig
+from simpletuner.config.json_reader import named_by, read_text
 from simpletuner.config.option import Package, check_installed
-from simpletuner.config.values import named_by, no_file, read_text
+from simpletuner.config.paths import no_file
 from simpletuner.data.discovery import Folder
 from simpletuner.data.file_names import composed
 from simpletuner.errors import Problem, Reading, counted, did_you_mean, shorten, warning

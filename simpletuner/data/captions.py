@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import regex
 
 from simpletuner.config.datasets import CaptionShuffle, DatasetConfig
-from simpletuner.config.values import named_by, read_json, read_text
+from simpletuner.config.json_reader import named_by, read_json, read_text
 from simpletuner.data.caption_tables import CaptionTable, match_rows, read_metadata, read_parquet
 from simpletuner.data.chance import generator
 from simpletuner.data.charsets import encoding_advice

@@ -15,7 +15,7 @@ from pathlib import Path
 from PIL import Image
 
 from simpletuner.config.datasets import MASKS, DatasetConfig
-from simpletuner.config.values import Size
+from simpletuner.config.types import Size
 from simpletuner.data.buckets import BucketRules, Geometry
 from simpletuner.data.chance import fraction
 from simpletuner.data.clips import ClipFacts, ClipRules, frames_of, retry_once

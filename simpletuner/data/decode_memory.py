@@ -6,7 +6,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from simpletuner.config.values import Size
+from simpletuner.config.types import Size
 
 # Of a picture and of what it is converted to.
 BYTES_PER_PIXEL = 8

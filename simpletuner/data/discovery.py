@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from simpletuner.config.datasets import MASKS, DatasetConfig
-from simpletuner.config.values import named_by, read_json
+from simpletuner.config.json_reader import named_by, read_json
 from simpletuner.data.clips import CLIP_SUFFIXES
 from simpletuner.data.file_index import FileFacts, inspect_files, load_index
 from simpletuner.data.file_names import (

@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from simpletuner.config.datasets import CACHE_KINDS, FIXED_PROMPTS, MASKS, DatasetConfig, without_effect
+from simpletuner.config.paths import similar_path
 from simpletuner.config.remote import check_source
 from simpletuner.config.schema import CachingConfig, DatasetDefaults, RunConfig
-from simpletuner.config.values import similar_path
 from simpletuner.data.discovery import Scan, is_readable
 from simpletuner.data.file_index import load_index
 from simpletuner.errors import Problem, Problems, Reading, not_one_of, warning

@@ -20,7 +20,7 @@ from pathlib import Path
 from pydantic import TypeAdapter, ValidationError
 
 from simpletuner.atomic import open_atomically
-from simpletuner.config.values import Size
+from simpletuner.config.types import Size
 from simpletuner.data import files
 from simpletuner.data.clips import ClipFacts, is_clip, probe_clip
 from simpletuner.data.pictures import inspect

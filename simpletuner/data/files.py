@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TypeVar
 
-from simpletuner.config.values import unfit_to_read
+from simpletuner.config.json_reader import unfit_to_read
 from simpletuner.errors import UserError, is_out_of_memory
 
 # Limits in bytes that catch sparse files and mistakes, far above the size of any training file.

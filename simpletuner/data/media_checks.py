@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 
-from simpletuner.config.values import Size
+from simpletuner.config.types import Size
 from simpletuner.data.clips import SAME_SPEED
 from simpletuner.data.dataset import Dataset
 from simpletuner.data.file_index import CONVERSIONS_SINCE, index_version

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from PIL import Image
 
-from simpletuner.config.values import Size
+from simpletuner.config.types import Size
 from simpletuner.data.buckets import Geometry, cover
 from simpletuner.data.clips import ClipFacts, frames_of
 from simpletuner.data.file_names import UNREAD

@@ -12,7 +12,7 @@ from functools import cached_property, partial
 from random import Random
 from typing import Literal
 
-from simpletuner.config.values import Size
+from simpletuner.config.types import Size
 from simpletuner.data.chance import fraction, generator
 from simpletuner.data.dataset import Dataset
 from simpletuner.data.sample import Sample

@@ -32,7 +32,7 @@ from torch import Tensor
 from simpletuner.caching.catalogue import FEATURES, AnyEntry, FeatureEncoder, FeatureEntry, LatentEntry, TextEntry
 from simpletuner.caching.keys import provenance_of
 from simpletuner.config.schema import CachingConfig
-from simpletuner.config.values import Size
+from simpletuner.config.types import Size
 from simpletuner.data import clips, files, pictures
 from simpletuner.data.dataset import Failures
 from simpletuner.data.decode_memory import DECODE_MEMORY

@@ -19,7 +19,7 @@ from PIL.Image import Image, Resampling
 from torch import Tensor, nn
 
 from simpletuner.config.schema import RunConfig
-from simpletuner.config.values import Size
+from simpletuner.config.types import Size
 from simpletuner.diffusion.batch import NoisyBatch, TextEmbeds
 from simpletuner.models import loading
 from simpletuner.models.blocks import FastBlocks

@@ -19,8 +19,8 @@ from functools import cache, cached_property, partial
 from importlib.resources import files
 from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar, cast
 
+from simpletuner.config.json_reader import read_toml
 from simpletuner.config.techniques import Route, tokens_by_block
-from simpletuner.config.values import read_toml
 from simpletuner.weights.files import Shape, Shapes
 
 P = ParamSpec("P")

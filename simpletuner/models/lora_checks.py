@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Set
 from pathlib import Path
 
 from simpletuner.config.lora import LoraConfig
-from simpletuner.config.values import absence_of, home_path, similar_path
+from simpletuner.config.paths import absence_of, home_path, similar_path
 from simpletuner.errors import Problem, Problems, Reading, counted, shorten, warning
 from simpletuner.headers import METADATA, read_header
 from simpletuner.models.lora_layers import Targets, matching_modules

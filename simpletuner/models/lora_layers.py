@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from simpletuner.config.values import read_json
+from simpletuner.config.json_reader import read_json
 from simpletuner.errors import Problem, Reading, did_you_mean
 from simpletuner.models.spec import FamilySpec
 from simpletuner.weights.files import Shape, Shapes

@@ -9,8 +9,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from simpletuner.config.paths import absence_of, home_path, similar_path
 from simpletuner.config.schema import RunConfig
-from simpletuner.config.values import absence_of, home_path, similar_path
 from simpletuner.errors import Problem, shorten, warning
 from simpletuner.models.spec import FamilySpec, Flavour, OriginalWeights
 from simpletuner.weights.files import Shape, Shapes

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from simpletuner.config.datasets import DatasetConfig
 from simpletuner.config.option import Group
 from simpletuner.config.schema import FamilyOptions, RunConfig, TextConfig
-from simpletuner.config.values import Size
+from simpletuner.config.types import Size
 from simpletuner.errors import Problem
 from simpletuner.models.cost import FamilyCost
 

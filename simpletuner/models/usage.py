@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from simpletuner.config.schema import FamilyOptions
-from simpletuner.config.values import Size
+from simpletuner.config.types import Size
 from simpletuner.models.spec import OriginalWeights, Task
 
 

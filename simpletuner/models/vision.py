@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from simpletuner.config.alignment import PATCH
-from simpletuner.config.values import home_path
+from simpletuner.config.paths import home_path
 from simpletuner.errors import Problem, did_you_mean
 from simpletuner.weights.hub import OFFLINE
 from simpletuner.weights.part import HUB_ID, Part

@@ -14,7 +14,7 @@ from typing import Any
 
 from simpletuner.atomic import write_json
 from simpletuner.caching.keys import hash_file
-from simpletuner.config.values import read_json, read_stored
+from simpletuner.config.json_reader import read_json, read_stored
 from simpletuner.errors import Problem, Reading, result_of
 from simpletuner.headers import METADATA, read_header
 from simpletuner.weights.lora_names import LORA_FILE, STEP_NOTE

@@ -11,12 +11,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from simpletuner.config.datasets import DatasetConfig
+from simpletuner.config.json_reader import check_unset
 from simpletuner.config.optimizers import check_optimizer, learning_rate
+from simpletuner.config.paths import home_path
 from simpletuner.config.precision import check_packages, check_products, text_encoder_dtype, transformer_dtype
-from simpletuner.config.publishing import check_publishing, check_trackers, check_webhooks
+from simpletuner.config.publishing import check_publishing
 from simpletuner.config.schema import DECAYING_SCHEDULERS, PLAIN_PRECISIONS, RunConfig, all_options, family_groups
 from simpletuner.config.speed import BLOCK_KEYS, check_speed
-from simpletuner.config.values import check_unset, home_path
+from simpletuner.config.trackers import check_trackers
+from simpletuner.config.webhooks import check_webhooks
 from simpletuner.data.buckets import Geometry
 from simpletuner.data.captions import control_token
 from simpletuner.data.dataset import Dataset

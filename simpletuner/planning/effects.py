@@ -10,10 +10,10 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from simpletuner.config.datasets import DatasetConfig
+from simpletuner.config.paths import home_path
 from simpletuner.config.precision import PLAIN_PRECISIONS, PRECISION_KEYS
-from simpletuner.config.publishing import tracker_names
 from simpletuner.config.schema import DatasetDefaults, RunConfig
-from simpletuner.config.values import home_path
+from simpletuner.config.trackers import tracker_names
 from simpletuner.data.dataset import Dataset
 from simpletuner.data.entries import holds_files
 from simpletuner.errors import NoEffect

@@ -12,7 +12,7 @@ from typing import Any
 from simpletuner.config.optimizers import OPTIMIZERS, optimizer_name, trained_precision
 from simpletuner.config.schema import PLAIN_PRECISIONS, RunConfig, all_options
 from simpletuner.config.speed import graph_keys
-from simpletuner.config.values import TRUE_WORDS, parse_flag
+from simpletuner.config.types import TRUE_WORDS, parse_flag
 from simpletuner.distributed.world import launched, number_in
 from simpletuner.errors import Problem, Reading, UserError, did_you_mean, warning
 

@@ -9,8 +9,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from simpletuner.config.json_reader import json_kind, read_json
+from simpletuner.config.paths import no_file
 from simpletuner.config.schema import ValidationConfig
-from simpletuner.config.values import Size, json_kind, no_file, read_json
+from simpletuner.config.types import Size
 from simpletuner.errors import Problem, Problems, Reading, did_you_mean
 from simpletuner.models.spec import FamilySpec
 

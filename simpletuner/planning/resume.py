@@ -14,11 +14,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from simpletuner.caching.keys import checkpoint_identity, digest
+from simpletuner.config.json_reader import read_json
 from simpletuner.config.lora import LoraConfig
 from simpletuner.config.optimizers import OPTIMIZERS, optimizer_name, optimizer_settings, trained_precision
+from simpletuner.config.paths import home_path
 from simpletuner.config.precision import compute_dtypes, quantisation
 from simpletuner.config.schema import RunConfig
-from simpletuner.config.values import home_path, read_json, typed
+from simpletuner.config.types import typed
 from simpletuner.data.dataset import Dataset
 from simpletuner.data.media_checks import is_converted
 from simpletuner.data.schedule import has_step_window

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from simpletuner.atomic import write_json
-from simpletuner.config.values import read_stored
+from simpletuner.config.json_reader import read_stored
 
 if TYPE_CHECKING:
     from simpletuner.budget.budget import Budget

@@ -18,7 +18,7 @@ from simpletuner.budget.device import DeviceRates
 from simpletuner.caching.catalogue import Catalogue
 from simpletuner.config.optimizers import peak_learning_rate
 from simpletuner.config.precision import transformer_dtype
-from simpletuner.config.values import Size
+from simpletuner.config.types import Size
 from simpletuner.data.sample import Sample
 from simpletuner.diffusion.batch import TextEmbeds
 from simpletuner.distributed.world import World

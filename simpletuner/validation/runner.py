@@ -23,7 +23,7 @@ from torch import nn
 
 from simpletuner.atomic import open_atomically
 from simpletuner.config.schema import OffloadConfig, RunConfig
-from simpletuner.config.values import Size
+from simpletuner.config.types import Size
 from simpletuner.data.entries import ProgressBar
 from simpletuner.diffusion.batch import TextEmbeds
 from simpletuner.diffusion.seeds import step_seed

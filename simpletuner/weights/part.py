@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from simpletuner.config.values import home_path
+from simpletuner.config.paths import home_path
 from simpletuner.errors import UserError, did_you_mean
 from simpletuner.weights.files import (
     INDEX_SUFFIX,

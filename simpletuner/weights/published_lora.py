@@ -20,7 +20,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from simpletuner.config.values import home_path
+from simpletuner.config.paths import home_path
 from simpletuner.errors import UserError, shorten
 from simpletuner.headers import METADATA, read_header
 from simpletuner.weights.files import WeightsError, tensor_shapes

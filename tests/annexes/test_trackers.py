@@ -12,8 +12,8 @@ from PIL import Image
 
 from simpletuner.annexes import trackers
 from simpletuner.annexes.trackers import TrackedRun, Tracker, TrackerEvents, open_trackers
-from simpletuner.config.publishing import WANDB_REFUSED, check_trackers, has_wandb_login
 from simpletuner.config.schema import TrackingConfig
+from simpletuner.config.trackers import WANDB_REFUSED, check_trackers, has_wandb_login
 from simpletuner.data.clip_writer import write_mp4
 from simpletuner.reporting.events import EventStream, MediaRendered, PhaseEnded, PhaseStarted, StateChanged, StepReport
 from simpletuner.reporting.metrics import MediaRecord
@@ -65,7 +65,7 @@ def test_a_missing_login_is_a_warning_and_no_prompt(tmp_path: Path, caplog: pyte
 
 
 def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr("simpletuner.config.publishing.find_spec", lambda name: None)
+    monkeypatch.setattr("simpletuner.config.trackers.find_spec", lambda name: None)
     [problem] = check_trackers(TrackingConfig(report_to="tensorboard"))
     assert "pip install 'tensorboard>=" in problem.message
     assert list(open_trackers("all", run_in(tmp_path))) == []

@@ -26,7 +26,7 @@ from simpletuner.annexes import webhooks
 from simpletuner.annexes.draft import Draft
 from simpletuner.annexes.payloads import Payloads
 from simpletuner.annexes.webhooks import LONGEST_TEXT, WAITING, Delivery, Outbox, delivered
-from simpletuner.config.publishing import Hook
+from simpletuner.config.webhooks import Hook
 from simpletuner.data.clip_writer import write_mp4
 from simpletuner.reporting.events import (
     CheckpointSaved,

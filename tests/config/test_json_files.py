@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from simpletuner.config.values import read_json, same_value
+from simpletuner.config.json_reader import read_json, same_value
 from simpletuner.errors import Problem, Problems
 
 

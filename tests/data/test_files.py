@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from simpletuner.config.values import read_json
+from simpletuner.config.json_reader import read_json
 from simpletuner.data import files
 from simpletuner.data.captions import read_caption_file
 from simpletuner.data.file_index import inspect_files

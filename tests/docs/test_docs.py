@@ -24,7 +24,7 @@ from simpletuner.config.datasets import DatasetConfig, VideoConfig, read_dataset
 from simpletuner.config.load import Layer, resolve
 from simpletuner.config.schema import RunConfig, all_options
 from simpletuner.config.sources import parse_arguments, read_json_layer
-from simpletuner.config.values import plain_key
+from simpletuner.config.types import plain_key
 from simpletuner.data.buckets import PixelGrid
 from simpletuner.errors import Problem, Problems
 from simpletuner.models.registry import FAMILIES

@@ -146,7 +146,7 @@ def test_a_repository_that_is_not_there_is_known_before_a_download(hub: FakeHub)
 
 
 def test_every_id_of_a_flavour_stands_in_a_table_with_its_evidence() -> None:
-    from simpletuner.config.values import read_toml
+    from simpletuner.config.json_reader import read_toml
 
     table = read_toml("simpletuner.models.kandinsky5", "flavours.toml")
     named = [flavour for spec in FAMILIES.values() for flavour in spec.flavours if spec.name.startswith("kandinsky5")]

@@ -21,7 +21,8 @@ from torch import Tensor
 from simpletuner.annexes.adapters.forms import DORA, form_of, holds_magnitudes, model_of, why_not_comfyui
 from simpletuner.annexes.figures import is_number
 from simpletuner.atomic import open_atomically
-from simpletuner.config.values import absence_of, read_json
+from simpletuner.config.json_reader import read_json
+from simpletuner.config.paths import absence_of
 from simpletuner.errors import UserError, required, result_of, shorten
 from simpletuner.headers import METADATA, join_header, read_head, read_header
 from simpletuner.models.lora_checks import read_shapes

@@ -15,9 +15,9 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
+from simpletuner.config.json_reader import read_json
 from simpletuner.config.lora import LoraConfig
 from simpletuner.config.option import Package, check_installed
-from simpletuner.config.values import read_json
 from simpletuner.errors import Problem, Problems, Reading, did_you_mean, result_of, warning
 from simpletuner.models.adapter_kinds import AdapterKind, Shapes
 from simpletuner.models.lora_layers import Targets, matching_modules

@@ -23,7 +23,7 @@ from simpletuner.annexes.captions.dataset_page import FileCard, Words, card_of, 
 from simpletuner.annexes.captions.wording import Wording
 from simpletuner.atomic import free_path, write_atomically, write_json
 from simpletuner.config.datasets import MASKS, DatasetConfig
-from simpletuner.config.values import read_json
+from simpletuner.config.json_reader import read_json
 from simpletuner.data import discovery
 from simpletuner.data.build import build_datasets
 from simpletuner.data.captions import control_token, read_caption_text

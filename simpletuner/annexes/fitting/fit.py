@@ -18,7 +18,7 @@ from simpletuner.budget.workload import Workload
 from simpletuner.config.optimizers import may_change
 from simpletuner.config.schema import CHOSEN, PLAIN_PRECISIONS, RunConfig
 from simpletuner.config.speed import graph_key, keeps_attention, plain_math
-from simpletuner.config.values import typed
+from simpletuner.config.types import typed
 from simpletuner.errors import Problem
 from simpletuner.planning.checks import conflicts
 from simpletuner.planning.environment import check_launch, check_offload, may_shard

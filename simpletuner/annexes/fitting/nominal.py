@@ -12,9 +12,10 @@ from typing import Any
 from PIL import Image
 
 from simpletuner.atomic import write_json
+from simpletuner.config.json_reader import read_json
 from simpletuner.config.schema import RunConfig
 from simpletuner.config.sources import Arguments, dataset_file, resolve_alias
-from simpletuner.config.values import Size, read_json
+from simpletuner.config.types import Size
 from simpletuner.data.clip_writer import write_mp4
 from simpletuner.errors import ConfigError, result_of
 from simpletuner.models.registry import FAMILIES

@@ -27,9 +27,9 @@ from simpletuner.budget.device import Device, gigabytes
 from simpletuner.budget.disk import check_disk, feature_costs, find_writings
 from simpletuner.budget.drivers import TITLES, Backend, Gpu
 from simpletuner.config.device import HERE, AskedDevice
+from simpletuner.config.json_reader import check_unset
 from simpletuner.config.precision import check_capability, multiplied
 from simpletuner.config.sources import Arguments
-from simpletuner.config.values import check_unset
 from simpletuner.distributed.world import launched
 from simpletuner.errors import ConfigError, Problem, Problems, Reading, counted, result_of, warning
 from simpletuner.models.source import ModelSource

@@ -26,7 +26,7 @@ from simpletuner.budget.disk import feature_costs, find_writings
 from simpletuner.caching.catalogue import Entries
 from simpletuner.config.optimizers import learning_rate, peak_learning_rate
 from simpletuner.config.schema import RunConfig
-from simpletuner.config.values import typed
+from simpletuner.config.types import typed
 from simpletuner.data.dataset import Dataset
 from simpletuner.data.sample import LedgerEntry
 from simpletuner.errors import Problem, counted, visible

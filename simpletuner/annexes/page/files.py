@@ -35,8 +35,8 @@ from simpletuner.annexes.page.project import EXAMPLE, LARGEST_BODY, Project, Ref
 from simpletuner.atomic import write_json
 from simpletuner.config import sources
 from simpletuner.config.datasets import parse_datasets, read_datasets
+from simpletuner.config.json_reader import read_json
 from simpletuner.config.schema import all_options, main_name
-from simpletuner.config.values import read_json
 from simpletuner.data.clips import CLIP_SUFFIXES
 from simpletuner.data.file_names import CAPTION_SUFFIXES
 from simpletuner.data.pictures import PICTURE_SUFFIXES

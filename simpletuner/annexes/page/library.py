@@ -33,7 +33,7 @@ from simpletuner.annexes.runs import ACTIVE, PROMPT, Run, printed
 from simpletuner.atomic import write_atomically
 from simpletuner.config.datasets import DatasetConfig, read_datasets
 from simpletuner.config.sources import EXAMPLES
-from simpletuner.config.values import Size
+from simpletuner.config.types import Size
 from simpletuner.data.clips import CLIP_SUFFIXES, frames_of, is_clip, probe_clip
 from simpletuner.data.dataset import is_stretched
 from simpletuner.data.discovery import is_readable, scan

@@ -20,11 +20,12 @@ from starlette.responses import JSONResponse, Response
 
 from simpletuner.annexes.report.html import POLICY
 from simpletuner.config.datasets import PATH_KEYS, DatasetConfig
+from simpletuner.config.json_reader import json_kind, parse_json
 from simpletuner.config.load import Layer, canonical
 from simpletuner.config.option import JSON_OR_FILE
 from simpletuner.config.schema import all_options
 from simpletuner.config.sources import EXAMPLES, example_names, resolve_alias
-from simpletuner.config.values import json_kind, parse_json, parse_path
+from simpletuner.config.types import parse_path
 from simpletuner.errors import ConfigError, Problem, result_of
 from simpletuner.redaction import redact
 

@@ -10,10 +10,11 @@ from simpletuner.annexes.display.log import setup_logging
 from simpletuner.annexes.display.progress import shown_events
 from simpletuner.annexes.payloads import EVENTS_FILE, last_id
 from simpletuner.annexes.publishing.uploads import Uploads, open_hub
+from simpletuner.config.json_reader import check_unset, read_json
 from simpletuner.config.load import build_group, canonical
+from simpletuner.config.paths import absence_of
 from simpletuner.config.publishing import PublishConfig, check_publishing
 from simpletuner.config.sources import Arguments
-from simpletuner.config.values import absence_of, check_unset, read_json
 from simpletuner.distributed.requests import signals_as_interrupt
 from simpletuner.errors import Problem, SimpleTunerError, UserError, result_of
 from simpletuner.planning.checkpoint_folder import find_checkpoints

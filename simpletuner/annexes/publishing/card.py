@@ -24,9 +24,10 @@ from PIL import Image, ImageDraw, ImageFont
 
 from simpletuner.annexes.figures import Columns, evaluation_points
 from simpletuner.atomic import build_folder, write_json
+from simpletuner.config.json_reader import read_json
 from simpletuner.config.optimizers import learning_rate, optimizer_name
+from simpletuner.config.paths import home_path
 from simpletuner.config.precision import transformer_dtype
-from simpletuner.config.values import home_path, read_json
 from simpletuner.errors import result_of
 from simpletuner.headers import METADATA, read_header
 from simpletuner.models.registry import load_adapter

@@ -23,9 +23,10 @@ from simpletuner.annexes.remote.store import CHUNK, DownloadError, Item, Offer, 
 from simpletuner.annexes.remote.web import read_url
 from simpletuner.atomic import write_json
 from simpletuner.config.datasets import DatasetConfig
+from simpletuner.config.json_reader import read_stored
 from simpletuner.config.option import Package, check_installed
+from simpletuner.config.paths import home_path
 from simpletuner.config.remote import CompositeImage, HubKeys, RowFilter
-from simpletuner.config.values import home_path, read_stored
 from simpletuner.data.caption_tables import check_columns, first_texts, texts_in
 from simpletuner.data.files import LARGEST_CLIP, LARGEST_PICTURE, MediaError, check_regular, read_file
 from simpletuner.data.pictures import decode

@@ -17,7 +17,7 @@ from PIL import Image, ImageDraw, ImageFont, ImageOps
 from simpletuner.annexes.figures import Columns, evaluation_names, evaluation_points, still
 from simpletuner.annexes.report.html import gallery, grid_order, render
 from simpletuner.atomic import open_atomically, write_atomically, write_json
-from simpletuner.config.values import read_stored
+from simpletuner.config.json_reader import read_stored
 from simpletuner.errors import UserError
 from simpletuner.reporting.metrics import MIME, VIDEO_MIME, MediaRecord
 

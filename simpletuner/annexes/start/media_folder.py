@@ -12,7 +12,7 @@ from typing import Any, Literal
 from simpletuner.annexes.start.captions import MOST_NAMED, MOST_OPENED, FolderCaptions
 from simpletuner.annexes.start.concepts import Concept, find_concepts, together
 from simpletuner.annexes.start.sizes import Fit, fit_length, fit_size, rounded_size
-from simpletuner.config.values import similar_path
+from simpletuner.config.paths import similar_path
 from simpletuner.data.clips import CLIP_SUFFIXES, ClipFacts, probe_clip
 from simpletuner.data.discovery import Scan, is_readable, scan
 from simpletuner.data.file_names import UNREAD

@@ -10,8 +10,8 @@ from typing import Any
 from simpletuner.annexes.start.intervals import CHECKPOINTS, checkpoint_interval
 from simpletuner.annexes.start.media_folder import Kind
 from simpletuner.budget.device import find_device
+from simpletuner.config.json_reader import read_toml
 from simpletuner.config.sources import EXAMPLES
-from simpletuner.config.values import read_toml
 from simpletuner.models.registry import FAMILIES
 
 TABLE = read_toml("simpletuner.annexes.start", "recipes.toml")

@@ -16,9 +16,9 @@ from simpletuner.annexes.draft import Draft
 from simpletuner.annexes.guide import about_flavour
 from simpletuner.config.optimizers import optimizer_name
 from simpletuner.config.option import Option
-from simpletuner.config.publishing import PACKAGES, why_missing
 from simpletuner.config.schema import LEARNING_RATES, all_options
 from simpletuner.config.sections import CHOICES, Section, section_of
+from simpletuner.config.trackers import PACKAGES, why_missing
 from simpletuner.models.registry import FAMILIES
 
 # The schema's default, one epoch, is too short for most datasets.

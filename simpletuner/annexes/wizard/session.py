@@ -22,7 +22,7 @@ from simpletuner.config.device import HERE, AskedDevice, read_card_or_memory
 from simpletuner.config.load import canonical
 from simpletuner.config.schema import main_name, render_config
 from simpletuner.config.sources import DATASET_FILE, EXAMPLES_ALIAS, read_json_layer
-from simpletuner.config.values import typed
+from simpletuner.config.types import typed
 from simpletuner.errors import ConfigError, Problems, Reading, UserError
 from simpletuner.redaction import redact
 

@@ -16,7 +16,7 @@ from simpletuner.annexes.wizard.questions import Question, stale_keys
 from simpletuner.config.option import Option
 from simpletuner.config.schema import all_options
 from simpletuner.config.techniques import ROUTES
-from simpletuner.config.values import parse_flag, plain_key
+from simpletuner.config.types import parse_flag, plain_key
 from simpletuner.errors import ConfigError, Problem, UserError, nearest, not_one_of
 
 HELP, NONE, BACK = "?", "-", "back"

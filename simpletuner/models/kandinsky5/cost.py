@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import replace
 
-from simpletuner.config.values import read_toml
+from simpletuner.config.json_reader import read_toml
 from simpletuner.models.cost import (
     BatchShape,
     FamilyCost,

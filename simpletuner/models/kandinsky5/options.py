@@ -11,7 +11,7 @@ from typing import Annotated, Literal
 from pydantic import BeforeValidator, PlainSerializer
 
 from simpletuner.config.option import Group, common, option
-from simpletuner.config.values import PathText, parse_number
+from simpletuner.config.types import PathText, parse_number
 
 RopeScale = tuple[float, float, float]
 AUTO = "auto"

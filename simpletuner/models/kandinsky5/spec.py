@@ -11,8 +11,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from simpletuner.config.json_reader import read_toml
 from simpletuner.config.schema import FamilyOptions, RunConfig
-from simpletuner.config.values import Size, read_toml
+from simpletuner.config.types import Size
 from simpletuner.errors import Problem
 from simpletuner.models.kandinsky5.cost import (
     FAMILY,

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Literal, get_args
 
-from simpletuner.config.values import read_toml
+from simpletuner.config.json_reader import read_toml
 
 TemplateName = Literal["image", "image_edit", "video"]
 

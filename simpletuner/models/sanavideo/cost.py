@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
-from simpletuner.config.values import read_toml
+from simpletuner.config.json_reader import read_toml
 from simpletuner.models.cost import FamilyCost, Kernels, TransformerCost, number, read_cost_table, read_vae_costs
 from simpletuner.weights.files import Shapes
 

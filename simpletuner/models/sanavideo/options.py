@@ -8,17 +8,10 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator
 
+from simpletuner.config.json_reader import read_json, read_text
 from simpletuner.config.option import Group, common, option
-from simpletuner.config.values import (
-    FALSE_WORDS,
-    TRUE_WORDS,
-    Number,
-    PathText,
-    home_path,
-    parse_json_text,
-    read_json,
-    read_text,
-)
+from simpletuner.config.paths import home_path
+from simpletuner.config.types import FALSE_WORDS, TRUE_WORDS, Number, PathText, parse_json_text
 from simpletuner.errors import Problems
 
 

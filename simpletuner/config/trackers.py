@@ -1,0 +1,131 @@
+"""Keys of trackers, and whether they can work here.
+
+Without an API key wandb prompts for one, and an unattended run would wait forever. The login is therefore checked
+first, without importing wandb. Imports no torch.
+"""
+
+from __future__ import annotations
+
+import configparser
+import netrc
+import os
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from importlib.util import find_spec
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from simpletuner.config.option import Group, common
+from simpletuner.config.types import Text
+from simpletuner.errors import Problem, not_one_of, warning
+
+# Install commands by tracker; the package is named after the tracker.
+PACKAGES = {"wandb": "pip install wandb", "tensorboard": "pip install 'tensorboard>=2.18,<3'"}
+NOT_AVAILABLE_YET = ("comet_ml", "swanlab")
+KNOWN = (*PACKAGES, *NOT_AVAILABLE_YET, "simpletuner", "none", "all")
+DEFAULT_ADDRESS = "https://api.wandb.ai"
+OUTSIDE = re.compile(r"/|(.*/)?\.\.(/|\Z)", re.DOTALL)  # an absolute path, or one with a part ..
+MODES_WITHOUT_LOGIN = ("offline", "dryrun", "disabled")  # dryrun is the former name of offline
+
+
+class TrackingConfig(Group):
+    """Tracking"""
+
+    report_to: Text = common("none")
+    """wandb, tensorboard, simpletuner (local files, always written), all, none, or a list of names."""
+    tracker_project_name: Text = common("simpletuner")
+    """Project name for trackers."""
+    tracker_run_name: Text = common("simpletuner-testing")
+    """Run name for trackers."""
+
+
+# What wandb refuses in the name of a project.
+WANDB_REFUSED = "/\\#?%:"
+WANDB_LONGEST = 128  # characters
+
+
+def tracker_names(report_to: str) -> list[str]:
+    """The names in a value of `report_to`."""
+    return [name.strip().lower() for name in report_to.split(",") if name.strip()] or ["none"]
+
+
+def check_trackers(config: TrackingConfig) -> Iterator[Problem]:
+    """Report unknown and unusable names; a missing package or login is only a warning."""
+    names = tracker_names(config.report_to)
+    for name in names:
+        if name in NOT_AVAILABLE_YET:
+            yield Problem("report_to", f"{name!r} is not available yet; choose wandb, tensorboard or none.")
+        elif name not in KNOWN:
+            yield Problem("report_to", not_one_of(name, KNOWN))
+    if "none" in names and len(set(names)) > 1:
+        yield Problem("report_to", f"{config.report_to!r} asks for none and for {', '.join(names)} at once.")
+    # `all` means all installed trackers.
+    for name in PACKAGES if "all" not in names else ():
+        if name in names and (reason := why_missing(name)):
+            yield warning("report_to", reason)
+    yield from _check_wandb_name(config.tracker_project_name, names)
+    # Names become folders in `logging_dir`.
+    for key, name in config.model_dump(exclude={"report_to"}).items():
+        if OUTSIDE.match(name):
+            yield Problem(key, f"{name!r} points outside logging_dir; it is a name, with no '..' and no '/' in front.")
+
+
+def _check_wandb_name(project: str, names: Sequence[str]) -> Iterator[Problem]:
+    """Report a project name that wandb would refuse when the run starts."""
+    is_used = "wandb" in names or ("all" in names and why_missing("wandb") is None)
+    refused = [sign for sign in WANDB_REFUSED if sign in project]
+    if is_used and refused:
+        message = f"{project!r} has {' '.join(refused)}, which wandb does not take in the name of a project"
+        yield Problem("tracker_project_name", f"{message}; use '-' instead.")
+    elif is_used and len(project) > WANDB_LONGEST:
+        message = f"has {len(project)} characters; wandb takes at most {WANDB_LONGEST} in the name of a project."
+        yield Problem("tracker_project_name", message)
+
+
+def why_missing(name: str) -> str | None:
+    """Why a known tracker cannot work here; None if it can."""
+    if find_spec(name) is None:
+        return f"{name} is not installed ({PACKAGES[name]}); training continues without it."
+    if name == "wandb" and not has_wandb_login():
+        return "wandb is not logged in (`wandb login`); training continues without it."
+    return None
+
+
+def has_wandb_login() -> bool:
+    """Whether an API key is stored, or the mode (`WANDB_MODE=offline`, `wandb offline`) needs none."""
+    settings = _settings_files()
+    if wandb_mode() in MODES_WITHOUT_LOGIN:
+        return True
+    if os.environ.get("WANDB_API_KEY") or os.environ.get("WANDB_IDENTITY_TOKEN_FILE") or settings.get("api_key"):
+        return True
+    host = urlsplit(os.environ.get("WANDB_BASE_URL") or settings.get("base_url") or DEFAULT_ADDRESS).hostname or ""
+    named = os.environ.get("NETRC")
+    # _netrc is the name on Windows; NETRC replaces both.
+    for path in [Path(named).expanduser()] if named else [Path.home() / ".netrc", Path.home() / "_netrc"]:
+        with suppress(OSError, netrc.NetrcParseError):
+            login = netrc.netrc(path).hosts.get(host)
+            if login and login[2]:  # (login, account, password), where the password is the key
+                return True
+    return False
+
+
+def wandb_mode() -> str:
+    """`online`, `offline` or `disabled`, from the environment or a settings file."""
+    if os.environ.get("WANDB_DISABLED", "").lower() in ("true", "1"):
+        return "disabled"
+    return os.environ.get("WANDB_MODE") or _settings_files().get("mode") or "online"
+
+
+def _settings_files() -> dict[str, str]:
+    """The user's settings, overridden by those of the working directory."""
+    home = Path(os.environ.get("WANDB_CONFIG_DIR") or Path.home() / ".config" / "wandb")
+    local = Path(os.environ.get("WANDB_DIR") or ".")
+    # No interpolation, since keys may contain %.
+    parser = configparser.ConfigParser(interpolation=None)
+    try:
+        # Later files take precedence; wandb uses the folder .wandb instead of wandb if it exists.
+        parser.read([home / "settings", local / "wandb" / "settings", local / ".wandb" / "settings"], encoding="utf-8")
+    except (configparser.Error, UnicodeDecodeError):
+        return {}
+    return dict(parser["default"]) if parser.has_section("default") else {}

@@ -1,0 +1,109 @@
+"""Keys of webhooks: the receivers of a run's events. Imports no torch."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Annotated, ClassVar, Literal
+from urllib.parse import urlsplit
+
+from pydantic import BeforeValidator, ConfigDict, Field
+
+from simpletuner.config.option import JSON_OR_FILE, Group, common, option, when
+from simpletuner.config.types import FALSE_WORDS, TRUE_WORDS, Flag, Integer, Text, parse_objects
+from simpletuner.errors import Problem, warning
+from simpletuner.redaction import REFERENCE
+
+WEBHOOK_CONFIG = "webhook_config"
+NO_VERIFY = "SIMPLETUNER_SSL_NO_VERIFY"
+Level = Literal["critical", "error", "warning", "info", "debug"]
+
+
+@dataclass(frozen=True)
+class Hook:
+    """One receiver of events."""
+
+    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
+
+    webhook_type: Literal["discord", "raw"]
+    webhook_url: Text | None = None
+    callback_url: Text | None = None
+    message_prefix: Text | None = None
+    log_level: Level = "info"
+    auth_token: Text | None = None
+    ssl_no_verify: Flag = False
+
+    @property
+    def address(self) -> str:
+        """The address, which is a secret; empty if unset."""
+        # A raw webhook may have its address in either key.
+        return (self.callback_url if self.webhook_type == "raw" else None) or self.webhook_url or ""
+
+    @property
+    def host(self) -> str:
+        """The part of the address that may be shown."""
+        return _host(self.address) or "?"
+
+    @property
+    def verifies(self) -> bool:
+        """Whether the receiver's certificate is checked."""
+        return not (self.ssl_no_verify or _no_verify() in TRUE_WORDS)
+
+    def __str__(self) -> str:
+        return f"{self.webhook_type} webhook at {self.host}, {self.log_level} and above"
+
+
+parse_hooks = partial(parse_objects, WEBHOOK_CONFIG)
+Hooks = Annotated[list[Annotated[Hook, Field(title="webhook")]], BeforeValidator(parse_hooks)]
+
+
+class WebhookConfig(Group):
+    """Webhooks"""
+
+    requires = when(WEBHOOK_CONFIG)
+
+    webhook_config: Hooks | None = common(None, form=JSON_OR_FILE)
+    """Receivers of a run's events: an object with `webhook_type` (discord or raw) and `webhook_url` or `callback_url`,
+    a list of objects, or a file with either."""
+    webhook_reporting_interval: Integer = option(5, ge=1)
+    """Minimum seconds between messages about training steps; the first and last step are always sent."""
+    webhook_images: Literal["data_uri", "base64"] = option("data_uri")
+    """Encoding of pictures in raw webhooks: data URIs, or plain base64. Clips are always data URIs."""
+
+    @property
+    def hooks(self) -> list[Hook]:
+        return self.webhook_config or []
+
+
+def check_webhooks(config: WebhookConfig) -> Iterator[Problem]:
+    """Report missing and invalid addresses; messages never show an address."""
+    if _no_verify() not in {"", *TRUE_WORDS, *FALSE_WORDS}:
+        yield Problem(NO_VERIFY, f"{_no_verify()!r} is not true or false.")
+    for index, hook in enumerate(config.hooks):
+        where = f"{WEBHOOK_CONFIG}[{index}]"
+        key = "webhook_url" if hook.webhook_type == "discord" else "callback_url"
+        if not hook.address:
+            yield Problem(f"{where}.{key}", f"is required for a {hook.webhook_type} webhook: its address.")
+        elif not (_host(hook.address) or REFERENCE.search(hook.address)):
+            yield Problem(f"{where}.{key}", "is no address of the form https://host/path or http://host/path.")
+        elif hook.auth_token and not (hook.auth_token.isascii() and hook.auth_token.isprintable()):
+            yield Problem(f"{where}.auth_token", "cannot be sent: a header is one line of ASCII letters.")
+        elif not hook.verifies:
+            yield warning(where, f"the certificate of {hook.host} is not checked, so messages could be intercepted.")
+
+
+def _no_verify() -> str:
+    return os.environ.get(NO_VERIFY, "").strip().lower()
+
+
+def _host(address: str) -> str:
+    """The host of an HTTP address; empty if the address is invalid."""
+    try:
+        parts = urlsplit(address)
+        parts.port  # noqa: B018 - raises for an invalid port
+    except ValueError:
+        return ""
+    is_usable = parts.scheme in ("http", "https") and address.isprintable() and " " not in address
+    return (parts.hostname or "") if is_usable else ""
