@@ -16,7 +16,8 @@ from PIL import Image
 from simpletuner.config.schema import NOISE_LEVELS
 from simpletuner.reporting import events
 from simpletuner.reporting.metrics import COMPUTE, DATA, EVALUATED, TIMESTEPS, WEIGHTS, shares
-from simpletuner.reporting.pace import clock, pace_text
+from simpletuner.reporting.step_figures import FIGURES
+from simpletuner.reporting.wording import amount, clock, pace_text
 
 BARS = 20  # of the histogram of timesteps
 # The loss depends strongly on the sampled noise level; an average over about fifty steps shows the trend.
@@ -138,6 +139,19 @@ class Pace:
         return self._useful.value / self._seconds.value if known else None
 
     @property
+    def live(self) -> dict[str, float | None]:
+        """The figures that displays show, by their name in events: averages, and otherwise those of the last step."""
+        if self.last is None:
+            return {}
+        averages = {"train_loss": self.loss, "seconds": self.seconds_per_step}
+        values = {}
+        for figure in FIGURES:
+            # Metrics that are shown as they are have their names already.
+            if figure.title and figure.live_name not in self.last.metrics:
+                values[figure.live_name] = averages.get(figure.name, figure.of(self.last))
+        return values
+
+    @property
     def speed(self) -> str:
         """How recent steps spent their time, and utilisation, as text."""
         density = None if self.last is None else self.last.density
@@ -154,25 +168,6 @@ class Pace:
         time = f"{clock(self._spent)} ({pace_text(self._spent / max(1, self.steps_done))})"
         state = f"step {self.step} of {self.total_steps}, smoothed loss {self.loss:.4f}"
         return f"Trained {amount(self.steps_done, 'steps')} in {time}, {state}."
-
-
-def duration(seconds: float) -> str:
-    """An estimated duration as text, with at most two digits."""
-    if seconds < 10:
-        return f"{seconds:.2g} s"
-    # Up to 100 of a unit: "90 min" is more precise than "2 h".
-    for unit, size, end in (("s", 1, 100), ("min", 60, 6000), ("h", 3600, 360_000)):
-        if seconds < end:
-            return f"{seconds / size:.0f} {unit}"
-    days = seconds / 86400
-    return f"{days:.0f} days" if days < 1000 else f"{days / 365.25:.0f} years"
-
-
-def amount(count: int, unit: str) -> str:
-    """`1,204 captions`; without a unit only the number, or `done` for 0."""
-    if not unit:
-        return f"{count:,}" if count else "done"
-    return f"{count:,} {unit.removesuffix('s') if count == 1 else unit}"
 
 
 WORDED = {COMPUTE: "compute", WEIGHTS: "waiting for weights", DATA: "waiting for data"}

@@ -136,11 +136,7 @@ def _steps(pace: Pace) -> Payload:
     """The progress of training, with its metrics."""
     if pace.last is None:
         return {**_progress("Training", pace.step, pace.total_steps), "metrics": {}}
-    figures = {
-        **{"loss": pace.last.loss, "epoch": pace.last.epoch, "smoothed_loss": pace.loss},
-        **{"seconds_per_step": pace.seconds_per_step, "memory_bytes": pace.last.memory_bytes},
-        **pace.last.metrics,
-    }
+    figures = {"loss": pace.last.loss, "epoch": pace.last.epoch, **pace.live, **pace.last.metrics}
     return {**_progress("Training", pace.step, pace.total_steps, pace.remaining_seconds), "metrics": figures}
 
 

@@ -31,7 +31,7 @@ from simpletuner.planning.lineage import continuation
 from simpletuner.planning.lock import LOCK_FILE, STARTED_FILE, Owner, read_owner
 from simpletuner.redaction import redact
 from simpletuner.reporting.metrics import METRICS_FILE, parse_row
-from simpletuner.reporting.pace import clock
+from simpletuner.reporting.wording import clock
 from simpletuner.weights.lora_names import LORA_FILE
 
 Status = Literal["idle", "starting", "running", "completed", "error", "cancelled", "interrupted", "broken"]

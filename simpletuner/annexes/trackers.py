@@ -26,6 +26,7 @@ from simpletuner.redaction import redact, redact_settings
 from simpletuner.reporting import events as happened
 from simpletuner.reporting.events import ENDED, Event, EventStream, log_failure
 from simpletuner.reporting.metrics import TIMESTEPS, MediaRecord
+from simpletuner.reporting.step_figures import row_of
 from simpletuner.run.companions import Companion
 
 logger = logging.getLogger(__name__)
@@ -115,7 +116,7 @@ class TrackerEvents:
         tracker = self._tracker
         match event:
             case happened.StepReport():
-                tracker.log({name: value for name, value in event.row.items() if name != TIMESTEPS}, event.step)
+                tracker.log({name: value for name, value in row_of(event).items() if name != TIMESTEPS}, event.step)
                 tracker.log_timesteps(event.timesteps, event.step)
             case happened.Evaluated():
                 tracker.log(event.losses, event.step)

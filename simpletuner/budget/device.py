@@ -25,7 +25,7 @@ from simpletuner.budget.drivers import (
 from simpletuner.config.device import Card
 from simpletuner.config.json_reader import read_stored, read_toml
 from simpletuner.distributed.world import compute_threads, launched
-from simpletuner.reporting.pace import size_text
+from simpletuner.reporting.wording import size_text
 
 RATES_FILE = "device_rates.json"
 

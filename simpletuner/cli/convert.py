@@ -31,7 +31,7 @@ def convert(
     except ValueError as error:
         raise UserError(f"--strength: {strength!r} {error} such as 0.5 or 1.0.") from None
     from simpletuner.annexes.adapters.convert import convert as write_converted
-    from simpletuner.reporting.pace import size_text
+    from simpletuner.reporting.wording import size_text
 
     result = write_converted(source, to, output, factor, overwrite=overwrite)
     typer.echo(f"Saved {result.path} ({size_text(result.path.stat().st_size)}).")

@@ -26,7 +26,7 @@ from pydantic import Field, TypeAdapter, ValidationError
 
 from simpletuner.atomic import hold
 from simpletuner.errors import UserError, reached_limit
-from simpletuner.reporting.pace import clock
+from simpletuner.reporting.wording import clock
 
 logger = logging.getLogger(__name__)
 

@@ -18,7 +18,7 @@ from typing import Literal
 
 from simpletuner.distributed.requests import Stop
 from simpletuner.redaction import redact
-from simpletuner.reporting.metrics import TIMESTEPS, MediaRecord, Value, shares
+from simpletuner.reporting.metrics import MediaRecord
 
 logger = logging.getLogger(__name__)
 
@@ -111,22 +111,6 @@ class StepReport(Event):
     memory_bytes: int | None = None
     reserved_bytes: int | None = None
     epochs: int | None = None
-
-    @property
-    def row(self) -> dict[str, Value]:
-        """The record row of this step."""
-        times = {"seconds": self.seconds, "data_seconds": self.data_seconds, "weights_seconds": self.weights_seconds}
-        parts = shares(self.seconds, self.data_seconds, self.weights_seconds)
-        timing = times | {"mfu": self.mfu} | {f"{name}_share": share for name, share in parts.items()}
-        peaks = {"peak_memory_gb": self.memory_bytes, "reserved_memory_gb": self.reserved_bytes}
-        return {
-            **self.metrics,
-            # Rounded to microseconds, and megabytes below: further digits would be noise.
-            **{name: round(value, 6) for name, value in timing.items() if value is not None},
-            **{name: round(size / 1e9, 3) for name, size in peaks.items() if size is not None},
-            **({} if self.density is None else {"attention_density": round(self.density, 4)}),
-            TIMESTEPS: [round(each, 1) for each in self.timesteps],
-        }
 
     @property
     def density(self) -> float | None:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from simpletuner.reporting import events, metrics
+from simpletuner.reporting.step_figures import row_of
 
 
 @dataclass(frozen=True)
@@ -50,7 +51,7 @@ class RunRecord:
             case events.Evaluated():  # on resume, for a step recorded without its evaluation
                 self._metrics.append(event.step, event.losses)
             case events.StepReport():
-                self._metrics.append(event.step, {**event.row, **self._losses})
+                self._metrics.append(event.step, {**row_of(event), **self._losses})
                 self._step, self._losses = event.step, {}
             case events.MediaRendered():
                 self._media.append(event.media)

@@ -26,7 +26,7 @@ from simpletuner.diffusion.seeds import seeded
 from simpletuner.errors import UserError, shorten
 from simpletuner.models.cost import Adapters
 from simpletuner.models.lora_layers import Targets
-from simpletuner.reporting.pace import size_text
+from simpletuner.reporting.wording import size_text
 from simpletuner.training import lora_files
 from simpletuner.training.ema import AnyTensor
 from simpletuner.training.lora_writing import fold_scale

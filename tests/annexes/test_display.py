@@ -29,7 +29,7 @@ from simpletuner.reporting.events import (
     StateChanged,
     StepReport,
 )
-from simpletuner.reporting.pace import clock, pace_text, size_text
+from simpletuner.reporting.wording import clock, pace_text, size_text
 
 
 class Clock:

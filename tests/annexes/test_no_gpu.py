@@ -10,10 +10,10 @@ from types import SimpleNamespace
 import pytest
 
 from simpletuner.annexes.display.progress import in_red
-from simpletuner.annexes.figures import duration
 from simpletuner.budget import device
 from simpletuner.budget.device import find_device
 from simpletuner.budget.drivers import Gpu, torch_uses_gpus
+from simpletuner.reporting.wording import duration
 from tests.workspace import Workspace
 
 Capture = pytest.CaptureFixture[str]

@@ -17,6 +17,7 @@ from simpletuner.config.trackers import WANDB_REFUSED, check_trackers, has_wandb
 from simpletuner.data.clip_writer import write_mp4
 from simpletuner.reporting.events import EventStream, MediaRendered, PhaseEnded, PhaseStarted, StateChanged, StepReport
 from simpletuner.reporting.metrics import MediaRecord
+from simpletuner.reporting.step_figures import row_of
 
 WANDB_VARIABLES = ("WANDB_API_KEY", "WANDB_MODE", "WANDB_DISABLED", "WANDB_BASE_URL", "WANDB_IDENTITY_TOKEN_FILE")
 
@@ -130,7 +131,7 @@ def test_tensorboard_event_file(tmp_path: Path) -> None:
     events = EventAccumulator(str(tmp_path / "logs" / "p" / "r"))
     events.Reload()
     assert [event.step for event in events.Scalars("train_loss")] == [1, 2, 3, 4, 5, 6]
-    assert {*events.Tags()["scalars"]} == {*step_done(1).row} - {"timesteps"}, "the numbers of the record"
+    assert {*events.Tags()["scalars"]} == {*row_of(step_done(1))} - {"timesteps"}, "the numbers of the record"
     assert events.Tags()["images"] == ["validation/glimmer/0"]
     assert events.Tags()["histograms"] == ["timesteps"]
 

@@ -16,6 +16,7 @@ from benchmarks.variants import Variant
 from simpletuner.config.techniques import Route
 from simpletuner.models.kandinsky5 import nabla
 from simpletuner.models.registry import FAMILIES
+from simpletuner.reporting.step_figures import row_of
 from simpletuner.techniques.tread import Tread
 from simpletuner.training import step
 from simpletuner.training.lora import LoraAdapter
@@ -92,7 +93,7 @@ def test_tiles_that_block_sparse_attention_skips_are_not_counted(
     density = torch.stack(chosen).float().mean().item()
     assert 0.1 < density < 0.99
     assert report.densities == {512: pytest.approx(density)}
-    assert report.row["attention_density"] == round(density, 4)
+    assert row_of(report)["attention_density"] == round(density, 4)
     work = batch_work(assembly, batch).times(2)
     blocks, width = 2, 32
     assert work.sparse == 2 * 3 * blocks * 4 * 512**2 * width

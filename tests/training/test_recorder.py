@@ -15,6 +15,7 @@ from simpletuner.models.cost import Work
 from simpletuner.reporting.events import Event, EventStream, Notice, StateChanged, StepReport
 from simpletuner.reporting.pace import ENOUGH, RECENT, SlowSteps
 from simpletuner.reporting.record import RunRecord
+from simpletuner.reporting.step_figures import row_of
 from simpletuner.training.recorder import Recorder, RequestHandler, utilisation
 from simpletuner.training.state import Assembly, TrainState
 from simpletuner.training.step import optimizer_step
@@ -97,7 +98,7 @@ def test_there_is_no_utilisation_without_both_numbers() -> None:
     assert utilisation(report(1), 1e12) is None
     assert utilisation(report(1, flops=1e11), None) is None
     assert utilisation(report(1, flops=1e11), 1e12) == pytest.approx(0.1)
-    assert "mfu" not in StepReport(1, 1, {}, 1.0).row
+    assert "mfu" not in row_of(StepReport(1, 1, {}, 1.0))
 
 
 def test_slow_steps_are_told_by_the_display(assembly: Assembly) -> None:

@@ -38,7 +38,7 @@ from simpletuner.models.cost import Adapters
 from simpletuner.models.lora_layers import Targets, weights_of
 from simpletuner.models.spec import FamilySpec
 from simpletuner.planning.checkpoint_folder import ERRORS, describe_errors
-from simpletuner.reporting.pace import size_text
+from simpletuner.reporting.wording import size_text
 from simpletuner.training.lora import ADAPTER, inject, without_adapters
 from simpletuner.training.lora_files import LoraHook, write_verified, write_weights
 from simpletuner.training.meter import weight_shapes

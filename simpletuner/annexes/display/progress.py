@@ -16,12 +16,14 @@ from typing import TextIO
 from simpletuner.annexes.figures import Pace, ending, line_of, reached
 from simpletuner.errors import counted
 from simpletuner.reporting import events
-from simpletuner.reporting.pace import clock, pace_text, size_text
+from simpletuner.reporting.step_figures import FIGURES
+from simpletuner.reporting.wording import clock
 
 # To keep logs readable: about this many lines per run, and at least one in this many seconds.
 TRAINING_LINES = 30
 LONGEST_SILENCE = 60.0
 PHASE_PAUSE = 10.0  # seconds between the lines of a phase
+LEADING = ("loss", "lr", "pace", "epoch")  # figures that displays show first
 
 
 class Display:
@@ -190,20 +192,26 @@ class PlainDisplay(Display):
 
 
 def key_figures(pace: Pace, report: events.StepReport) -> dict[str, str]:
-    """The figures that displays show of the last step, by name; memory only if known."""
-    memory = {} if report.memory_bytes is None else {"memory": size_text(report.memory_bytes)}
-    return {
-        "loss": f"{pace.loss:.4f}",
-        "lr": f"{report.learning_rate:.2e}",
-        "pace": pace_text(pace.seconds_per_step),
-        "epoch": f"{report.epoch}/{report.epochs}" if report.epochs else str(report.epoch),
-        **memory,
-    }
+    """The figures that displays show of the last step, by name; unknown ones are left out."""
+    values = {**report.metrics, **pace.live}
+    texts = {"epoch": f"{report.epoch}/{report.epochs}" if report.epochs else str(report.epoch)}
+    for figure in FIGURES:
+        value = values.get(figure.live_name)
+        if figure.short and value is not None:
+            texts[figure.short] = figure.in_terminal(value)
+    leading = {name: texts.pop(name) for name in LEADING if name in texts}
+    return {**leading, **texts}
 
 
 def step_line(pace: Pace, report: events.StepReport) -> str:
     """`step 40/300  epoch 2  loss 0.2134  lr 1.0e-04  1.92 s/step  8:19 left  11.4 GB  compute 99 %, …`"""
-    figures, left = key_figures(pace, report), f"{clock(pace.remaining_seconds)} left"
-    named = [f"{name} {figures[name]}" for name in ("epoch", "loss", "lr")]
-    parts = [f"step {report.step}/{pace.total_steps}", *named, figures["pace"], left, figures.get("memory"), pace.speed]
-    return "  ".join(filter(None, parts))
+    figures = key_figures(pace, report)
+    parts = [f"step {report.step}/{pace.total_steps}"]
+    parts += [f"{name} {figures.pop(name)}" for name in ("epoch", "loss", "lr")]
+    parts += [figures.pop("pace"), f"{clock(pace.remaining_seconds)} left"]
+    if "memory" in figures:
+        parts.append(figures.pop("memory"))  # its unit says what it is
+    parts += [f"{name} {text}" for name, text in figures.items()]
+    if pace.speed:
+        parts.append(pace.speed)
+    return "  ".join(parts)

@@ -17,7 +17,7 @@ from rich.text import Text
 from simpletuner.annexes.display.progress import Display, LastingStream, key_figures
 from simpletuner.annexes.figures import Pace, ending, line_of, reached
 from simpletuner.reporting import events
-from simpletuner.reporting.pace import clock
+from simpletuner.reporting.wording import clock
 
 SPARKS = "▁▂▃▄▅▆▇█"
 SPARK_WIDTH = 32

@@ -8,7 +8,6 @@ from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import replace
 
-from simpletuner.annexes.figures import duration
 from simpletuner.annexes.fitting.fit import STATE_ON_HOST, Change, check_fit, check_sharded_lora, choose
 from simpletuner.annexes.fitting.show import MISSING_GPU
 from simpletuner.budget import device as devices
@@ -35,6 +34,7 @@ from simpletuner.errors import ConfigError, Problem, Problems, Reading, counted,
 from simpletuner.models.source import ModelSource
 from simpletuner.planning.build import Plan, make_plan
 from simpletuner.planning.environment import existing, why_not_writable
+from simpletuner.reporting.wording import duration
 
 FEATURE_SHARE = 0.2  # of the free disk space, at most, for features of techniques
 FULL_SIZE = 1e9  # parameters; published transformers have at least 2e9, models of demos and tests far fewer

@@ -12,7 +12,6 @@ from dataclasses import asdict, replace
 from typing import Any, TextIO
 
 from simpletuner.annexes.display.progress import in_red
-from simpletuner.annexes.figures import duration
 from simpletuner.budget.budget import (
     Budget,
     free_batch,
@@ -34,6 +33,7 @@ from simpletuner.planning.build import Plan
 from simpletuner.planning.entries import evaluated, previews_of_a_round
 from simpletuner.planning.lineage import continuation
 from simpletuner.redaction import redact_settings
+from simpletuner.reporting.wording import duration
 
 logger = logging.getLogger(__name__)
 # Longer ledgers are reduced to counts and rejected files.

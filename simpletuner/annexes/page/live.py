@@ -31,7 +31,8 @@ from simpletuner.atomic import writing_to
 from simpletuner.errors import UserError
 from simpletuner.redaction import redact
 from simpletuner.reporting.metrics import MIME, REPORT_FILE, VIDEO_MIME, parse_row
-from simpletuner.reporting.pace import clock, pace_text
+from simpletuner.reporting.step_figures import FIGURES
+from simpletuner.reporting.wording import clock
 
 POLL, HEARTBEAT = 0.5, 15.0  # seconds
 POINTS, MAX_POINTS = 2000, 20_000  # points of a curve in a response: default and maximum
@@ -39,13 +40,6 @@ LOG_LINES = 300
 SHOWN = {*MIME, *VIDEO_MIME, ".gif"}
 CALLBACK_FILE = "callback_events.jsonl"
 LARGEST_FILE = 16 * 2**20  # bytes of CALLBACK_FILE before it is rotated; one older file is kept
-# Key figures by metric.
-FIGURES: Mapping[str, tuple[str, Callable[[float], str]]] = {
-    "smoothed_loss": ("Loss, smoothed", "{:.4g}".format),
-    "seconds_per_step": ("Speed", pace_text),
-    "learning_rate": ("Learning rate", "{:.3g}".format),
-    "memory_bytes": ("Peak memory", lambda size: f"{size / 1e9:.2f} GB"),
-}
 drawing = threading.Lock()  # drawing the curves of a long run takes 40 MB
 _writing = threading.Lock()
 
@@ -247,9 +241,10 @@ def key_figures(progress: Mapping[str, Any], columns: Columns) -> Iterator[tuple
     yield "Step", f"{progress['current']:,}{total}"
     if progress["eta_seconds"] is not None:
         yield "Time left", clock(progress["eta_seconds"])
-    for metric, (name, worded) in FIGURES.items():
-        if is_number(value := progress["metrics"].get(metric)):
-            yield name, worded(value)
+    for figure in FIGURES:
+        value = progress["metrics"].get(figure.live_name)
+        if figure.title and is_number(value):
+            yield figure.title, figure.text(value)
     if hours := hours_of(columns):
         yield "Time in steps", clock(hours[-1][1] * 3600)
 

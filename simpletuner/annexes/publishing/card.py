@@ -36,7 +36,7 @@ from simpletuner.planning.build import Plan
 from simpletuner.planning.checkpoint_folder import PIPELINE_FOLDER, describe_errors, result_step
 from simpletuner.redaction import HIDDEN, redact, redact_settings
 from simpletuner.reporting.metrics import MEDIA_FILE, METRICS_FILE, MediaRecord, read_media, read_rows
-from simpletuner.reporting.pace import size_text
+from simpletuner.reporting.wording import size_text
 from simpletuner.weights.lora_names import LORA_FILE
 from simpletuner.weights.original import OriginalTransformer
 

@@ -27,6 +27,7 @@ from PIL import Image
 from simpletuner.annexes.figures import BARS, Columns, Point, RunningMean, evaluation_names
 from simpletuner.config.schema import NOISE_LEVELS
 from simpletuner.reporting.metrics import EVALUATED, MIME, VIDEO_MIME, MediaRecord
+from simpletuner.reporting.step_figures import FIGURES
 
 FOLDER = Path(__file__).parent
 PROGRAM = re.compile(r'class="snippet">.*?<pre>(.*?)</pre>', re.DOTALL)  # in report.html.jinja
@@ -112,16 +113,7 @@ SMOOTHING_SHARE, SHORTEST_SPAN, LONGEST_SPAN = 0.05, 5, 200
 # A curve whose total variation is this many times its range is noisy; a schedule goes up and down once or twice.
 NOISY_TRAVEL = 4
 WAITS = {"data_seconds": "for data", "weights_seconds": "for weights"}
-MEASURED = {
-    "grad_norm": ("Gradient norm", "before clipping"),
-    "grad_absmax": ("Largest gradient", "before clipping"),
-    "seconds": ("Seconds per step", ""),
-    "attention_density": ("Attention density", "share of the tiles that block-sparse attention visits"),
-    "peak_memory_gb": ("Peak memory", "GB, the highest so far"),
-}
-# Columns without a generic chart: they have a special one, are not measurements, or repeat the waits as shares.
-KNOWN = {"train_loss", "learning_rate", "mfu", *WAITS, *MEASURED, "step", "time", "epoch"}
-KNOWN |= {"compute_share", "data_share", "weights_share"}
+NOT_MEASURED = {"step", "time", "epoch"}
 
 
 @dataclass(frozen=True)
@@ -173,18 +165,27 @@ def charts_of(metrics: Columns, *, with_mfu: bool = True) -> list[Chart]:
     charts = [*_loss_chart(metrics)]
     if points := metrics.points("learning_rate"):
         charts.append(Chart("Learning rate", [Series("learning rate", thin(points))]))
-    for key, (title, note) in MEASURED.items():
-        if points := metrics.points(key):
-            charts.append(Chart(title, [smoothed(title.lower(), points)], note, log=key != "peak_memory_gb"))
+    for figure in FIGURES:
+        curve = figure.curve
+        if curve and (points := metrics.points(figure.name)):
+            charts.append(Chart(curve.title, [smoothed(curve.title.lower(), points)], curve.note, log=curve.log))
     charts += [*_timestep_chart(metrics), *_waiting_chart(metrics)]
     if with_mfu and (points := metrics.points("mfu")):
         note = "model FLOP utilisation: the model's arithmetic as a share of the measured matmul rate"
         charts.append(Chart("MFU", [smoothed("mfu", points)], note, minor=True))
+    return [*charts, *_other_charts(metrics)]
+
+
+def _other_charts(metrics: Columns) -> Iterator[Chart]:
+    """Charts on request, of columns that have none of their own."""
+    drawn = {figure.name for figure in FIGURES if figure.curve or not figure.has_curve}
     for key in metrics.names:
-        points = [] if key in KNOWN or key.startswith(EVALUATED) else metrics.points(key)
+        if key in drawn or key in NOT_MEASURED or key.startswith(EVALUATED):
+            continue
+        points = metrics.points(key)
         if len(points) > 1:
-            charts.append(Chart(key, [smoothed(key, points)], log=all(value > 0 for _, value in points), minor=True))
-    return charts
+            is_positive = all(value > 0 for _, value in points)
+            yield Chart(key, [smoothed(key, points)], log=is_positive, minor=True)
 
 
 def hours_of(metrics: Columns) -> list[Point]:

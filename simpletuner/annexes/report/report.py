@@ -38,7 +38,7 @@ from simpletuner.reporting.metrics import (
     read_rows,
     shares,
 )
-from simpletuner.reporting.pace import clock, pace_text
+from simpletuner.reporting.wording import clock, pace_text
 from simpletuner.run.companions import Companion, Ledger
 
 logger = logging.getLogger(__name__)

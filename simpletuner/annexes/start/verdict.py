@@ -8,12 +8,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from simpletuner.annexes.figures import duration
 from simpletuner.annexes.fitting.ready import needs_consent, ready_plan
 from simpletuner.annexes.start.new_run import FILES, NewRun
 from simpletuner.budget.budget import Budget
 from simpletuner.config.sources import Arguments, configured
 from simpletuner.errors import ConfigError
+from simpletuner.reporting.wording import duration
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,6 @@ from tempfile import TemporaryDirectory
 from PIL import Image
 
 from simpletuner.annexes.draft import Draft
-from simpletuner.annexes.figures import duration
 from simpletuner.annexes.fitting.ready import weigh_plan
 from simpletuner.annexes.remote.collect import collect_cached
 from simpletuner.annexes.wizard.session import example_datasets
@@ -19,6 +18,7 @@ from simpletuner.config.device import AskedDevice
 from simpletuner.config.sources import DATASET_FILE, Arguments, configured
 from simpletuner.data.clip_writer import write_mp4
 from simpletuner.errors import ConfigError, Problem, Problems, counted
+from simpletuner.reporting.wording import duration
 
 NO_GPU = "There is no GPU here. For an estimate name device below, or later run simpletuner plan --device 4090."
 
