@@ -276,7 +276,7 @@ def make_config(size: str = "tiny", **settings: Any) -> RunConfig:
     shape = SHAPES[size]
     values = {"model_type": "lora", "model_family": shape.family, "model_flavour": shape.flavour, **settings}
     problems = Problems()
-    config = problems.take(resolve([Layer("benchmark", list(values.items()))]))
+    config = resolve([Layer("benchmark", list(values.items()))], problems)
     if config is None or problems:
         raise ValueError(problems)
     return config

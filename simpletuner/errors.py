@@ -14,12 +14,12 @@ import difflib
 import errno
 import re
 import unicodedata
-from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import islice
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
-T = TypeVar("T")
 # A required key is missing; files have no usable caption; files of a remote dataset are not downloaded.
 Kind = Literal["required", "captions", "unfetched"]
 
@@ -74,11 +74,6 @@ class NoEffect(Problem):
     fatal: bool = False
 
 
-# Return type of readers, checks and builders: generators that yield problems and return the result. `yield from` passes
-# both on; `Problems.take` collects the problems.
-Reading = Generator[Problem, None, T]
-
-
 class SimpleTunerError(Exception):
     """Base class of all deliberate errors."""
 
@@ -104,22 +99,35 @@ class ConfigError(UserError):
 
 
 class Problems(list[Problem]):
-    """Collects problems yielded by rules and readers."""
+    """A report: collects what readers and checks find, so that all of it can be said at once.
 
-    def take(self, reading: Reading[T]) -> T:
-        """Run a reading: collect its problems and return its result.
+    Whatever reads or checks takes the report as its argument, adds to it and goes on with the best value that it has.
+    """
 
-        Raises:
-            ConfigError: the reading cannot continue; includes all problems so far.
-        """
+    def error(
+        self,
+        where: str,
+        message: str,
+        *,
+        remedy: Mapping[str, Any] | None = None,
+        kind: Kind | None = None,
+        entries: Sequence[str] = (),
+    ) -> None:
+        """Add a problem that prevents the run; the arguments are the attributes of a `Problem`."""
+        self.append(Problem(where, message, remedy=remedy or {}, kind=kind, entries=entries))
+
+    def warn(self, where: str, message: str, kind: Kind | None = None) -> None:
+        """Add a problem that does not prevent the run."""
+        self.append(warning(where, message, kind))
+
+    @contextmanager
+    def within(self, place: str) -> Iterator[Problems]:
+        """A report for a part that has separate keys, such as a dataset: its problems are prefixed with `place`."""
+        part = Problems()
         try:
-            while True:
-                self.append(next(reading))
-        except StopIteration as end:
-            result: T = end.value
-            return result
-        except ConfigError as error:
-            raise ConfigError([*self, *error.problems]) from None
+            yield part
+        finally:
+            self.extend(problem.within(place) for problem in part)
 
     @property
     def are_fatal(self) -> bool:
@@ -130,31 +138,6 @@ class Problems(list[Problem]):
         """Raise a ConfigError with all problems if any is fatal."""
         if self.are_fatal:
             raise ConfigError(self)
-
-
-def result_of(reading: Reading[T]) -> T:
-    """The result of a reading, discarding its problems."""
-    return Problems().take(reading)
-
-
-def required(reading: Reading[T]) -> T:
-    """The result of a reading that must not find a fatal problem.
-
-    Raises:
-        ConfigError: with all problems of the reading.
-    """
-    problems = Problems()
-    result = problems.take(reading)
-    problems.raise_if_fatal()
-    return result
-
-
-def within(place: str, reading: Reading[T]) -> Reading[T]:
-    """A reading with its problems prefixed, see `Problem.within`."""
-    problems = Problems()
-    result = problems.take(reading)
-    yield from (problem.within(place) for problem in problems)
-    return result
 
 
 class WriteError(UserError):

@@ -12,7 +12,7 @@ from typing import Any
 from simpletuner.config.load import Layer
 from simpletuner.config.schema import RunConfig, all_options
 from simpletuner.config.sources import DATASET_FILE, Arguments, located_at, resolve_alias
-from simpletuner.errors import Problem, result_of
+from simpletuner.errors import Problem, Problems
 from simpletuner.models.registry import FAMILIES
 from simpletuner.models.spec import FamilySpec
 from simpletuner.planning.build import Plan, make_plan
@@ -91,7 +91,7 @@ class Draft:
         # As in config.json, values may refer to files of packaged examples.
         layer = Layer("", [(key, resolve_alias(value)) for key, value in values.items()])
         # Problems of a config.env belong to another file; the plan reports them.
-        arguments = Arguments(base=result_of(located_at(self.file, layer)))
+        arguments = Arguments(base=located_at(self.file, Problems(), layer))
         plan, problems = make_plan(arguments, "draft"), arguments.problems
         # Writing the draft must not overwrite its dataset file.
         written = plan.config.run.data_backend_config or ""

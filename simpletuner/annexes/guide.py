@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 
 from simpletuner.config.sources import EXAMPLES_ALIAS, example_file
+from simpletuner.errors import Problems
 from simpletuner.models.registry import FAMILIES
 from simpletuner.models.spec import Flavour
 
@@ -35,7 +36,7 @@ def about_flavour(flavour: Flavour) -> str:
 
 def about_example(name: str) -> str:
     """A description of an example, derived from its config."""
-    config = json.loads(example_file(name).read_text(encoding="utf-8"))
+    config = json.loads(example_file(name, Problems()).read_text(encoding="utf-8"))
     spec = FAMILIES[config["model_family"]]
     flavour = spec.flavour(config.get("model_flavour"))
     kind = "LoRA" if config["model_type"] == "lora" else "full fine-tune"

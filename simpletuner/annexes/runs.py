@@ -25,7 +25,7 @@ from simpletuner.annexes.figures import Columns
 from simpletuner.annexes.payloads import EVENTS_FILE, last_lines
 from simpletuner.config.json_reader import read_json
 from simpletuner.distributed.requests import FOLDER, REQUESTS
-from simpletuner.errors import UserError, result_of
+from simpletuner.errors import Problems, UserError
 from simpletuner.planning.checkpoint_folder import find_checkpoints, result_step
 from simpletuner.planning.lineage import continuation
 from simpletuner.planning.lock import LOCK_FILE, STARTED_FILE, Owner, read_owner
@@ -298,7 +298,7 @@ class Run:
     @property
     def started(self) -> Mapping[str, Any]:
         """The page's last start: `config`, `settings`, and `after`, the id of the event before it; else empty."""
-        return result_of(read_json(self.folder / STARTED_FILE, dict)) or {}
+        return read_json(self.folder / STARTED_FILE, Problems(), dict) or {}
 
     @property
     def config(self) -> str:

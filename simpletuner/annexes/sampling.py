@@ -5,7 +5,7 @@ file or a configuration. Loads no weights, imports no torch and writes nothing.
 from __future__ import annotations
 
 import shlex
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -19,7 +19,7 @@ from simpletuner.data.buckets import Geometry
 from simpletuner.data.files import MediaError, content_hash
 from simpletuner.data.pictures import inspect
 from simpletuner.data.sample import Sample
-from simpletuner.errors import ConfigError, Problem, Reading, result_of, warning
+from simpletuner.errors import ConfigError, Problem, Problems
 from simpletuner.models import lora_checks, lora_layers
 from simpletuner.models.spec import Flavour
 from simpletuner.planning.build import Plan, Rendering, make_plan
@@ -98,30 +98,28 @@ def plan_samples(request: SampleRequest) -> tuple[Plan, list[Sampled]]:
     problems = request.arguments.problems
     if not request.prompts and not request.sweeps:
         problems.append(Problem("--prompt", "is required; it may be given several times."))
-    pictures = problems.take(_pictures(request))
-    weights, run = problems.take(find_weights(request))
+    pictures = _pictures(request, problems)
+    weights, run = find_weights(request, problems)
     # Unreadable files are reported here; the checks below need readable ones.
-    weights = [
-        each for each in weights if each.lora is None or problems.take(lora_checks.read_shapes("source", each.lora))
-    ]
+    weights = [each for each in weights if each.lora is None or lora_checks.read_shapes("source", each.lora, problems)]
     if not weights:
-        problems.take(canonical(request.arguments.layer()))  # also reports unknown keys
+        canonical(request.arguments.layer(), problems)  # also reports unknown keys
         raise ConfigError(problems)
-    problems.extend(_check_strengths(request, weights))
-    arguments = replace(request.arguments, base=Located(problems.take(_layers(request, weights[0], run))))
+    _check_strengths(request, weights, problems)
+    arguments = replace(request.arguments, base=Located(_layers(request, weights[0], run, problems)))
     rendering = Rendering(request.output, _prompts(request.prompts), pictures, weights[0].transformer)
     plan = make_plan(arguments, "sample", rendering)
     loras = [each.lora for each in weights if each.lora is not None]
-    problems.extend(_check_pictures(plan.flavour, given=bool(pictures)))
-    problems.extend(_check_loras(loras, plan))
-    problems.extend(plan.spec.checks.sizes(plan.config, plan.flavour, plan.sizes, {}))
+    _check_pictures(plan.flavour, problems, given=bool(pictures))
+    _check_loras(loras, plan, problems)
+    plan.spec.checks.sizes(plan.config, plan.flavour, plan.sizes, {}, problems)
     problems.raise_if_fatal()
     lora_bytes = max((path.stat().st_size for path in loras), default=0)
     warnings = [problem for problem in problems if not problem.fatal]
     return replace(plan, seed=decide_seed(plan.config.run.seed, run), lora_bytes=lora_bytes, warnings=warnings), weights
 
 
-def _pictures(request: SampleRequest) -> Reading[tuple[Sample, ...]]:
+def _pictures(request: SampleRequest, report: Problems) -> tuple[Sample, ...]:
     """The source pictures as samples at their original size."""
     samples = []
     for path in map(home_path, request.images):
@@ -132,16 +130,16 @@ def _pictures(request: SampleRequest) -> Reading[tuple[Sample, ...]]:
             file = ("image", path.name, path.parent, content_hash(path))
             samples.append(Sample(*file, size, whole, conversions=facts.conversions))
         except MediaError as error:
-            yield Problem("--image", f"{str(path)!r} {error}.")
+            report.error("--image", f"{str(path)!r} {error}.")
     return tuple(samples)
 
 
-def _check_loras(paths: Sequence[Path], plan: Plan) -> Iterator[Problem]:
+def _check_loras(paths: Sequence[Path], plan: Plan, report: Problems) -> None:
     """Check that the LoRA files match the model."""
     source = plan.source
     modules = {} if source.problems() else lora_layers.linear_modules(source["transformer"].weight_shapes())
     for path in paths:
-        yield from lora_checks.check_lora_file("LoRA", path, modules, plan.spec.name)
+        lora_checks.check_lora_file("LoRA", path, modules, plan.spec.name, report)
 
 
 def _prompts(texts: Sequence[str]) -> list[ValidationPrompt]:
@@ -149,32 +147,33 @@ def _prompts(texts: Sequence[str]) -> list[ValidationPrompt]:
     return [ValidationPrompt(unique(file_safe(text[:LONGEST_STEM]), taken), text, text) for text in texts]
 
 
-def _check_strengths(request: SampleRequest, weights: Sequence[Sampled]) -> Iterator[Problem]:
+def _check_strengths(request: SampleRequest, weights: Sequence[Sampled], report: Problems) -> None:
     """Check strengths: only LoRAs have one, and a DoRA between 0 and 1 does not interpolate two models."""
     flag, strengths = request.flag("--strength"), request.strengths
     if weights[0].lora is None and list(strengths) != [1.0]:
         is_full = weights[0].transformer is not None
         why = "a full fine-tune replaces the weights, so it" if is_full else "the base model"
-        yield Problem(flag, f"is for LoRAs: {why} has no strength.")
+        report.error(flag, f"is for LoRAs: {why} has no strength.")
     names = (name for each in weights if each.lora for name in tensor_shapes(each.lora))
     if set(strengths) != {1.0} and any("magnitude" in (lora_names.role_of(name) or "") for name in names):
         message = "scales the update of a DoRA but not its magnitudes, as in the stock pipeline."
-        yield warning(flag, f"{message} At 0 the base model is rendered, unlike in the stock pipeline.")
+        report.warn(flag, f"{message} At 0 the base model is rendered, unlike in the stock pipeline.")
 
 
-def find_weights(request: SampleRequest) -> Reading[tuple[list[Sampled], Checkpoint | None]]:
+def find_weights(request: SampleRequest, report: Problems) -> tuple[list[Sampled], Checkpoint | None]:
     """The weights of a request's source, and a checkpoint with the settings of its run, if it belongs to a run."""
     if request.source is None:
         if request.sweeps:
-            raise ConfigError([Problem("sweep", "needs the output folder of a run: simpletuner sweep OUTPUT_DIR")])
+            report.error("sweep", "needs the output folder of a run: simpletuner sweep OUTPUT_DIR")
+            raise ConfigError(report)
         for flag in _flags_of_runs(request):
-            yield Problem(flag, "needs the output folder of a run: simpletuner sample OUTPUT_DIR")
+            report.error(flag, "needs the output folder of a run: simpletuner sample OUTPUT_DIR")
         return [Sampled("base model")], None
     path = home_path(request.source)
     if not path.exists():
-        yield Problem("source", absence_of(path))
+        report.error("source", absence_of(path))
         return [], None
-    return (yield from _weights_in_file(request, path) if path.is_file() else _weights_of_run(request, path))
+    return _weights_in_file(request, path, report) if path.is_file() else _weights_of_run(request, path, report)
 
 
 def _flags_of_runs(request: SampleRequest) -> list[str]:
@@ -183,35 +182,35 @@ def _flags_of_runs(request: SampleRequest) -> list[str]:
     return [flag for flag, is_given in flags.items() if is_given]
 
 
-def _weights_in_file(request: SampleRequest, path: Path) -> Reading[tuple[list[Sampled], Checkpoint | None]]:
+def _weights_in_file(request: SampleRequest, path: Path, report: Problems) -> tuple[list[Sampled], Checkpoint | None]:
     for flag in _flags_of_runs(request):
-        yield Problem(flag, f"has no effect on a single file; name the run's folder, not {str(path)!r}.")
+        report.error(flag, f"has no effect on a single file; name the run's folder, not {str(path)!r}.")
     # The file may be in a checkpoint, in a checkpoint's folder ema/, or beside the checkpoints.
     run = next((each for folder in path.parents[:2] for each in _checkpoints(folder)[-1:]), None)
     return [Sampled(path.stem, lora=path, content=hash_file(path))], run
 
 
-def _weights_of_run(request: SampleRequest, path: Path) -> Reading[tuple[list[Sampled], Checkpoint | None]]:
+def _weights_of_run(request: SampleRequest, path: Path, report: Problems) -> tuple[list[Sampled], Checkpoint | None]:
     whole = _checkpoints(path)
     run = whole[-1] if whole else None
     is_full = run is not None and run.manifest.identity.model_type == "full"
     if request.sweeps or request.checkpoints is not None or (run is not None and run.path == path):
-        chosen = yield from _choose(request, whole, path)
+        chosen = _choose(request, whole, path, report)
         weights = []
         for checkpoint in chosen:
-            weights.append((yield from _weights(checkpoint.path, checkpoint.step, request.ema, is_full)))
+            weights.append(_weights(checkpoint.path, checkpoint.step, request.ema, is_full, report))
             if not weights[-1].name:
                 break  # the others lack it for the same reason
         return weights, run
     result = path / (PIPELINE_FOLDER if is_full else lora_names.LORA_FILE)
     if result.exists():
         step = result_step(path, "full" if is_full else "lora")
-        return [(yield from _weights(result if is_full else path, step, request.ema and not is_full, is_full))], run
+        return [_weights(result if is_full else path, step, request.ema and not is_full, is_full, report)], run
     if run is None and lora_file(path).is_file():  # a folder of another program
-        return (yield from _weights_in_file(request, lora_file(path)))
+        return _weights_in_file(request, lora_file(path), report)
     names = ", ".join(each.path.name for each in whole)
     advice = f"Its checkpoints: {names}; choose one with --checkpoint." if whole else "It has no checkpoints either."
-    yield Problem("source", f"{request.source!r} contains no result ({result.name}). {advice}")
+    report.error("source", f"{request.source!r} contains no result ({result.name}). {advice}")
     return [], run
 
 
@@ -221,18 +220,18 @@ def _checkpoints(folder: Path) -> list[Checkpoint]:
     return [itself] if itself else find_checkpoints(folder)[0]
 
 
-def _weights(folder: Path, step: int | None, ema: bool, is_full: bool) -> Reading[Sampled]:
+def _weights(folder: Path, step: int | None, ema: bool, is_full: bool, report: Problems) -> Sampled:
     """The weights in a checkpoint, an output folder or a published pipeline."""
     loras, transformers = (lora_names.LORA_FILE, f"ema/{lora_names.LORA_FILE}"), ("transformer", "transformer_ema")
     name = (transformers if is_full else loras)[ema]
     path = folder / name
     if ema and not is_full and average_is_stale(folder):
         message = f"{str(path)!r} is not of the result beside it: a later session trained without use_ema."
-        yield Problem("source", f"{message} Choose a checkpoint of the earlier one with --checkpoint.")
+        report.error("source", f"{message} Choose a checkpoint of the earlier one with --checkpoint.")
         return Sampled("")
     if not path.exists():
         plain = "checkpoints contain the adapter (lora_type) in its native form; only the result is also a plain LoRA."
-        yield Problem("source", f"{str(path)!r} does not exist: {'the run had no use_ema.' if ema else plain}")
+        report.error("source", f"{str(path)!r} does not exist: {'the run had no use_ema.' if ema else plain}")
         return Sampled("")
     if not is_full:
         return Sampled(folder.name, step, lora=path, content=hash_file(path))
@@ -241,47 +240,47 @@ def _weights(folder: Path, step: int | None, ema: bool, is_full: bool) -> Readin
     return Sampled(folder.name, step, transformer=part, content=f"{path.resolve()} {folder.stat().st_mtime_ns}")
 
 
-def _choose(request: SampleRequest, whole: Sequence[Checkpoint], folder: Path) -> Reading[list[Checkpoint]]:
+def _choose(request: SampleRequest, whole: Sequence[Checkpoint], folder: Path, report: Problems) -> list[Checkpoint]:
     """The checkpoints with the wanted steps or names, or `latest`; all checkpoints if none is wanted."""
     names = ", ".join(each.path.name for each in whole) or "none"
     known = {name: each for each in whole for name in ("latest", str(each.step), each.path.name)}
     asked = [str(each.step) for each in whole] if request.checkpoints is None else request.checkpoints
     if not asked:
-        yield Problem("source", f"{request.source!r} contains no complete checkpoints.")
+        report.error("source", f"{request.source!r} contains no complete checkpoints.")
     for name in asked:
         if name not in known:
             message = f"{name!r} is not a complete checkpoint. Checkpoints in {folder}: {names}."
-            yield Problem(request.flag("--checkpoint"), message)
+            report.error(request.flag("--checkpoint"), message)
     # By step, so that a checkpoint named twice (`latest` and its step) is rendered once.
     return list({known[name].step: known[name] for name in asked if name in known}.values())
 
 
-def _layers(request: SampleRequest, weights: Sampled, run: Checkpoint | None) -> Reading[list[Layer]]:
+def _layers(request: SampleRequest, weights: Sampled, run: Checkpoint | None, report: Problems) -> list[Layer]:
     """The layers below the command line: settings of a run, of a LoRA's header, or of a configuration file."""
     selectors, lora = request.arguments.selectors, weights.lora
     # The lowest layer: a LoRA file or base model without settings counts as a LoRA run.
     layers = [Layer("", [("model_type", "lora")])]
     if run is not None:
         for name in selectors:
-            yield Problem(name, f"has no effect: the settings are those of the run {run.path.parent}.")
+            report.error(name, f"has no effect: the settings are those of the run {run.path.parent}.")
         return [*layers, _layer_of(run)]
     if lora is not None:
         family, flavour = model_in_header(lora)
         if family and flavour:
             layers.append(Layer(str(lora), [("model_family", family), ("model_flavour", flavour)]))
     # Problems of the arguments are collected later, with those of other layers.
-    if selectors or not (layers[1:] or "model_family" in result_of(canonical(request.arguments.layer()))):
-        layers += (yield from locate(selectors)).layers
-        yield from _check_result(layers)
+    if selectors or not (layers[1:] or "model_family" in canonical(request.arguments.layer(), Problems())):
+        layers += locate(selectors, report).layers
+        _check_result(layers, report)
     return layers
 
 
-def _check_result(layers: Sequence[Layer]) -> Iterator[Problem]:
+def _check_result(layers: Sequence[Layer], report: Problems) -> None:
     """Warn that the base model of a configuration is rendered, not the LoRA that was trained with it."""
     folders = [str(value) for layer in layers for key, value in layer.values if key == "output_dir"]
     if folders and (home_path(folders[-1]) / lora_names.LORA_FILE).is_file():
         command = f"simpletuner sample {shlex.quote(folders[-1])}"
-        yield warning("source", f"the base model is rendered; for the result of this configuration: {command}")
+        report.warn("source", f"the base model is rendered; for the result of this configuration: {command}")
 
 
 def plan_evaluation(run: Path, arguments: Arguments) -> Plan:
@@ -302,13 +301,13 @@ def plan_evaluation(run: Path, arguments: Arguments) -> Plan:
 def _layer_of(run: Checkpoint, without: Sequence[str] = (*CACHES, "output_dir")) -> Layer:
     """The explicit settings of a run, without its folders."""
     path, origins = run.path / "config.json", run.manifest.identity.origins
-    settings = result_of(read_json(path, dict)) or {}  # the checkpoint is complete, so the file is valid
+    settings = read_json(path, Problems(), dict) or {}  # the checkpoint is complete, so the file is valid
     keys = {key for key, origin in origins.items() if origin not in NOT_SET_BY_USER} - {*without}
     keys |= {key for key in CHOICES_KEPT if origins.get(key) == CHOSEN}
     return Layer(str(path), [(key, settings[key]) for key in keys])
 
 
-def _check_pictures(flavour: Flavour, *, given: bool) -> Iterator[Problem]:
+def _check_pictures(flavour: Flavour, report: Problems, *, given: bool) -> None:
     if (flavour.task in ("i2i", "i2v")) != given:
         why = "has no effect: {} starts from noise." if given else "is required: {} starts from a picture."
-        yield Problem("--image", why.format(flavour.name))
+        report.error("--image", why.format(flavour.name))

@@ -139,7 +139,7 @@ class Studio:
         problems = Problems()
         try:
             plan = plan_evaluation(run, arguments)
-            problems.take(weigh(replace(plan, config=self._loaded_for(plan.config), lora_bytes=self.plan.lora_bytes)))
+            weigh(replace(plan, config=self._loaded_for(plan.config), lora_bytes=self.plan.lora_bytes), problems)
             problems.raise_if_fatal()
             plan, _, reader = read_caches(Encoding(plan, self.adapter, self.device, events))
         except UserError as error:

@@ -19,7 +19,7 @@ from simpletuner.annexes.figures import still
 from simpletuner.atomic import write_json
 from simpletuner.config.json_reader import read_json
 from simpletuner.config.trackers import tracker_names, wandb_mode, why_missing
-from simpletuner.errors import result_of
+from simpletuner.errors import Problems
 from simpletuner.planning.build import Plan
 from simpletuner.planning.lineage import WANDB_FILE
 from simpletuner.redaction import redact, redact_settings
@@ -141,7 +141,7 @@ class WandbTracker:
         self._timesteps: list[tuple[int, float]] = []
         self._sent_timesteps_at = run.start_step
         run.logging_dir.mkdir(parents=True, exist_ok=True)
-        known = result_of(read_json(run.output_dir / WANDB_FILE, dict)) or {}  # empty if missing or damaged
+        known = read_json(run.output_dir / WANDB_FILE, Problems(), dict) or {}  # empty if missing or damaged
         run_id = known.get("id") if run.start_step else None
         self._run: Any = wandb.init(
             project=run.project,

@@ -20,7 +20,7 @@ from simpletuner.budget.workload import Bucket, Parts, Workload, parts_of, workl
 from simpletuner.config.precision import vae_dtype
 from simpletuner.config.schema import BY_COST, BY_SIZE, RunConfig
 from simpletuner.config.speed import graph_key
-from simpletuner.errors import Problem, warning
+from simpletuner.errors import Problems
 from simpletuner.models.cost import BYTES, TILE, VaeLoad
 from simpletuner.planning.build import Plan
 from simpletuner.planning.checks import BACKGROUND_KEYS
@@ -340,16 +340,18 @@ def with_strips(budget: Budget) -> Budget:
     strips = budget.under({DECODING: "strips"}, BY_SIZE)
     whole, lean = (any(phase.name == PREVIEWS for phase, _ in each.shortages()) for each in (budget, strips))
     only_so = whole and not lean and budget.config.offload.offload != "auto"  # which has more to choose from
-    return strips if only_so or any(check_decoding(budget)) else budget
+    too_large = Problems()
+    check_decoding(budget, too_large)
+    return strips if only_so or too_large else budget
 
 
-def check_decoding(budget: Budget) -> Iterator[Problem]:
+def check_decoding(budget: Budget, report: Problems) -> None:
     """Warn about previews that are too large for torch to decode whole."""
     sizes = budget.workload.previews if budget.config.validation.validation_decoding == "whole" else ()
     numbers = {each.label: budget.parts.vae.upsampled(each.clip) for each in sizes}
     if large := [label for label, count in numbers.items() if count >= MOST_UPSAMPLED]:
         message = f"'whole': {', '.join(large)} upsamples 2**31 numbers or more, which kernels of torch get wrong;"
-        yield warning(DECODING, f"{message} strips and tiles do not.")
+        report.warn(DECODING, f"{message} strips and tiles do not.")
 
 
 def with_faster_previews(budget: Budget) -> Budget:

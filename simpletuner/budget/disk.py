@@ -12,7 +12,7 @@ from simpletuner.budget.budget import Budget
 from simpletuner.budget.device import gigabytes
 from simpletuner.caching.catalogue import FeatureCost, LatentEntry
 from simpletuner.config.precision import text_encoder_dtype
-from simpletuner.errors import Problem, warning
+from simpletuner.errors import Problem, Problems
 from simpletuner.models.cost import BYTES
 from simpletuner.models.spec import FamilySpec
 from simpletuner.planning.build import Plan
@@ -98,7 +98,7 @@ def feature_costs(spec: FamilySpec, listing: Listing | None) -> FeatureCost:
     return FeatureCost(sum(each.stored for each in costs), sum(each.flops for each in costs))
 
 
-def check_disk(plan: Plan, writings: Iterable[Writing]) -> Iterator[Problem]:
+def check_disk(plan: Plan, writings: Iterable[Writing], report: Problems) -> None:
     """Report lack of disk space: fatal if `at_once` does not fit, a warning if `total` may not."""
     by_disk: dict[int, list[Writing]] = {}
     for writing in writings:
@@ -111,9 +111,9 @@ def check_disk(plan: Plan, writings: Iterable[Writing]) -> Iterator[Problem]:
         what = ", ".join(f"{each.what} {gigabytes(each.total)}" for each in group)
         message = f"{str(place)!r} has {gigabytes(free)} free; the run writes up to {gigabytes(total)} ({what})."
         if at_once > free:
-            yield Problem("disk", message, fatal=not plan.config.run.i_know_what_i_am_doing)
+            report.append(Problem("disk", message, fatal=not plan.config.run.i_know_what_i_am_doing))
         elif total > free:
-            yield warning("disk", f"{message} {_advice(plan, group)}")
+            report.warn("disk", f"{message} {_advice(plan, group)}")
 
 
 def _advice(plan: Plan, group: Sequence[Writing]) -> str:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from typer.core import TyperCommand, TyperOption
 
-from simpletuner.errors import UserError, did_you_mean, nearest
+from simpletuner.errors import Problems, UserError, did_you_mean, nearest
 
 if TYPE_CHECKING:
     from simpletuner.config.option import Option
@@ -203,7 +203,7 @@ def copy_example(
 
     if folder is not None and dest is not None and folder != dest:
         raise UserError(f"{folder} and --dest {dest} are two folders; give one.")
-    source = example_file(name).parent
+    source = example_file(name, Problems()).parent
     chosen = folder or dest
     folder = chosen or Path("config") / name
     # Prefix of a path to a file of the example. Paths to files of other examples still point into the package.

@@ -178,7 +178,7 @@ def prepared_samples(
 
     arguments = request.arguments
     plan, weights = plan_samples(request)
-    budget = arguments.problems.take(weigh(plan))
+    budget = weigh(plan, arguments.problems)
     plan = budget.plan
     arguments.problems.raise_if_fatal()
     prepare_output(plan.output_dir)

@@ -60,7 +60,7 @@ def ask_about(arguments: Arguments, device: str | None, memory: str | float | No
     """Let the arguments ask about a device; a wrong name or number becomes one of their problems."""
     from simpletuner.config.device import read_asked_device
 
-    arguments.device = arguments.problems.take(read_asked_device(device, memory))
+    arguments.device = read_asked_device(arguments.problems, device, memory)
 
 
 def refuse_question(device: str | None, memory: str | None) -> None:

@@ -53,7 +53,7 @@ def start(
     if not dry_run:
         refuse_question(device, device_memory)
     ask_about(arguments, device, device_memory)
-    arguments.problems.take(canonical(arguments.layer()))
+    canonical(arguments.layer(), arguments.problems)
     # Unexpanded: references to environment variables are written to the config as they are.
     settings = {main_name(key): value for key, value in arguments.settings}
     for chosen in arguments.selectors:

@@ -23,7 +23,7 @@ from simpletuner.cli.settings import (
     uncollected,
 )
 from simpletuner.distributed.world import World, launched
-from simpletuner.errors import ConfigError, Interrupted, Problem, UserError, WriteError, counted, result_of
+from simpletuner.errors import ConfigError, Interrupted, Problem, Problems, UserError, WriteError, counted
 
 if TYPE_CHECKING:
     from simpletuner.annexes.publishing.uploads import Hub
@@ -122,7 +122,9 @@ def agreed(budget: Budget, *, yes: bool) -> Budget:
     """
     from simpletuner.annexes.fitting.ready import check_gpu, needs_consent, with_warnings
 
-    if slow := list(check_gpu(budget)):
+    slow = Problems()
+    check_gpu(budget, slow)
+    if slow:
         others = [warning for warning in budget.plan.warnings if warning not in slow]
         with uncollected():
             import torch
@@ -132,7 +134,9 @@ def agreed(budget: Budget, *, yes: bool) -> Budget:
             return with_warnings(budget, others)
         if needs_consent(budget) and not yes:
             raise ConfigError(replace(warning, fatal=True) for warning in slow)
-        return with_warnings(budget, [*others, *check_gpu(budget, yes=yes)])
+        consented = Problems()
+        check_gpu(budget, consented, yes=yes)
+        return with_warnings(budget, [*others, *consented])
     return budget
 
 
@@ -142,8 +146,8 @@ def start_limit(arguments: Arguments) -> float:
     from simpletuner.planning.build import resolve_layers
 
     try:
-        layers, _ = result_of(arguments.layers())
-        return result_of(resolve_layers(layers, "train"))[0].launch.start_timeout
+        layers, _ = arguments.layers(Problems())
+        return resolve_layers(layers, "train", Problems())[0].launch.start_timeout
     except ConfigError:
         return LaunchConfig().start_timeout
 
@@ -256,7 +260,9 @@ def run_checked(budget: Budget, events: EventStream, world: World, *, yes: bool)
     # nvidia-smi lists a GPU that this torch cannot use: a CPU wheel, or one for a newer driver.
     if budget.device.is_gpu and not torch.accelerator.is_available():
         budget = on_cpu(budget)
-        _warn(events, check_gpu(budget))
+        slow = Problems()
+        check_gpu(budget, slow)
+        _warn(events, slow)
         with announced_end(plan, events, world):
             agreed(budget, yes=yes)
     run_plan(budget, events, open_companions(plan, hub, events, world), world)

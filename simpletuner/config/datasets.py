@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -36,7 +36,7 @@ from simpletuner.config.types import (
     parse_number,
     plain_key,
 )
-from simpletuner.errors import NoEffect, Problem, Problems, Reading, did_you_mean, result_of, warning, within
+from simpletuner.errors import NoEffect, Problems, did_you_mean
 
 # An epoch plans every pass of every sample in memory; longer runs use more epochs.
 MOST_REPEATS = 10_000
@@ -325,7 +325,7 @@ def dataset_options() -> dict[str, Option]:
     }
 
 
-def read_datasets(path: Path, *, placeholders: dict[str, str]) -> Reading[list[DatasetConfig]]:
+def read_datasets(path: Path, report: Problems, *, placeholders: dict[str, str]) -> list[DatasetConfig]:
     """The enabled entries of a dataset file.
 
     Args:
@@ -334,62 +334,66 @@ def read_datasets(path: Path, *, placeholders: dict[str, str]) -> Reading[list[D
     """
     if not path.is_file():
         ways = "`simpletuner start FOLDER` writes one, and docs/DATALOADER.md begins with one."
-        yield Problem("data_backend_config", f"the dataset file {str(path)!r} {no_file(path)}. {ways}")
+        report.error("data_backend_config", f"the dataset file {str(path)!r} {no_file(path)}. {ways}")
         return []
-    fault = foreign_datasets(path, result_of(read_text(path)) or "")
+    fault = foreign_datasets(path, read_text(path, Problems()) or "")
     if fault:
-        yield Problem("data_backend_config", f"{str(path)!r} {fault}")
+        report.error("data_backend_config", f"{str(path)!r} {fault}")
         return []
-    content = yield from read_json(path, list, "a JSON list of datasets")
+    content = read_json(path, report, list, "a JSON list of datasets")
     if content is None:
         return []
-    return (yield from parse_datasets(content, path, placeholders))
+    return parse_datasets(content, path, placeholders, report)
 
 
-def parse_datasets(content: list[Any], path: Path, placeholders: dict[str, str]) -> Reading[list[DatasetConfig]]:
+def parse_datasets(
+    content: list[Any], path: Path, placeholders: dict[str, str], report: Problems
+) -> list[DatasetConfig]:
     """The enabled entries of a parsed dataset file."""
     if not content:
-        yield Problem(str(path), "holds no datasets.")
+        report.error(str(path), "holds no datasets.")
         return []
     entries = []
     for index, entry in enumerate(content):
-        entries.append((yield from _read_entry(entry, path.name, index, placeholders)))
+        entries.append(_read_entry(entry, path.name, index, placeholders, report))
     # Before references are checked, since they must not point to disabled entries.
     enabled = [entry for entry in entries if entry is not None and not entry.disabled]
     if all(entry is not None and entry.disabled for entry in entries):
-        yield Problem(str(path), "all datasets are disabled.")
-    yield from check_references(enabled)
+        report.error(str(path), "all datasets are disabled.")
+    check_references(enabled, report)
     return enabled
 
 
-def check_references(datasets: Sequence[DatasetConfig]) -> Iterator[Problem]:
+def check_references(datasets: Sequence[DatasetConfig], report: Problems) -> None:
     """Ids are unique, one text cache at most is the default, and every reference names an existing entry."""
     for name, count in Counter(dataset.id for dataset in datasets).items():
         if count > 1:
-            yield Problem(name, f"is the id of {count} datasets; ids must be unique.")
+            report.error(name, f"is the id of {count} datasets; ids must be unique.")
     texts = [each for each in datasets if each.is_text_embeds]
     defaults = [each.id for each in texts if each.default]
     if len(defaults) > 1:
-        yield Problem("default", f"two text_embeds entries are the default: {', '.join(defaults)}.")
-    yield from _check_names(datasets, "text_embeds", texts)
+        report.error("default", f"two text_embeds entries are the default: {', '.join(defaults)}.")
+    _check_names(datasets, "text_embeds", texts, report)
     pictures = [each for each in datasets if each.dataset_type == "image_embeds"]
-    yield from _check_names(datasets, "image_embeds", pictures)
+    _check_names(datasets, "image_embeds", pictures, report)
     conditions = [each for each in datasets if each.is_conditioning]
-    yield from _check_names(datasets, "conditioning_data", conditions)
-    yield from _check_names(datasets, "source_dataset_id", datasets)
+    _check_names(datasets, "conditioning_data", conditions, report)
+    _check_names(datasets, "source_dataset_id", datasets, report)
     for dataset in conditions:
-        yield from _check_condition(dataset)
+        _check_condition(dataset, report)
 
 
-def _check_condition(dataset: DatasetConfig) -> Iterator[Problem]:
+def _check_condition(dataset: DatasetConfig, report: Problems) -> None:
     if dataset.id in (*(dataset.conditioning_data or []), dataset.source_dataset_id):
-        yield Problem(dataset.id, "conditions itself; name it in conditioning_data of the dataset it belongs to.")
+        report.error(dataset.id, "conditions itself; name it in conditioning_data of the dataset it belongs to.")
     elif dataset.conditioning_data:
         message = "has no effect: this dataset itself conditions others."
-        yield warning(f"{dataset.id}.conditioning_data", message)
+        report.warn(f"{dataset.id}.conditioning_data", message)
 
 
-def _check_names(datasets: Sequence[DatasetConfig], key: str, targets: Sequence[DatasetConfig]) -> Iterator[Problem]:
+def _check_names(
+    datasets: Sequence[DatasetConfig], key: str, targets: Sequence[DatasetConfig], report: Problems
+) -> None:
     """Whether a key of the datasets, a text or a list of texts, holds ids of these targets."""
     known = [target.id for target in targets]
     for dataset in datasets:
@@ -398,10 +402,10 @@ def _check_names(datasets: Sequence[DatasetConfig], key: str, targets: Sequence[
             if name not in known:
                 choices = ", ".join(known) or "there are none"
                 message = f"{name!r} is not the id of such an entry ({choices}).{did_you_mean(name, known)}"
-                yield Problem(f"{dataset.id}.{key}", message)
+                report.error(f"{dataset.id}.{key}", message)
 
 
-def without_effect(written: DatasetConfig, filled: DatasetConfig) -> Iterator[NoEffect]:
+def without_effect(written: DatasetConfig, filled: DatasetConfig, report: Problems) -> None:
     """The keys of an entry that are set and cannot act.
 
     Args:
@@ -413,56 +417,60 @@ def without_effect(written: DatasetConfig, filled: DatasetConfig) -> Iterator[No
     for key in sorted(written.model_fields_set):
         value = getattr(written, key)
         if value and value != options[key].default:  # false, 0 and an empty list ask for nothing
-            yield from _why_without_effect(options[key], written.dataset_type, settings)
+            _why_without_effect(options[key], written.dataset_type, settings, report)
     if written.target_downsample_size and not filled.maximum_image_size:
-        yield NoEffect("target_downsample_size", "has no effect without maximum_image_size.")
+        report.append(NoEffect("target_downsample_size", "has no effect without maximum_image_size."))
     for key, switch in SWITCHES.items():
         part = getattr(written, key)
         if part is not None and not getattr(part, switch):
-            yield NoEffect(key, f"has no effect without {switch}: true.")
+            report.append(NoEffect(key, f"has no effect without {switch}: true."))
 
 
-def _why_without_effect(declared: Option, dataset_type: str, settings: Mapping[str, Any]) -> Iterator[NoEffect]:
+def _why_without_effect(declared: Option, dataset_type: str, settings: Mapping[str, Any], report: Problems) -> None:
     """The first reason why a key cannot act in an entry of this type with these settings, if there is one."""
     if dataset_type in CACHE_KINDS and declared.name not in CACHE_ENTRY:
-        yield NoEffect(declared.name, f"has no effect: an entry of {dataset_type} only names a cache.")
+        report.append(NoEffect(declared.name, f"has no effect: an entry of {dataset_type} only names a cache."))
         return
     requires = (PROMPTED,) if declared.name == "instance_prompt" else declared.requires
     lacking = [condition.lacking for condition in requires if not condition.holds(settings)]
     if lacking:
-        yield NoEffect(declared.name, lacking[0])
+        report.append(NoEffect(declared.name, lacking[0]))
 
 
-def _read_entry(entry: Any, file: str, index: int, placeholders: dict[str, str]) -> Reading[DatasetConfig | None]:
+def _read_entry(
+    entry: Any, file: str, index: int, placeholders: dict[str, str], report: Problems
+) -> DatasetConfig | None:
     number = f"{file}[{index}]"
     if not isinstance(entry, dict):
-        yield Problem(number, f"must be an object, not {json_kind(entry)}.")
+        report.error(number, f"must be an object, not {json_kind(entry)}.")
         return None
     name = entry.get("id") or entry.get("--id")
     where = f"{file}: {name}" if isinstance(name, str | int) and name else number
     problems = Problems()
-    keys = problems.take(_canonical(_flat(entry), DatasetConfig))
+    keys = _canonical(_flat(entry), DatasetConfig, problems)
     if str(keys.get("disabled")).strip().lower() in TRUE_WORDS:
         return DatasetConfig(id=where, disabled=True)  # drops the entry's problems
     # Aliases and comments in nested objects; `canonical` handles one level.
     for part in [part for part in PARTS if isinstance(keys.get(part), dict)]:
-        keys[part] = problems.take(within(part, _canonical(keys[part], PARTS[part])))
-    problems.extend(_take_foreign(keys))
+        with problems.within(part) as of_part:
+            keys[part] = _canonical(keys[part], PARTS[part], of_part)
+    _take_foreign(keys, problems)
     # While the keys are still a dict: a built group is immutable.
     _place({**placeholders, "id": str(keys.get("id", ""))}, keys)
-    config = problems.take(build_group(DatasetConfig, keys))
-    yield from (problem.within(where) for problem in problems)
-    wrong = Problems(_check_id(config.id, number, where))
-    yield from wrong
+    config = build_group(DatasetConfig, keys, problems)
+    report.extend(problem.within(where) for problem in problems)
+    wrong = Problems()
+    _check_id(config.id, number, where, wrong)
+    report.extend(wrong)
     return config if config.id and not wrong else config.model_copy(update={"id": number})
 
 
-def _take_foreign(keys: dict[str, Any]) -> Iterator[Problem]:
+def _take_foreign(keys: dict[str, Any], report: Problems) -> None:
     """Report and remove types of other trainers, so that pydantic does not report them again."""
     for key in ("type", "dataset_type"):
         word = str(keys.get(key))
         if key in keys and word not in options_of(DatasetConfig)[key].choices and word in instead_of("datasets"):
-            yield Problem(key, f"{keys.pop(key)!r} does not exist here: {instead_of('datasets')[word]}.")
+            report.error(key, f"{keys.pop(key)!r} does not exist here: {instead_of('datasets')[word]}.")
 
 
 def _flat(entry: dict[str, Any]) -> dict[str, Any]:
@@ -473,13 +481,13 @@ def _flat(entry: dict[str, Any]) -> dict[str, Any]:
     return {**{key: value for key, value in entry.items() if key != "huggingface"}, **inner}
 
 
-def _check_id(name: str, number: str, where: str) -> Iterator[Problem]:
+def _check_id(name: str, number: str, where: str, report: Problems) -> None:
     """Report an id that cannot name a folder."""
     # File systems limit bytes, not characters.
     if len(name.encode()) > LONGEST_ID:
-        yield Problem(f"{number}.id", f"is longer than {LONGEST_ID} bytes; folders are named after it.")
+        report.error(f"{number}.id", f"is longer than {LONGEST_ID} bytes; folders are named after it.")
     if UNSAFE_ID.search(name) or name in (".", ".."):
-        yield Problem(f"{where}.id", f"{name!r} cannot name a folder: use letters, digits, _ and -.")
+        report.error(f"{where}.id", f"{name!r} cannot name a folder: use letters, digits, _ and -.")
 
 
 def _place(words: Mapping[str, str], keys: dict[str, Any]) -> None:
@@ -489,8 +497,8 @@ def _place(words: Mapping[str, str], keys: dict[str, Any]) -> None:
             folder[key] = resolve_alias(PLACEHOLDER.sub(lambda match: words[match.group(1)], folder[key]))
 
 
-def _canonical(entry: dict[str, Any], group: type[Group]) -> Reading[dict[str, Any]]:
+def _canonical(entry: dict[str, Any], group: type[Group], report: Problems) -> dict[str, Any]:
     """The keys that are set; keys that begin with an underscore are comments."""
     written = [(key, value) for key, value in entry.items() if not plain_key(key).startswith("_")]
-    keys = yield from canonical(Layer("", written), options_of(group), "datasets")
+    keys = canonical(Layer("", written), report, options_of(group), "datasets")
     return {key: value for key, value in keys.items() if value is not None}

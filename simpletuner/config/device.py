@@ -10,7 +10,7 @@ from pydantic import BeforeValidator
 from simpletuner.config.load import build_group
 from simpletuner.config.option import Group, option
 from simpletuner.config.types import Gigabytes, parse_text
-from simpletuner.errors import Problems, Reading
+from simpletuner.errors import Problems
 
 MOST_GIGABYTES = 1e6
 LEAST_NAME = 1000  # a number below is memory in GB; cards have four digits
@@ -56,20 +56,20 @@ class AskedDevice(Group):
 HERE = AskedDevice()
 
 
-def read_asked_device(card: object = None, memory: object = None) -> Reading[AskedDevice]:
+def read_asked_device(report: Problems, card: object = None, memory: object = None) -> AskedDevice:
     """The device that a command is asked about, from the values of `--device` and `--device-memory`."""
     answers = {"device": card, "device_memory": memory}
     given: dict[str, Any] = {key: value for key, value in answers.items() if value is not None}
     problems = Problems()
-    asked = problems.take(build_group(AskedDevice, given))
+    asked = build_group(AskedDevice, given, problems)
     for problem in problems:
-        yield replace(problem, where=f"--{problem.where.replace('_', '-')}")
+        report.append(replace(problem, where=f"--{problem.where.replace('_', '-')}"))
     return asked
 
 
-def read_card_or_memory(answer: str) -> Reading[AskedDevice]:
+def read_card_or_memory(answer: str, report: Problems) -> AskedDevice:
     """The device in one answer: a card (`h100`, `RTX 4090`), or memory in GB (`24`), which is below 1000."""
     number = answer.upper().removesuffix("GB").strip()
     if number.replace(".", "", 1).isdecimal() and float(number) < LEAST_NAME:
-        return (yield from read_asked_device(memory=number))
-    return (yield from read_asked_device(card=answer))
+        return read_asked_device(report, memory=number)
+    return read_asked_device(report, card=answer)

@@ -11,6 +11,7 @@ import re
 import stat
 import tomllib
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from functools import cache
 from importlib.resources import files
 from itertools import chain
@@ -20,7 +21,7 @@ from typing import Any, TypeVar
 
 from pydantic import TypeAdapter, ValidationError
 
-from simpletuner.errors import Problem, Problems, Reading, warning
+from simpletuner.errors import Problem, Problems, warning
 from simpletuner.redaction import SECRET_NAME, hide
 
 # A comma before a closing bracket, and every string (so that commas inside strings are left alone).
@@ -41,7 +42,7 @@ def read_stored(path: Path, kind: type[Stored]) -> Stored | None:
         return None
 
 
-def read_json(path: Path, kind: type | UnionType = object, needed: str = "") -> Reading[Any]:
+def read_json(path: Path, report: Problems, kind: type | UnionType = object, needed: str = "") -> Any:
     """Read a JSON file; returns None after a problem, which has file, line and column.
 
     A comma before a closing bracket is accepted with a warning, since published examples contain some. A key that
@@ -50,7 +51,7 @@ def read_json(path: Path, kind: type | UnionType = object, needed: str = "") -> 
     Args:
         kind, needed: required type of the value, and its name in messages.
     """
-    text = yield from read_text(path)
+    text = read_text(path, report)
     if text is None:
         return None
     # A blank instead of the comma keeps line and column numbers in error messages correct.
@@ -70,39 +71,39 @@ def read_json(path: Path, kind: type | UnionType = object, needed: str = "") -> 
 
     try:
         value = parse_json(repaired, keep_last)
-        yield from notes
+        report.extend(notes)
     except ValueError as error:
         fault = str(error)
     else:
         if isinstance(value, kind):
             return value
         fault = f"must hold {needed}, not {json_kind(value)}"
-    yield Problem(str(path), f"{fault}.")
+    report.error(str(path), f"{fault}.")
     return None
 
 
-def named_by(key: str, path: Path, reading: Reading[Stored]) -> Reading[Stored]:
-    """A reading of a file, with its problems under the key that names the file."""
-    problems = Problems()
-    result = problems.take(reading)
-    yield from (Problem(key, f"{str(path)!r} {each.message}", each.fatal) for each in problems)
-    return result
+@contextmanager
+def named_by(key: str, path: Path, report: Problems) -> Iterator[Problems]:
+    """A report on a file, whose problems are filed under the key that names the file."""
+    of_file = Problems()
+    yield of_file
+    report.extend(Problem(key, f"{str(path)!r} {problem.message}", problem.fatal) for problem in of_file)
 
 
-def read_text(path: Path) -> Reading[str | None]:
+def read_text(path: Path, report: Problems) -> str | None:
     """A UTF-8 file as text, or None after a problem."""
     try:
         if fault := unfit_to_read(path.stat(), LARGEST_TEXT):
-            yield Problem(str(path), f"{fault}.")
+            report.error(str(path), f"{fault}.")
             return None
         # -sig: Windows editors write a byte order mark, which json rejects.
         return path.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
-        yield Problem(str(path), f"is not UTF-8 text (byte {error.start}).")
+        report.error(str(path), f"is not UTF-8 text (byte {error.start}).")
     except ValueError as error:  # NUL in the name
-        yield Problem(str(path), f"cannot be read: {error}.")
+        report.error(str(path), f"cannot be read: {error}.")
     except OSError as error:
-        yield Problem(str(path), f"cannot be read: {error.strerror}.")
+        report.error(str(path), f"cannot be read: {error.strerror}.")
     return None
 
 
@@ -171,7 +172,9 @@ def json_fault(error: json.JSONDecodeError) -> str:
     return f"is not valid JSON: {words} (line {error.lineno}, column {error.colno})"
 
 
-def expand_environment(value: Any, where: str, *, secret: bool = False, keep_unset: bool = False) -> Reading[Any]:
+def expand_environment(
+    value: Any, where: str, report: Problems, *, secret: bool = False, keep_unset: bool = False
+) -> Any:
     """Replace `{env:NAME}` in strings, inside lists and objects too; an unset variable is a problem.
 
     Args:
@@ -199,15 +202,17 @@ def expand_environment(value: Any, where: str, *, secret: bool = False, keep_uns
         return ENVIRONMENT_REFERENCE.sub(lookup, part) if isinstance(part, str) else part
 
     expanded = expand(value)
-    yield from unset
+    report.extend(unset)
     return expanded
 
 
-def check_unset(settings: Iterable[tuple[str, Any]], *, fatal: bool) -> Iterator[Problem]:
+def check_unset(settings: Iterable[tuple[str, Any]], report: Problems, *, fatal: bool) -> None:
     """Report unset variables in settings that are needed only for sending; fatal if something will be sent."""
     for key, value in settings:
         for name in dict.fromkeys(ENVIRONMENT_REFERENCE.findall(repr(value))):
-            yield Problem(key, f"{UNSET.format(name)}{'' if fatal else '; training will need it'}.", fatal=fatal)
+            report.append(
+                Problem(key, f"{UNSET.format(name)}{'' if fatal else '; training will need it'}.", fatal=fatal)
+            )
 
 
 def same_value(left: Any, right: Any) -> bool:

@@ -20,7 +20,7 @@ from simpletuner.config.absent import File, absent_key_problem, is_simpletuner_d
 from simpletuner.config.json_reader import expand_environment, same_value
 from simpletuner.config.option import LIMITS, Group, Option, describe, options_of
 from simpletuner.config.types import plain_key
-from simpletuner.errors import Kind, Problem, Problems, Reading, did_you_mean, nearest, warning
+from simpletuner.errors import Kind, Problem, Problems, did_you_mean, nearest
 from simpletuner.redaction import hide_secrets
 
 # Sections whose values are needed only when something is sent.
@@ -54,8 +54,8 @@ class Layer:
 
 
 def resolve(
-    layers: Sequence[Layer], defaults: Mapping[str, Any] = NOTHING, fixed: Mapping[str, Any] = NOTHING
-) -> Reading[schema.RunConfig]:
+    layers: Sequence[Layer], report: Problems, defaults: Mapping[str, Any] = NOTHING, fixed: Mapping[str, Any] = NOTHING
+) -> schema.RunConfig:
     """Merge the layers, later ones overriding earlier ones, and build the config.
 
     If a problem is fatal, the config serves only to find further problems.
@@ -64,30 +64,33 @@ def resolve(
         defaults: the family's defaults, below all layers.
         fixed: values fixed by the family, above all layers.
     """
-    values, origins = yield from _merge(layers, defaults)
+    values, origins = _merge(layers, defaults, report)
     for name, value in fixed.items():
         if name in values and not same_value(values[name], value):
-            yield warning(name, f"{values[name]!r} is ignored: the model fixes it to {value!r}. ({origins[name]})")
+            report.warn(name, f"{values[name]!r} is ignored: the model fixes it to {value!r}. ({origins[name]})")
         values[name], origins[name] = value, schema.FAMILY_FIXED
     # Separate from problems whose messages already name their layer.
     invalid = Problems()
 
     def build(group: type[schema.GroupType]) -> schema.GroupType:
-        return invalid.take(build_group(group, {name: values[name] for name in group.model_fields if name in values}))
+        of_group = {name: values[name] for name in group.model_fields if name in values}
+        return build_group(group, of_group, invalid)
 
     groups = {attribute: build(group) for attribute, group in schema.GROUPS.items()}
     families = schema.FamilyOptions({group: build(group) for group in schema.family_groups()})
-    yield from (_with_origin(problem, origins) for problem in invalid)
+    report.extend(_with_origin(problem, origins) for problem in invalid)
     origins = {name: origins.get(name, "default") for name in schema.all_options()}
     # `GROUPS` is read from RunConfig's annotations, so the names match; mypy cannot infer that.
     return schema.RunConfig(**cast(Any, groups), family=families, origins=origins)
 
 
-def _merge(layers: Sequence[Layer], defaults: Mapping[str, Any]) -> Reading[tuple[dict[str, Any], dict[str, str]]]:
+def _merge(
+    layers: Sequence[Layer], defaults: Mapping[str, Any], report: Problems
+) -> tuple[dict[str, Any], dict[str, str]]:
     """The value of every key that is set, and the label of its layer."""
     values, origins = {**defaults}, dict.fromkeys(defaults, schema.FAMILY_DEFAULT)
     for layer in layers:
-        for name, value in (yield from canonical(layer)).items():
+        for name, value in canonical(layer, report).items():
             values[name], origins[name] = value, layer.label
             if value is None:  # unset, overriding the user's lower-priority layers
                 del values[name], origins[name]
@@ -96,18 +99,18 @@ def _merge(layers: Sequence[Layer], defaults: Mapping[str, Any]) -> Reading[tupl
     return values, origins
 
 
-def build_group(group: type[schema.GroupType], values: Mapping[str, Any]) -> Reading[schema.GroupType]:
+def build_group(group: type[schema.GroupType], values: Mapping[str, Any], report: Problems) -> schema.GroupType:
     """Build a group; invalid values are reported and replaced, so that the rest can be checked too."""
     try:
         return group.model_validate(values)
     except ValidationError as error:
-        yield from problems_of(error, group)
+        report.extend(problems_of(error, group))
         return group.model_validate(with_stand_ins(values, error, group))
 
 
 def canonical(
-    layer: Layer, names: Mapping[str, Option] | None = None, file: File = "config"
-) -> Reading[dict[str, Any]]:
+    layer: Layer, report: Problems, names: Mapping[str, Option] | None = None, file: File = "config"
+) -> dict[str, Any]:
     """A layer's values by canonical key: `--` stripped, aliases resolved, variables expanded, None for unset.
 
     Args:
@@ -130,12 +133,12 @@ def canonical(
             unknown_keys += 1
             guesses = names if unknown_keys <= MOST_GUESSED else ()
             unknown = Problem(written, f"{unknown_key(lowered, guesses)}{source}", remedy={written: None})
-            yield absent_key_problem(written, lowered, raw, source, file, is_typed=layer.last_wins) or unknown
+            report.append(absent_key_problem(written, lowered, raw, source, file, is_typed=layer.last_wins) or unknown)
             continue
         name, option = names[key].name, names[key]
         # Planning works without these variables; `check_unset` warns.
         keep = option.section in SENDING
-        value = yield from expand_environment(raw, name, secret=option.may_hold_secret, keep_unset=keep)
+        value = expand_environment(raw, name, report, secret=option.may_hold_secret, keep_unset=keep)
         if value == "":  # an empty resume_from_checkpoint requests a new run; unset means latest
             value = "none" if name == "resume_from_checkpoint" else None
         if value is None:
@@ -145,7 +148,7 @@ def canonical(
         if values.get(name) is not None and not same_value(values[name], value):
             message = f"is given twice: {spelled[name]}={values[name]!r} and {written}={value!r}{source}."
             note = " The last one is used." if layer.last_wins else ""
-            yield Problem(name, message + note, fatal=not layer.last_wins)
+            report.append(Problem(name, message + note, fatal=not layer.last_wins))
         values[name], spelled[name] = value, written
     return values
 

@@ -6,7 +6,7 @@ The table has each optimizer's class, settings and defaults; the functions below
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Literal
@@ -16,7 +16,7 @@ from simpletuner.config.precision import BITSANDBYTES, TORCHAO, PrecisionConfig,
 from simpletuner.config.schema import CHOSEN, LEARNING_RATES, OptimizerConfig, OptimizerName, RunConfig, all_options
 from simpletuner.config.speed import has_compiler
 from simpletuner.config.types import parse_flag, parse_number
-from simpletuner.errors import NoEffect, Problem, did_you_mean, warning
+from simpletuner.errors import NoEffect, Problems, did_you_mean
 
 PRODIGY = Package("prodigyopt", "prodigyopt>=1.1,<2")
 SCHEDULE_FREE = Package("schedulefree", "schedulefree>=1.4,<2")
@@ -256,49 +256,50 @@ def optimizer_settings(config: OptimizerConfig, mixed_precision: str) -> dict[st
         settings |= _given(config, ADAM_KEYS)
     if "beta1" in settings:  # not momentum, as in SGD and RMSprop
         settings |= _given(config, PAIR)
-    return settings | _overrides(config, spec)[0]  # most specific last
+    return settings | _overrides(config, spec, Problems())  # most specific last
 
 
-def check_optimizer(config: OptimizerConfig, mixed_precision: str) -> Iterator[Problem]:
+def check_optimizer(config: OptimizerConfig, mixed_precision: str, report: Problems) -> None:
     """Report all errors in the optimizer keys, including a missing package."""
     name = optimizer_name(config, mixed_precision)
     spec = OPTIMIZERS[name]
     if name == "adamw_bf16" and mixed_precision != "bf16":
-        yield Problem("optimizer", f"'adamw_bf16' needs mixed_precision bf16, not {mixed_precision!r}; use adamw.")
-    yield from _overrides(config, spec)[1]
-    yield from _check_numbers(config, name, spec)
+        report.error("optimizer", f"'adamw_bf16' needs mixed_precision bf16, not {mixed_precision!r}; use adamw.")
+    _overrides(config, spec, report)
+    _check_numbers(config, name, spec, report)
     if spec.package is not None:
-        yield from check_installed(spec.package, "optimizer", name)
+        check_installed(spec.package, "optimizer", name, report)
     if config.optimizer_release_gradients and not spec.per_weight:
         message = f"cannot be combined with optimizer {name!r}: it may not update each weight independently. Use"
-        yield Problem("optimizer_release_gradients", f"{message} an AdamW such as adamw_bf16.")
+        report.error("optimizer_release_gradients", f"{message} an AdamW such as adamw_bf16.")
     if spec.rounds_randomly and not has_compiler():
-        yield Problem("optimizer", f"{name!r} needs a C compiler such as gcc: torchao compiles its update.")
+        report.error("optimizer", f"{name!r} needs a C compiler such as gcc: torchao compiles its update.")
 
 
 def may_change(config: RunConfig, values: Mapping[str, object]) -> bool:
     """Whether a full fine-tune could use these optimizer settings instead."""
     changed = config.with_values(values, CHOSEN)
-    conflicts = all_options()["optimizer_release_gradients"].conflicts(changed.flat)
-    problems = (*conflicts, *check_optimizer(changed.optimizer, changed.precision.mixed_precision))
+    problems = Problems()
+    all_options()["optimizer_release_gradients"].conflicts(changed.flat, problems)
+    check_optimizer(changed.optimizer, changed.precision.mixed_precision, problems)
     return (
         config.model.model_type == "full"
         and (changed.optimizer, changed.offload) != (config.optimizer, config.offload)
-        and not any(each.fatal for each in problems)
+        and not problems.are_fatal
     )
 
 
-def _check_numbers(config: OptimizerConfig, name: str, spec: OptimizerSpec) -> Iterator[Problem]:
+def _check_numbers(config: OptimizerConfig, name: str, spec: OptimizerSpec, report: Problems) -> None:
     """Report betas without their pair, keys that the optimizer lacks, and schedules that it replaces."""
     if (config.optimizer_beta1 is None) != (config.optimizer_beta2 is None):
-        yield Problem("optimizer_beta1", "and optimizer_beta2 must be given together.")
+        report.error("optimizer_beta1", "and optimizer_beta2 must be given together.")
     unused = [*(() if spec.is_adam else ADAM_KEYS), *(() if "beta1" in spec.settings else PAIR)]
-    yield from (NoEffect(key, f"has no effect on the optimizer {name!r}.") for key in unused)
+    report.extend(NoEffect(key, f"has no effect on the optimizer {name!r}.") for key in unused)
     # An unset rate counts too: its default of 1e-4 is just as wrong.
     if name == "prodigy" and (config.learning_rate or 0) < PRODIGY_LOWEST_RATE:
-        yield warning("learning_rate", "prodigy finds the rate and multiplies it by this one, which should be 1.")
+        report.warn("learning_rate", "prodigy finds the rate and multiplies it by this one, which should be 1.")
     if spec.schedule_free and not config.lr_scheduler.startswith("constant"):
-        yield warning("lr_scheduler", f"{config.lr_scheduler!r} is ignored: {name} keeps the rate after the warm-up.")
+        report.warn("lr_scheduler", f"{config.lr_scheduler!r} is ignored: {name} keeps the rate after the warm-up.")
 
 
 def _given(config: OptimizerConfig, keys: dict[str, str]) -> dict[str, OptimizerValue]:
@@ -307,21 +308,21 @@ def _given(config: OptimizerConfig, keys: dict[str, str]) -> dict[str, Optimizer
     return {setting: values[key] for key, setting in keys.items() if values[key] is not None}
 
 
-def _overrides(config: OptimizerConfig, spec: OptimizerSpec) -> tuple[dict[str, OptimizerValue], list[Problem]]:
-    """The valid settings in `optimizer_config`, and the problems of the invalid ones."""
-    values, problems = dict[str, OptimizerValue](), list[Problem]()
+def _overrides(config: OptimizerConfig, spec: OptimizerSpec, report: Problems) -> dict[str, OptimizerValue]:
+    """The valid settings in `optimizer_config`; reports the others."""
+    values: dict[str, OptimizerValue] = {}
     for part in (config.optimizer_config or "").split(","):
         key, equals, text = (piece.strip() for piece in part.partition("="))
         if key in spec.settings:
             try:
                 values[key] = _parse_setting(key, text, spec.settings[key])
             except ValueError as error:
-                problems.append(Problem("optimizer_config", f"{key}={text!r} {error}."))
+                report.error("optimizer_config", f"{key}={text!r} {error}.")
         elif key or equals:  # not after a trailing comma
             allowed = ", ".join(spec.settings)
             message = f"unknown setting {key!r}; this optimizer takes {allowed}.{did_you_mean(key, spec.settings)}"
-            problems.append(Problem("optimizer_config", message))
-    return values, problems
+            report.error("optimizer_config", message)
+    return values
 
 
 def _parse_setting(key: str, text: str, default: OptimizerValue) -> OptimizerValue:

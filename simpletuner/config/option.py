@@ -16,7 +16,7 @@ import itertools
 import re
 import shlex
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, TypedDict, Unpack, cast, get_args, get_origin
 
@@ -24,7 +24,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
-from simpletuner.errors import Problem
+from simpletuner.errors import Problem, Problems
 
 if TYPE_CHECKING:  # higher layers
     from simpletuner.config.schema import RunConfig
@@ -121,32 +121,32 @@ class Group(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
 
-def beyond_last(chosen: Mapping[str, int | None], blocks: int | None) -> Iterator[Problem]:
+def beyond_last(chosen: Mapping[str, int | None], blocks: int | None, report: Problems) -> None:
     """Report keys with the index of a block that the model does not have."""
     for key, block in chosen.items():
         if block is not None and blocks is not None and block >= blocks:
-            yield Problem(key, f"{block} is out of range: the model has {blocks} blocks, 0 to {blocks - 1}.")
+            report.error(key, f"{block} is out of range: the model has {blocks} blocks, 0 to {blocks - 1}.")
 
 
 class TechniqueGroup(Group):
     """The keys of a technique, and the checks that the plan makes; the defaults report nothing."""
 
-    def check(self, config: RunConfig) -> Iterator[Problem]:
+    def check(self, config: RunConfig, report: Problems) -> None:
         """Report contradictions between settings."""
-        yield from ()
+        report.extend(())
 
-    def check_model(self, spec: FamilySpec, routes: Sequence[Route], blocks: int | None) -> Iterator[Problem]:
+    def check_model(self, spec: FamilySpec, routes: Sequence[Route], blocks: int | None, report: Problems) -> None:
         """Report what the model lacks or does not support.
 
         Args:
             routes: TREAD routes, ranges of blocks that some tokens skip.
             blocks: number of visual blocks; None if the checkpoint is not on this machine.
         """
-        yield from ()
+        report.extend(())
 
-    def check_datasets(self, config: RunConfig, datasets: Sequence[Dataset]) -> Iterator[Problem]:
+    def check_datasets(self, config: RunConfig, datasets: Sequence[Dataset], report: Problems) -> None:
         """Report missing data, and datasets that exclude the technique."""
-        yield from ()
+        report.extend(())
 
     @property
     def late(self) -> Mapping[str, str]:
@@ -303,17 +303,17 @@ class Option:
         """Whether settings fulfil everything that it requires."""
         return all(condition.holds(settings) for condition in self.requires)
 
-    def conflicts(self, settings: Mapping[str, Any]) -> Iterator[Problem]:
+    def conflicts(self, settings: Mapping[str, Any], report: Problems) -> None:
         """Report settings that exclude the key, if it is on, and the refusal or remark for its value."""
         value = settings[self.name]
         # A key that is off, or at its default, excludes nothing.
         for other in self.excludes if value and value != self.default else ():
             if other.holds(settings):
                 shown = f"{value!r} " if isinstance(value, str) else ""
-                yield Problem(self.name, f"{shown}cannot be combined with {other.shown(settings)}{other.reason}.")
+                report.error(self.name, f"{shown}cannot be combined with {other.shown(settings)}{other.reason}.")
         for texts, fatal in ((self.refused, True), (self.remarks, False)):
             if texts and value in texts and self.has_effect(settings):
-                yield Problem(self.name, f"{value!r} {texts[value]}.", fatal)
+                report.append(Problem(self.name, f"{value!r} {texts[value]}.", fatal))
 
     @functools.cached_property
     def may_hold_secret(self) -> bool:
@@ -399,9 +399,9 @@ def is_installed(module: str) -> bool:
     return importlib.machinery.PathFinder.find_spec(module, spec.submodule_search_locations) is not None
 
 
-def check_installed(package: Package, key: str, value: str) -> Iterator[Problem]:
+def check_installed(package: Package, key: str, value: str, report: Problems) -> None:
     """Report a value whose package is not installed."""
     if not is_installed(package.module):
         name = re.split("[<>=]", package.requirement)[0]
         install = f"pip install {shlex.quote(package.requirement)}"
-        yield Problem(key, f"{value!r} needs the package {name}, which is not installed: {install}")
+        report.error(key, f"{value!r} needs the package {name}, which is not installed: {install}")

@@ -6,14 +6,13 @@ Dtype and quantisation of an encoder are part of the identity of its cache entri
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Literal
 
 from simpletuner.config.option import Group, Package, check_installed, common, option, unless, when
 from simpletuner.config.types import Flag, Integer
-from simpletuner.errors import Problem
+from simpletuner.errors import Problems
 
 if TYPE_CHECKING:  # schema imports this module
     from simpletuner.config.schema import CachingConfig
@@ -177,7 +176,7 @@ def quantised_bytes(name: str) -> float:
     return stored.bytes_per_weight if stored else 0.0
 
 
-def check_products(config: PrecisionConfig) -> Iterator[Problem]:
+def check_products(config: PrecisionConfig, report: Problems) -> None:
     """Report weights that `quantized_matmul` cannot multiply as stored."""
     stored = quantisation(config.base_model_precision)
     if not config.quantized_matmul or (stored is not None and stored.multiplies and not stored.always):
@@ -185,7 +184,7 @@ def check_products(config: PrecisionConfig) -> Iterator[Problem]:
     allowed = ", ".join(name for name, each in QUANTISATIONS.items() if each.multiplies and not each.always)
     message = f"multiplies weights stored as {allowed}, not {config.base_model_precision!r}: {_why_not(stored)}."
     advice = "Leave it out." if stored is not None else "Leave it out, or set base_model_precision int8-quanto."
-    yield Problem("quantized_matmul", f"{message} {advice}")
+    report.error("quantized_matmul", f"{message} {advice}")
 
 
 def _why_not(stored: Quantisation | None) -> str:
@@ -207,7 +206,7 @@ def multiplied(config: PrecisionConfig) -> dict[str, Quantisation]:
     return always | ({} if base is None else {"quantized_matmul": base})
 
 
-def check_capability(config: PrecisionConfig, capability: tuple[int, int] | None) -> Iterator[Problem]:
+def check_capability(config: PrecisionConfig, capability: tuple[int, int] | None, report: Problems) -> None:
     """Report weights that the GPU cannot multiply as stored.
 
     Args:
@@ -218,7 +217,7 @@ def check_capability(config: PrecisionConfig, capability: tuple[int, int] | None
             continue
         needed, found = (".".join(map(str, each)) for each in (stored.multiplies, capability))
         message = f"{stored.name} needs a GPU of compute capability {needed}; this one has {found}."
-        yield Problem(key, f"{message} {instead(stored, capability)}")
+        report.error(key, f"{message} {instead(stored, capability)}")
 
 
 def instead(stored: Quantisation, capability: tuple[int, int] = (0, 0)) -> str:
@@ -231,11 +230,11 @@ def instead(stored: Quantisation, capability: tuple[int, int] = (0, 0)) -> str:
     return f"Set base_model_precision {others}, or quantized_matmul false." if others else "Set quantized_matmul false."
 
 
-def check_packages(config: PrecisionConfig) -> Iterator[Problem]:
+def check_packages(config: PrecisionConfig, report: Problems) -> None:
     """Report quantisations whose package is not installed."""
     for key, name in config.model_dump(include=set(PRECISION_KEYS)).items():
         if (stored := quantisation(name)) and stored.package:
-            yield from check_installed(stored.package, key, name)
+            check_installed(stored.package, key, name, report)
 
 
 def text_encoder_dtype(precision: PrecisionConfig) -> str:

@@ -5,13 +5,13 @@ from __future__ import annotations
 import re
 import shlex
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import partial
 from urllib.parse import urlsplit
 
 from simpletuner.config.option import Group, common, option, when
 from simpletuner.config.types import Flag, Text, TextList, Texts
-from simpletuner.errors import Problem, did_you_mean, warning
+from simpletuner.errors import Problems, did_you_mean
 from simpletuner.redaction import REFERENCE
 
 PLACEHOLDERS = ("local_checkpoint_path", "remote_checkpoint_path", "global_step", "tracker_run_name")
@@ -63,44 +63,44 @@ def repository_name(written: str) -> str:
     return "/".join(parts[:2] if "://" in written else parts)
 
 
-def check_publishing(publish: PublishConfig, project: str) -> Iterator[Problem]:
+def check_publishing(publish: PublishConfig, project: str, report: Problems) -> None:
     """Report faults that are certain to make uploads fail.
 
     Args:
         project: value of `tracker_project_name`.
     """
     if publish.push_to_hub:
-        yield from _check_hub(publish.hub_model_id, project)
+        _check_hub(publish.hub_model_id, project, report)
     # A checkpoint that is only saved has no remote address.
     saved = [name for name in PLACEHOLDERS if name != "remote_checkpoint_path"]
-    yield from _check_script("post_checkpoint_script", publish.post_checkpoint_script, saved)
-    yield from _check_script("post_upload_script", publish.post_upload_script, PLACEHOLDERS)
+    _check_script("post_checkpoint_script", publish.post_checkpoint_script, saved, report)
+    _check_script("post_upload_script", publish.post_upload_script, PLACEHOLDERS, report)
 
 
-def _check_hub(name: str | None, project: str) -> Iterator[Problem]:
+def _check_hub(name: str | None, project: str, report: Problems) -> None:
     # Imported late, since most runs do not need it.
     from huggingface_hub import constants, get_token
 
     # A reference `{env:NAME}` is expanded on upload.
     if not (REPOSITORY.fullmatch(repository_name(name or project)) or REFERENCE.search(name or "")):
         key, rule = "hub_model_id" if name else "tracker_project_name", "letters, digits, '-', '_' and '.'"
-        yield Problem(key, f"{name or project!r} is not a name for a repository ({rule}), such as me/my-lora.")
+        report.error(key, f"{name or project!r} is not a name for a repository ({rule}), such as me/my-lora.")
     if constants.HF_HUB_OFFLINE:
-        yield Problem("push_to_hub", "HF_HUB_OFFLINE is set, so nothing can be uploaded.")
+        report.error("push_to_hub", "HF_HUB_OFFLINE is set, so nothing can be uploaded.")
     elif get_token() is None:
-        yield Problem("push_to_hub", "not logged in to the hub: run `hf auth login`, or set HF_TOKEN.")
+        report.error("push_to_hub", "not logged in to the hub: run `hf auth login`, or set HF_TOKEN.")
 
 
-def _check_script(key: str, script: str | None, known: Sequence[str]) -> Iterator[Problem]:
+def _check_script(key: str, script: str | None, known: Sequence[str], report: Problems) -> None:
     for word in re.findall(r"\{(\w+)\}", script or ""):
         if word not in known:
             hint = did_you_mean(word, known) or f" There are: {', '.join(known)}."
-            yield warning(key, f"{{{word}}} is not a placeholder here and stays as it is.{hint}")
+            report.warn(key, f"{{{word}}} is not a placeholder here and stays as it is.{hint}")
     try:
         program = shlex.split(script or "")[:1]
     except ValueError as error:
-        yield Problem(key, f"{script!r} cannot be split into words: {error}.")
+        report.error(key, f"{script!r} cannot be split into words: {error}.")
         return
     # Checked now rather than after the first checkpoint, hours later.
     if program and shutil.which(program[0]) is None:
-        yield Problem(key, f"{program[0]!r} is not a program that can be run here.")
+        report.error(key, f"{program[0]!r} is not a program that can be run here.")

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from simpletuner.config.option import Group, accepted, option
 from simpletuner.config.types import Flag, Integer, Number, PathText, Text, TextList
-from simpletuner.errors import Problem
+from simpletuner.errors import Problems
 
 
 class TableKeys(Group):
@@ -96,7 +96,7 @@ REQUIRED = {
 }
 
 
-def check_source(name: str, source: str, keys: Mapping[str, Any]) -> Iterator[Problem]:
+def check_source(name: str, source: str, keys: Mapping[str, Any], report: Problems) -> None:
     """Report missing keys of a type, and keys of another type.
 
     Args:
@@ -106,17 +106,17 @@ def check_source(name: str, source: str, keys: Mapping[str, Any]) -> Iterator[Pr
     """
     for key in REQUIRED.get(source, ()):
         if not keys.get(key):
-            yield Problem(f"{name}.{key}", f"is required with type {source}.")
+            report.error(f"{name}.{key}", f"is required with type {source}.")
     for foreign, group in SOURCES.items():
         for key in sorted(group.model_fields.keys() & keys.keys() if foreign != source else ()):
             needed = " and ".join(REQUIRED[foreign])
             message = f"is for type {foreign}, which needs {needed}, too; the type is {source}. Leave it out."
-            yield Problem(f"{name}.{key}", message)
+            report.error(f"{name}.{key}", message)
     if source != "local" and keys.get("instance_data_dir"):
-        yield Problem(f"{name}.instance_data_dir", f"is for type local; with type {source} files are downloaded.")
+        report.error(f"{name}.instance_data_dir", f"is for type local; with type {source} files are downloaded.")
     if keys.get("streaming"):
-        yield Problem(f"{name}.streaming", "is not possible: buckets need the sizes of all files.")
+        report.error(f"{name}.streaming", "is not possible: buckets need the sizes of all files.")
     composite = keys.get("composite_image_config")
     if composite is not None and composite.select_index >= composite.image_count:
         message = f"{composite.select_index} is beyond image_count {composite.image_count}, counted from 0."
-        yield Problem(f"{name}.composite_image_config.select_index", message)
+        report.error(f"{name}.composite_image_config.select_index", message)

@@ -22,7 +22,7 @@ from simpletuner.config.paths import home_path
 from simpletuner.config.schema import option_names
 from simpletuner.config.strays import describe_folder
 from simpletuner.config.types import plain_key
-from simpletuner.errors import ConfigError, Problem, Problems, Reading, did_you_mean, not_one_of, result_of, warning
+from simpletuner.errors import ConfigError, Problem, Problems, did_you_mean, not_one_of
 
 if TYPE_CHECKING:
     from simpletuner.data.entries import Collect
@@ -104,17 +104,17 @@ class Arguments:
     names_configuration: bool = False
     device: AskedDevice = HERE
 
-    def layers(self) -> Reading[tuple[list[Layer], Path]]:
+    def layers(self, report: Problems) -> tuple[list[Layer], Path]:
         """The layers of files, environment and command line, weakest first, and the folder of the config file."""
         try:
-            located = self.base or (yield from locate(self.selectors))
+            located = self.base or locate(self.selectors, report)
         except ConfigError:
             if self.names_configuration:  # that none was found is a consequence
-                raise ConfigError([]) from None
+                raise ConfigError(problem for problem in report if problem.where != "config") from None
             raise
         # Arguments from a config.env follow the command line.
         more = parse_arguments([], located.extra_arguments)
-        yield from more.problems
+        report.extend(more.problems)
         return [*located.layers, replace(self, settings=[*self.settings, *more.settings]).layer()], located.folder
 
     def with_seed(self, seed: int | None) -> Arguments:
@@ -206,7 +206,7 @@ def example_names() -> list[str]:
     return sorted(path.parent.name for path in EXAMPLES.glob("*/config.json"))
 
 
-def example_file(name: str) -> Path:
+def example_file(name: str, report: Problems) -> Path:
     """config.json of a packaged example.
 
     Raises:
@@ -215,11 +215,12 @@ def example_file(name: str) -> Path:
     names = example_names()
     if name not in names:
         message = f"{name!r} is not a packaged example. Available: {', '.join(names)}.{did_you_mean(name, names)}"
-        raise ConfigError([Problem("example", message)])
+        report.error("example", message)
+        raise ConfigError(report)
     return EXAMPLES / name / "config.json"
 
 
-def locate(selectors: Mapping[str, str]) -> Reading[Located]:
+def locate(selectors: Mapping[str, str], report: Problems) -> Located:
     """Locate the requested configuration.
 
     Search order: `example=`; `env=`; `--config=`; `$SIMPLETUNER_ENV`, `$ENV`; `$CONFIG_PATH`; config.json in the
@@ -230,26 +231,27 @@ def locate(selectors: Mapping[str, str]) -> Reading[Located]:
     """
     choosing = [key for key in ("example", "env", "config_path") if key in selectors]
     if len(choosing) > 1:
-        yield Problem(choosing[0], f"and {choosing[1]} both choose a configuration; give one of them.")
+        report.error(choosing[0], f"and {choosing[1]} both choose a configuration; give one of them.")
     # What is given on the command line counts for more than the environment.
     variables = () if "config_path" in selectors else ENV_VARIABLES
     name = next(filter(None, [selectors.get("env"), *map(os.environ.get, variables)]), None)
     name = None if name == "default" else name
     if "example" in selectors:
-        path = example_file(selectors["example"])
+        path = example_file(selectors["example"], report)
     else:
-        candidates = _candidates(name, selectors)
+        candidates = _candidates(name, selectors, report)
         files = [*filter(os.path.isfile, candidates)]  # unlike Path.is_file, never raises
         if files:
             path = files[0]
         elif name and name.startswith("examples/"):
-            path = example_file(name.removeprefix("examples/"))
+            path = example_file(name.removeprefix("examples/"), report)
         else:
-            raise ConfigError([Problem("config", _not_found(candidates, name))])
-    return (yield from located_at(path))
+            report.error("config", _not_found(candidates, name))
+            raise ConfigError(report)
+    return located_at(path, report)
 
 
-def located_at(path: Path, draft: Layer | None = None) -> Reading[Located]:
+def located_at(path: Path, report: Problems, draft: Layer | None = None) -> Located:
     """The configuration in a file, or a draft of it, above the launch variables and the config.env beside it.
 
     Raises:
@@ -258,10 +260,10 @@ def located_at(path: Path, draft: Layer | None = None) -> Reading[Located]:
     layers = [launch_layer()]
     settings = path.with_name("config.env")
     if path.suffix != ".env" and settings.is_file():
-        layers.append((yield from read_env_layer(settings)))
-    layers.append(draft or (yield from read_config_file(path)))
+        layers.append(read_env_layer(settings, report))
+    layers.append(draft or read_config_file(path, report))
     # Read a second time; its problems have been reported.
-    extra = result_of(read_env_file(settings)).get(EXTRA_ARGUMENTS, "") if settings.is_file() else ""
+    extra = read_env_file(settings, Problems()).get(EXTRA_ARGUMENTS, "") if settings.is_file() else ""
     # If train.sh has exported the variable, do not apply it twice.
     return Located(layers, path.parent, "" if EXTRA_ARGUMENTS in os.environ else extra)
 
@@ -273,22 +275,24 @@ def launch_layer() -> Layer:
     return Layer("environment", [(LAUNCH_VARIABLES[name], value) for name, value in present.items()])
 
 
-def read_config_file(path: Path) -> Reading[Layer]:
+def read_config_file(path: Path, report: Problems) -> Layer:
     """A config file as a layer, by its extension; paths below config/examples/ are redirected into the package.
 
     Raises:
         ConfigError: the file cannot be read, so the run cannot be checked any further.
     """
-    readers: dict[str, Callable[[Path], Reading[Layer | None]]] = {".env": read_env_layer, ".toml": _read_toml_layer}
-    problems = Problems()
-    fault = foreign_config(path, result_of(read_text(path)) or "")
+    readers: dict[str, Callable[[Path, Problems], Layer | None]] = {".env": read_env_layer, ".toml": _read_toml_layer}
+    fault = foreign_config(path, read_text(path, Problems()) or "")
     if fault:
-        raise ConfigError([Problem(str(path), fault)])
-    layer = problems.take(readers.get(path.suffix, read_json_layer)(path))
-    yield from problems
+        report.error(str(path), fault)
+        raise ConfigError(report)
+    problems = Problems()
+    read = readers.get(path.suffix, read_json_layer)
+    layer = read(path, problems)
+    report.extend(problems)
     # A broken line of a config.env may be any key, so the rest cannot be trusted.
     if layer is None or (path.suffix == ".env" and problems.are_fatal):
-        raise ConfigError([])
+        raise ConfigError(report)
     return Layer(layer.label, [(key, resolve_alias(value)) for key, value in layer.values])
 
 
@@ -298,26 +302,26 @@ def unwrapped(content: dict[str, Any]) -> dict[str, Any]:
     return inner if isinstance(inner, dict) else content
 
 
-def read_json_layer(path: Path) -> Reading[Layer | None]:
+def read_json_layer(path: Path, report: Problems) -> Layer | None:
     """config.json as a layer, or None if it cannot be read."""
-    content = yield from read_json(path, dict, "one JSON object")
+    content = read_json(path, report, dict, "one JSON object")
     return None if content is None else Layer(str(path), list(unwrapped(content).items()))
 
 
-def _read_toml_layer(path: Path) -> Reading[Layer | None]:
-    if (text := (yield from read_text(path))) is None:
+def _read_toml_layer(path: Path, report: Problems) -> Layer | None:
+    if (text := read_text(path, report)) is None:
         return None
     try:
         return Layer(str(path), list(tomllib.loads(text).items()))
     except (ValueError, RecursionError) as error:
-        yield Problem(str(path), f"is not valid TOML: {error}.")
+        report.error(str(path), f"is not valid TOML: {error}.")
         return None
 
 
-def read_env_layer(path: Path) -> Reading[Layer]:
+def read_env_layer(path: Path, report: Problems) -> Layer:
     """The variables of a config.env that are settings, or meant as such; all others are for the shell."""
     known = option_names()
-    variables = yield from read_env_file(path)
+    variables = read_env_file(path, report)
     settings = []
     for name, value in variables.items():
         key = LAUNCH_VARIABLES.get(name, name.lower())
@@ -336,27 +340,27 @@ def _is_meant_as_setting(name: str, known: Iterable[str]) -> bool:
     return bool(why_absent(key, "config") or difflib.get_close_matches(key, known, n=1, cutoff=LIKE_A_SETTING))
 
 
-def read_env_file(path: Path) -> Reading[dict[str, str]]:
+def read_env_file(path: Path, report: Problems) -> dict[str, str]:
     """Variables by name, from `KEY=VALUE` lines in shell syntax; `export` and `+=` are supported.
 
     Variables from earlier lines and from the environment expand; commands never run.
     """
     values: dict[str, str] = {}
-    for number, line in enumerate(((yield from read_text(path)) or "").splitlines(), start=1):
+    for number, line in enumerate((read_text(path, report) or "").splitlines(), start=1):
         # `A+=b`: the key ends with the plus sign.
         key, equals, value = re.sub(r"^export\s+", "", line.strip()).partition("=")
         if key.startswith("#") or not key:
             continue
         name = key.rstrip("+")
         if not equals or not ENV_NAME.fullmatch(name):
-            yield warning(str(path), f"line {number}, {line.strip()!r:.80}, is not KEY=VALUE and is ignored.")
+            report.warn(str(path), f"line {number}, {line.strip()!r:.80}, is not KEY=VALUE and is ignored.")
             continue
         try:
             text = expand_shell(value, {**os.environ, **values})
         except ValueError as error:
             # Errors in variables that only the shell uses do not affect the run.
             fatal = name.lower() in option_names() or name in (*LAUNCH_VARIABLES, EXTRA_ARGUMENTS)
-            yield Problem(str(path), f"line {number} cannot be read: {error}.", fatal=fatal)
+            report.append(Problem(str(path), f"line {number} cannot be read: {error}.", fatal=fatal))
             continue
         values[name] = values.get(name, "") + text if key.endswith("+") else text
     return values
@@ -393,12 +397,12 @@ def expand_shell(text: str, variables: Mapping[str, str]) -> str:
     return result
 
 
-def dataset_file(configured: str | None, folder: Path) -> Reading[Path]:
+def dataset_file(configured: str | None, folder: Path, report: Problems) -> Path:
     """The dataset file: `data_backend_config`, else multidatabackend.json beside the config, with a warning."""
     if configured is not None:
         return Path(resolve_alias(configured)).expanduser()
     path = folder / DATASET_FILE
-    yield warning("data_backend_config", f"is not set; {path} is used.")
+    report.warn("data_backend_config", f"is not set; {path} is used.")
     return path
 
 
@@ -409,9 +413,9 @@ def resolve_alias(value: Any) -> Any:
     return value
 
 
-def _candidates(name: str | None, selectors: Mapping[str, str]) -> list[Path]:
+def _candidates(name: str | None, selectors: Mapping[str, str], report: Problems) -> list[Path]:
     """Possible paths of the configuration: of an environment, of an explicit path, or the default paths."""
-    backends = _backends(selectors)
+    backends = _backends(selectors, report)
     explicit = selectors.get("config_path") or os.environ.get("CONFIG_PATH")
     if name:
         folders = [Path("config") / name, Path(name)]
@@ -429,11 +433,12 @@ def _candidates(name: str | None, selectors: Mapping[str, str]) -> list[Path]:
     return [*(folder / f"config.{backend}" for folder in folders for backend in backends), *itself]
 
 
-def _backends(selectors: Mapping[str, str]) -> Sequence[str]:
+def _backends(selectors: Mapping[str, str], report: Problems) -> Sequence[str]:
     """The file types to look for."""
     wanted = selectors.get("config_backend") or os.environ.get("CONFIG_BACKEND") or os.environ.get("CONFIG_TYPE")
     if wanted and wanted not in BACKENDS:
-        raise ConfigError([Problem("CONFIG_BACKEND", not_one_of(wanted, BACKENDS))])
+        report.error("CONFIG_BACKEND", not_one_of(wanted, BACKENDS))
+        raise ConfigError(report)
     return (wanted,) if wanted else BACKENDS
 
 

@@ -5,13 +5,12 @@ from __future__ import annotations
 import importlib.util
 import os
 import shutil
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 from simpletuner.config.launch import LaunchConfig
 from simpletuner.config.option import Package, check_installed, is_installed
 from simpletuner.config.schema import PrecisionConfig, SpeedConfig
-from simpletuner.errors import NoEffect, Problem, not_one_of
+from simpletuner.errors import NoEffect, Problems, not_one_of
 
 COMPILE_MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
 GRAPH_MODES = ("reduce-overhead", "max-autotune")  # modes with CUDA graphs
@@ -119,42 +118,42 @@ def has_compiler() -> bool:
     return any(name and shutil.which(name) for name in (*named, "cc", "gcc", "clang", "g++"))
 
 
-def check_speed(config: SpeedConfig, precision: PrecisionConfig, launch: LaunchConfig) -> Iterator[Problem]:
+def check_speed(config: SpeedConfig, precision: PrecisionConfig, launch: LaunchConfig, report: Problems) -> None:
     """Report contradicting switches and missing packages."""
     if not plain_math(config):
         message = "has no effect without speed_plain_math, whose blocks it applies to."
-        yield NoEffect("speed_keep_attention", message)
+        report.append(NoEffect("speed_keep_attention", message))
     if launch.sequence_parallel_size > 1 and not plain_math(config):
         message = f"{launch.sequence_parallel_size} needs speed_plain_math: diffusers' own blocks need all tokens."
-        yield Problem("sequence_parallel_size", message)
-    yield from check_mechanism(config, precision.attention_mechanism)
-    yield from check_compile(config, launch)
+        report.error("sequence_parallel_size", message)
+    check_mechanism(config, precision.attention_mechanism, report)
+    check_compile(config, launch, report)
 
 
-def check_mechanism(config: SpeedConfig, mechanism: str) -> Iterator[Problem]:
+def check_mechanism(config: SpeedConfig, mechanism: str, report: Problems) -> None:
     """Check that the attention kernel is installed, can train and is used."""
     asked = ATTENTION_PACKAGES.get(mechanism)
     if asked is not None:
         if asked.is_released:
-            yield from check_installed(asked.package, "attention_mechanism", mechanism)
+            check_installed(asked.package, "attention_mechanism", mechanism, report)
         elif not is_installed(asked.package.module):
             message = "is not installed, and has to be built from source (docs/INSTALL.md says how)."
-            yield Problem("attention_mechanism", f"{mechanism!r} {message}")
+            report.error("attention_mechanism", f"{mechanism!r} {message}")
         if not plain_math(config):
-            yield Problem("attention_mechanism", f"{mechanism!r} needs speed_plain_math: other blocks use torch's.")
+            report.error("attention_mechanism", f"{mechanism!r} needs speed_plain_math: other blocks use torch's.")
     if mechanism == "xformers" and config.deterministic:
-        yield Problem("attention_mechanism", "'xformers' sums in any order: not deterministic; use diffusers.")
+        report.error("attention_mechanism", "'xformers' sums in any order: not deterministic; use diffusers.")
 
 
-def check_compile(config: SpeedConfig, launch: LaunchConfig) -> Iterator[Problem]:
+def check_compile(config: SpeedConfig, launch: LaunchConfig, report: Problems) -> None:
     """Check the keys of torch.compile."""
     backend, mode = launch.dynamo_backend, launch.dynamo_mode
     if backend == "no" or (backend is None and config.speed == "reference"):
         reason = "dynamo_backend is 'no'" if backend else "speed is 'reference' and dynamo_backend is not set"
-        yield from (NoEffect(key, f"has no effect: {reason}.") for key in COMPILE_KEYS)
+        report.extend(NoEffect(key, f"has no effect: {reason}.") for key in COMPILE_KEYS)
     if backend == "inductor" and not has_compiler():
-        yield Problem("dynamo_backend", "'inductor' needs a C compiler, and none was found (cc, gcc, clang or CC).")
+        report.error("dynamo_backend", "'inductor' needs a C compiler, and none was found (cc, gcc, clang or CC).")
     if mode is not None and mode not in COMPILE_MODES:
-        yield Problem("dynamo_mode", not_one_of(mode, COMPILE_MODES))
+        report.error("dynamo_mode", not_one_of(mode, COMPILE_MODES))
     elif mode is not None and backend in ("aot_eager", "cudagraphs"):
-        yield Problem("dynamo_mode", f"{mode!r} is a mode of inductor; dynamo_backend is {backend!r}.")
+        report.error("dynamo_mode", f"{mode!r} is a mode of inductor; dynamo_backend is {backend!r}.")

@@ -10,7 +10,7 @@ import configparser
 import netrc
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
@@ -18,7 +18,7 @@ from urllib.parse import urlsplit
 
 from simpletuner.config.option import Group, common
 from simpletuner.config.types import Text
-from simpletuner.errors import Problem, not_one_of, warning
+from simpletuner.errors import Problems, not_one_of
 
 # Install commands by tracker; the package is named after the tracker.
 PACKAGES = {"wandb": "pip install wandb", "tensorboard": "pip install 'tensorboard>=2.18,<3'"}
@@ -50,37 +50,37 @@ def tracker_names(report_to: str) -> list[str]:
     return [name.strip().lower() for name in report_to.split(",") if name.strip()] or ["none"]
 
 
-def check_trackers(config: TrackingConfig) -> Iterator[Problem]:
+def check_trackers(config: TrackingConfig, report: Problems) -> None:
     """Report unknown and unusable names; a missing package or login is only a warning."""
     names = tracker_names(config.report_to)
     for name in names:
         if name in NOT_AVAILABLE_YET:
-            yield Problem("report_to", f"{name!r} is not available yet; choose wandb, tensorboard or none.")
+            report.error("report_to", f"{name!r} is not available yet; choose wandb, tensorboard or none.")
         elif name not in KNOWN:
-            yield Problem("report_to", not_one_of(name, KNOWN))
+            report.error("report_to", not_one_of(name, KNOWN))
     if "none" in names and len(set(names)) > 1:
-        yield Problem("report_to", f"{config.report_to!r} asks for none and for {', '.join(names)} at once.")
+        report.error("report_to", f"{config.report_to!r} asks for none and for {', '.join(names)} at once.")
     # `all` means all installed trackers.
     for name in PACKAGES if "all" not in names else ():
         if name in names and (reason := why_missing(name)):
-            yield warning("report_to", reason)
-    yield from _check_wandb_name(config.tracker_project_name, names)
+            report.warn("report_to", reason)
+    _check_wandb_name(config.tracker_project_name, names, report)
     # Names become folders in `logging_dir`.
     for key, name in config.model_dump(exclude={"report_to"}).items():
         if OUTSIDE.match(name):
-            yield Problem(key, f"{name!r} points outside logging_dir; it is a name, with no '..' and no '/' in front.")
+            report.error(key, f"{name!r} points outside logging_dir; it is a name, with no '..' and no '/' in front.")
 
 
-def _check_wandb_name(project: str, names: Sequence[str]) -> Iterator[Problem]:
+def _check_wandb_name(project: str, names: Sequence[str], report: Problems) -> None:
     """Report a project name that wandb would refuse when the run starts."""
     is_used = "wandb" in names or ("all" in names and why_missing("wandb") is None)
     refused = [sign for sign in WANDB_REFUSED if sign in project]
     if is_used and refused:
         message = f"{project!r} has {' '.join(refused)}, which wandb does not take in the name of a project"
-        yield Problem("tracker_project_name", f"{message}; use '-' instead.")
+        report.error("tracker_project_name", f"{message}; use '-' instead.")
     elif is_used and len(project) > WANDB_LONGEST:
         message = f"has {len(project)} characters; wandb takes at most {WANDB_LONGEST} in the name of a project."
-        yield Problem("tracker_project_name", message)
+        report.error("tracker_project_name", message)
 
 
 def why_missing(name: str) -> str | None:

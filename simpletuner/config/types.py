@@ -124,7 +124,7 @@ def parse_objects(key: str, value: object) -> object:
         if not os.path.isfile(path):  # noqa: PTH113 - unlike Path's, never raises
             raise ValueError(f"{no_file(path)}; give a file, an object or a list of objects")
         # `canonical` expanded what config.json holds; this file is read later.
-        value = problems.take(expand_environment(problems.take(read_json(path)), key, secret=True, keep_unset=True))
+        value = expand_environment(read_json(path, problems), key, problems, secret=True, keep_unset=True)
         if fatal := [problem.message.removesuffix(".") for problem in problems if problem.fatal]:
             raise ValueError("; ".join(fatal))
         hide_secrets({key: value})

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Annotated, ClassVar, Literal
@@ -13,7 +12,7 @@ from pydantic import BeforeValidator, ConfigDict, Field
 
 from simpletuner.config.option import JSON_OR_FILE, Group, common, option, when
 from simpletuner.config.types import FALSE_WORDS, TRUE_WORDS, Flag, Integer, Text, parse_objects
-from simpletuner.errors import Problem, warning
+from simpletuner.errors import Problems
 from simpletuner.redaction import REFERENCE
 
 WEBHOOK_CONFIG = "webhook_config"
@@ -77,21 +76,21 @@ class WebhookConfig(Group):
         return self.webhook_config or []
 
 
-def check_webhooks(config: WebhookConfig) -> Iterator[Problem]:
+def check_webhooks(config: WebhookConfig, report: Problems) -> None:
     """Report missing and invalid addresses; messages never show an address."""
     if _no_verify() not in {"", *TRUE_WORDS, *FALSE_WORDS}:
-        yield Problem(NO_VERIFY, f"{_no_verify()!r} is not true or false.")
+        report.error(NO_VERIFY, f"{_no_verify()!r} is not true or false.")
     for index, hook in enumerate(config.hooks):
         where = f"{WEBHOOK_CONFIG}[{index}]"
         key = "webhook_url" if hook.webhook_type == "discord" else "callback_url"
         if not hook.address:
-            yield Problem(f"{where}.{key}", f"is required for a {hook.webhook_type} webhook: its address.")
+            report.error(f"{where}.{key}", f"is required for a {hook.webhook_type} webhook: its address.")
         elif not (_host(hook.address) or REFERENCE.search(hook.address)):
-            yield Problem(f"{where}.{key}", "is no address of the form https://host/path or http://host/path.")
+            report.error(f"{where}.{key}", "is no address of the form https://host/path or http://host/path.")
         elif hook.auth_token and not (hook.auth_token.isascii() and hook.auth_token.isprintable()):
-            yield Problem(f"{where}.auth_token", "cannot be sent: a header is one line of ASCII letters.")
+            report.error(f"{where}.auth_token", "cannot be sent: a header is one line of ASCII letters.")
         elif not hook.verifies:
-            yield warning(where, f"the certificate of {hook.host} is not checked, so messages could be intercepted.")
+            report.warn(where, f"the certificate of {hook.host} is not checked, so messages could be intercepted.")
 
 
 def _no_verify() -> str:

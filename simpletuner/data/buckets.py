@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 import os
 from bisect import bisect
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import accumulate
@@ -24,7 +24,7 @@ from simpletuner.config.datasets import DatasetConfig
 from simpletuner.config.types import FALSE_WORDS, Size
 from simpletuner.data.chance import fraction
 from simpletuner.data.files import LeftOutError
-from simpletuner.errors import Problem, Reading
+from simpletuner.errors import Problems
 from simpletuner.models.spec import FamilySpec
 
 ResolutionType = Literal["pixel", "area", "pixel_area"]
@@ -253,7 +253,7 @@ def cover(picture: Size, size: Size) -> Size:
     return max(wanted_width, round(width * wanted_height / height)), wanted_height
 
 
-def build_rules(config: DatasetConfig, spec: FamilySpec) -> Reading[BucketRules | None]:
+def build_rules(config: DatasetConfig, spec: FamilySpec, report: Problems) -> BucketRules | None:
     """The rules of a dataset, or None if its resolution is unusable.
 
     Args:
@@ -261,11 +261,11 @@ def build_rules(config: DatasetConfig, spec: FamilySpec) -> Reading[BucketRules 
         spec: the model family, with the sizes it accepts.
     """
     if config.resolution is None or config.resolution_type is None:
-        yield Problem("resolution", f"is not set, and {spec.name} has no default for it.")
+        report.error("resolution", f"is not set, and {spec.name} has no default for it.")
         return None
     alignment = int(config.aspect_bucket_alignment or spec.size_multiple)
     grid = PixelGrid(config.resolution, config.resolution_type, alignment, config.aspect_bucket_rounding or 2)
-    yield from _check_grid(grid, spec)
+    _check_grid(grid, spec, report)
     # Every bucket has a side at least as long as the square's, so no picture could be placed.
     if grid.square > spec.largest_side:
         return None
@@ -274,43 +274,43 @@ def build_rules(config: DatasetConfig, spec: FamilySpec) -> Reading[BucketRules 
         native = config.crop_aspect_buckets is None and config.crop_aspect == "closest"
         listed = listed_aspects(grid, config.crop_aspect_buckets or ())
         aspects = native_aspects(grid, spec.native_sizes) if native else listed
-    yield from _check_limits(config, grid)
-    yield from _check_crop(config, aspects, spec)
+    _check_limits(config, grid, report)
+    _check_crop(config, aspects, spec, report)
     return BucketRules(grid, spec.largest_side, config, tuple(aspects))
 
 
-def _check_grid(grid: PixelGrid, spec: FamilySpec) -> Iterator[Problem]:
+def _check_grid(grid: PixelGrid, spec: FamilySpec, report: Problems) -> None:
     if grid.alignment % spec.size_multiple:
         message = f"{grid.alignment} is not a multiple of {spec.size_multiple} pixels, which {spec.name} needs."
-        yield Problem("aspect_bucket_alignment", message)
+        report.error("aspect_bucket_alignment", message)
     if grid.square > spec.largest_side:
         given = f"{grid.resolution:g} {UNITS[grid.resolution_type]} (resolution_type {grid.resolution_type})"
         limit = f"the limit of {spec.name}, {spec.largest_side} pixels a side"
-        yield Problem("resolution", f"{given} is above {limit}.")
+        report.error("resolution", f"{given} is above {limit}.")
 
 
-def _check_limits(config: DatasetConfig, grid: PixelGrid) -> Iterator[Problem]:
+def _check_limits(config: DatasetConfig, grid: PixelGrid, report: Problems) -> None:
     maximum, unit, where = config.maximum_image_size or 0, grid.resolution_type, "maximum_image_size"
     if maximum and not config.target_downsample_size:
-        yield Problem(where, f"{maximum:g} needs target_downsample_size, the size that larger pictures are resized to.")
+        report.error(where, f"{maximum:g} needs target_downsample_size, the size that larger pictures are resized to.")
     suspicious = {"area": maximum >= SUSPICIOUS_AREA, "pixel": maximum < SUSPICIOUS_EDGE, "pixel_area": False}
     if maximum and suspicious[unit] and os.environ.get(UNIT_CHECK_OVERRIDE, "").lower() in (*FALSE_WORDS, ""):
         message = f"{maximum:g}: wrong unit? With resolution_type {unit} it is in {UNITS[unit]}."
-        yield Problem(where, f"{message} {UNIT_CHECK_OVERRIDE}=1 allows it.")
+        report.error(where, f"{message} {UNIT_CHECK_OVERRIDE}=1 allows it.")
     low, high = config.minimum_aspect_ratio, config.maximum_aspect_ratio
     if low is not None and high is not None and low > high:
-        yield Problem("minimum_aspect_ratio", f"{low:g} is above maximum_aspect_ratio {high:g}: no picture fits.")
+        report.error("minimum_aspect_ratio", f"{low:g} is above maximum_aspect_ratio {high:g}: no picture fits.")
 
 
-def _check_crop(config: DatasetConfig, aspects: Sequence[Aspect], spec: FamilySpec) -> Iterator[Problem]:
+def _check_crop(config: DatasetConfig, aspects: Sequence[Aspect], spec: FamilySpec, report: Problems) -> None:
     kind, where = config.crop_aspect, "crop_aspect_buckets"
     if config.crop_style == "face":
         message = "'face' needs a face detector, which is not included; use center, random or corner."
-        yield Problem("crop_style", message)
+        report.error("crop_style", message)
     if config.crop and kind in CHOSEN and not aspects and config.crop_aspect_buckets is None:
-        yield Problem(where, f"crop_aspect {kind!r} needs a list of ratios here.")
+        report.error(where, f"crop_aspect {kind!r} needs a list of ratios here.")
     for aspect in aspects:
         if max(aspect.size) > spec.largest_side:
             width, height = aspect.size
             message = f"{aspect.bucket} means {width}x{height}; the limit of {spec.name} is {spec.largest_side} a side."
-            yield Problem(where, message)
+            report.error(where, message)

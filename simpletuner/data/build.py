@@ -5,11 +5,10 @@ All problems are collected. Nothing is decoded, and only downloads are written.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import MappingProxyType
-from typing import TypeVar
 
 from simpletuner.config.datasets import MASKS, DatasetConfig
 from simpletuner.data.buckets import build_rules
@@ -38,9 +37,8 @@ from simpletuner.data.files import LeftOutError
 from simpletuner.data.masks import check_mask_sizes, check_masks, measure_masks
 from simpletuner.data.media_checks import check_media
 from simpletuner.data.sample import CLIP, EXPECTED, PICTURE, Rejected, Sample
-from simpletuner.errors import Problem, Problems, Reading, counted, did_you_mean, shorten, warning, within
+from simpletuner.errors import Problem, Problems, counted, did_you_mean, shorten
 
-T = TypeVar("T")
 MOST_COMPARED = 1000  # file names compared for a "did you mean"
 
 
@@ -66,8 +64,8 @@ def build_datasets(
     entries = [context.fill(config) for config in configs]
     # A second pass, since an entry may name the cache folder of another entry.
     entries = [entry.model_copy(update={"cache_dir_vae": latent_dir_of(entry, entries)}) for entry in entries]
-    problems.extend(check_dataset_file(configs, entries, context))
-    links = problems.take(link_partners(entries, context))
+    check_dataset_file(configs, entries, context, problems)
+    links = link_partners(entries, context, problems)
     builder = _Builder(entries, context, problems, _collect_remote(entries, context, problems), {**folders})
     datasets = []
     for entry in entries:
@@ -78,7 +76,8 @@ def build_datasets(
             dataset = builder.dataset(entry, links[entry.id])
             datasets += [] if dataset is None else [dataset]
         else:  # the missing folder has been reported; the entry's rules may be wrong as well
-            builder.take(entry, build_rules(entry, context.spec))
+            with problems.within(entry.id) as report:
+                build_rules(entry, context.spec, report)
     datasets += builder.held
     # Last, since their samples are the partners that the other datasets use.
     return datasets + builder.conditioning_datasets(datasets)
@@ -106,15 +105,12 @@ class _Builder:
     filters: dict[str, Edit | None] = field(default_factory=dict)
     held: list[Dataset] = field(default_factory=list)
 
-    def take(self, entry: DatasetConfig, reading: Reading[T]) -> T:
-        """The result of a reading; its problems are filed under the entry."""
-        return self.problems.take(within(entry.id, reading))
-
     def folder(self, entry: DatasetConfig) -> Folder:
         if entry.id not in self.folders:
-            excluded = self.take(entry, read_excluded(entry))
+            with self.problems.within(entry.id) as report:
+                excluded = read_excluded(entry, report)
             folder = read_folder(entry, self.context, self.listings.get(entry.id), excluded)
-            self.problems.extend(_check_excluded(entry, excluded, folder))
+            _check_excluded(entry, excluded, folder, self.problems)
             self.folders[entry.id] = folder
         return self.folders[entry.id]
 
@@ -128,7 +124,9 @@ class _Builder:
 
     def _without_samples(self, entry: DatasetConfig) -> Dataset | None:
         """The dataset of an entry before its files become samples, or None if its rules are unusable."""
-        folder, rules = self.folder(entry), self.take(entry, build_rules(entry, self.context.spec))
+        folder = self.folder(entry)
+        with self.problems.within(entry.id) as report:
+            rules = build_rules(entry, self.context.spec, report)
         if rules is None:
             return None
         # Without a seed, crops depend on names alone, see `DataContext.seed`.
@@ -137,11 +135,14 @@ class _Builder:
     def dataset(self, entry: DatasetConfig, links: Sequence[DatasetConfig]) -> Dataset | None:
         """The dataset of one entry, or None if its rules are unusable."""
         dataset = self._without_samples(entry)
-        clips = self.take(entry, build_clip_rules(entry, self.context))
+        with self.problems.within(entry.id) as report:
+            clips = build_clip_rules(entry, self.context, report)
         # A missing folder has been reported; its pairs cannot be checked.
         linked = [self.partners_of(link) for link in links if self.folder(link).is_there]
         partners = tuple(partner for partner in linked if partner is not None)
-        captions = self.take(entry, caption_source(entry, self.folder(entry), self._filter))
+        folder = self.folder(entry)
+        with self.problems.within(entry.id) as report:
+            captions = caption_source(entry, folder, self._filter, report)
         # closest and random cannot place a picture without a list of aspects; that has been reported.
         if dataset is None or (entry.crop and entry.crop_aspect in ("closest", "random") and not dataset.rules.aspects):
             return None
@@ -149,14 +150,15 @@ class _Builder:
         dataset = replace(dataset, facts=captions.facts, partners=partners, clips=clips, repeats=entry.repeats or 0)
         # Choose the samples first: reading masks decodes them.
         dataset = self._read_masks(_choose(self._fill(dataset, captions)))
-        self.problems.extend(summarise_rejected(dataset, self._expected(entry)))
+        summarise_rejected(dataset, self.problems, self._expected(entry))
         if not has_error(entry.id, self.problems):
-            self.problems.extend(unused_captions(entry, dataset))
-        self.problems.extend(split_texts(dataset))
-        self.problems.extend(unread_repeats(entry, dataset))
-        self.problems.extend(check_media(dataset, self.context.spec.frame_rate))
+            unused_captions(entry, dataset, self.problems)
+        split_texts(dataset, self.problems)
+        unread_repeats(entry, dataset, self.problems)
+        check_media(dataset, self.context.spec.frame_rate, self.problems)
         if entry.hold_out:
-            dataset, held = self.take(entry, _hold_out(dataset))
+            with self.problems.within(entry.id) as report:
+                dataset, held = _hold_out(dataset, report)
             self.held += held
         return check_amount(dataset, self.context, self.problems)
 
@@ -174,7 +176,7 @@ class _Builder:
         """Add a sample or a rejection for each undamaged file."""
         names = dataset.folder.usable
         for partners in dataset.partners:
-            self.problems.extend(_check_partners(dataset, partners, names))
+            _check_partners(dataset, partners, names, self.problems)
         samples: list[Sample] = []
         rejected = [*dataset.rejected, *_unread_caption_files(dataset.config, captions)]
         for name in names:
@@ -195,7 +197,7 @@ class _Builder:
         self.partners[masks.id] = read
         partners = tuple(read if partner is masks else partner for partner in dataset.partners)
         dataset = replace(dataset, partners=partners)
-        self.problems.extend(check_masks(dataset))
+        check_masks(dataset, self.problems)
         damaged: dict[str, str] = {}
         for sample in dataset.samples:
             if sample.mask is not None and measured[sample.mask.name].problem:
@@ -207,7 +209,8 @@ class _Builder:
         if text_entry is None:
             return None
         if text_entry.id not in self.filters:
-            self.filters[text_entry.id] = self.take(text_entry, read_filters(text_entry.caption_filter_list))
+            with self.problems.within(text_entry.id) as report:
+                self.filters[text_entry.id] = read_filters(text_entry.caption_filter_list, report)
         return self.filters[text_entry.id]
 
     def conditioning_datasets(self, datasets: Sequence[Dataset]) -> list[Dataset]:
@@ -223,7 +226,7 @@ class _Builder:
                 continue
             built.append(_in_use(partners, used))
             if entry.conditioning_type in MASKS:
-                self.problems.extend(summarise_rejected(built[-1]))
+                summarise_rejected(built[-1], self.problems)
         return built
 
 
@@ -264,19 +267,19 @@ def _choose(dataset: Dataset) -> Dataset:
     return dataset.without(left_out, "not chosen")
 
 
-def _hold_out(dataset: Dataset) -> Reading[tuple[Dataset, list[Dataset]]]:
+def _hold_out(dataset: Dataset, report: Problems) -> tuple[Dataset, list[Dataset]]:
     """Splits off the samples of `hold_out`: the rest of the dataset, and an eval dataset of the held-out samples."""
     count = dataset.config.hold_out
     if count >= len(dataset.samples):
         if not dataset.samples:  # which is an error already
             return dataset, []
-        yield Problem("hold_out", f"{count} of {len(dataset.samples)} samples would leave nothing to train on.")
+        report.error("hold_out", f"{count} of {len(dataset.samples)} samples would leave nothing to train on.")
         return dataset, []
     chosen = _choose_held_out(dataset, count)
     if len(chosen) >= len(dataset.samples):
         cause = "files of the same name are held out together, and would leave nothing to train on"
         message = f"{cause}; set it to 0 to train on all."
-        yield Problem("hold_out", message)
+        report.error("hold_out", message)
         return dataset, []
     name = f"{dataset.id}-held-out"
     changes: dict[str, object] = {"id": name, "dataset_type": "eval", "hold_out": 0, "train_batch_size": 1}
@@ -302,12 +305,12 @@ def _choose_held_out(dataset: Dataset, count: int) -> list[Sample]:
     return chosen
 
 
-def _check_excluded(entry: DatasetConfig, excluded: frozenset[str], folder: Folder) -> Iterator[Problem]:
+def _check_excluded(entry: DatasetConfig, excluded: frozenset[str], folder: Folder, report: Problems) -> None:
     """Report excluded names without a file, which are probably misspelt."""
     if missing := sorted(excluded.difference(folder.listing.files)):
         message = f"{entry.exclude_files} names {counted(len(missing), 'file')} not in the folder: {shorten(missing)}."
         hint = did_you_mean(missing[0], folder.listing.files[:MOST_COMPARED])
-        yield warning(f"{entry.id}.exclude_files", message + hint)
+        report.warn(f"{entry.id}.exclude_files", message + hint)
 
 
 def _unread_caption_files(entry: DatasetConfig, captions: CaptionSource) -> list[Rejected]:
@@ -322,15 +325,15 @@ def _unread_caption_files(entry: DatasetConfig, captions: CaptionSource) -> list
     return [Rejected(entry.id, name, "unused caption", f"is not read: captions come from {origin}") for name in names]
 
 
-def _check_partners(dataset: Dataset, partners: Dataset, names: Sequence[str]) -> Iterator[Problem]:
+def _check_partners(dataset: Dataset, partners: Dataset, names: Sequence[str], report: Problems) -> None:
     """Report pictures without a partner, and pictures whose partner cannot take over their size and crop."""
     missing = [name for name in names if partners.name_for(name) is None]
     if missing:
         message = f"no partner of the same path and name in {partners.id} ({str(partners.root)!r}) for"
-        yield Problem(dataset.id, f"{message} {len(missing)} of {counted(len(names), 'picture')}: {shorten(missing)}.")
-    yield from _check_several(dataset, partners, names)
+        report.error(dataset.id, f"{message} {len(missing)} of {counted(len(names), 'picture')}: {shorten(missing)}.")
+    _check_several(dataset, partners, names, report)
     if partners.config.conditioning_type in MASKS:
-        yield from check_mask_sizes(dataset, partners)
+        check_mask_sizes(dataset, partners, report)
     # A loose reference is cropped separately, and masks of another ratio are an error already.
     if partners.config.conditioning_type != "reference_strict":
         return
@@ -338,17 +341,17 @@ def _check_partners(dataset: Dataset, partners: Dataset, names: Sequence[str]) -
     count = sum(is_stretched(size, partner.picture_size) for size, partner in pairs if partner and partner.width)
     if count:
         message = f"another ratio than their partners', so stretched: {counted(count, 'picture')} of {partners.id};"
-        yield warning(dataset.id, f"{message} crop them alike, or use conditioning_type reference_loose.")
+        report.warn(dataset.id, f"{message} crop them alike, or use conditioning_type reference_loose.")
 
 
-def _check_several(dataset: Dataset, partners: Dataset, names: Sequence[str]) -> Iterator[Problem]:
+def _check_several(dataset: Dataset, partners: Dataset, names: Sequence[str], report: Problems) -> None:
     """Report pictures for which several files could be the partner."""
     candidates = {name: partners.names_for(name) for name in names}
     several = [f"{name} ({shorten(files, 3)})" for name, files in candidates.items() if len(files) > 1]
     if several:
         message = f"more than one partner for {counted(len(several), 'file')} of {dataset.id}: {shorten(several, 3)}."
         advice = "Keep one of them, or name it after the whole file name, as in cat.jpg.png for cat.jpg."
-        yield Problem(partners.id, f"{message} {advice}")
+        report.error(partners.id, f"{message} {advice}")
 
 
 def _in_use(partners: Dataset, used: Sequence[Sample]) -> Dataset:

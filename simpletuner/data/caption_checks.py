@@ -12,7 +12,7 @@ from simpletuner.data.discovery import Scan
 from simpletuner.data.entries import FIXED_PROMPTS
 from simpletuner.data.file_names import composed, concept_of, pair_key, suffix_of
 from simpletuner.data.sample import UNCAPTIONED
-from simpletuner.errors import Problem, counted, shorten, warning
+from simpletuner.errors import Problem, Problems, counted, shorten
 
 # What captions come from, as text.
 ORIGINS = {"filename": "the file names", "metadata": "metadata.jsonl or metadata.csv", "parquet": "the parquet table"}
@@ -26,7 +26,7 @@ CAPTION_KEY = re.compile(rb"""["'](?:captions?|prompt|text|tags)["']\s*:""")
 CAPTION_COLUMN = re.compile(rb"(?:^|[,;\t\"])(?:captions?|prompt|text)(?:$|[,;\t\"\r])", re.MULTILINE)
 
 
-def unused_captions(entry: DatasetConfig, dataset: Dataset) -> Iterator[Problem]:
+def unused_captions(entry: DatasetConfig, dataset: Dataset, report: Problems) -> None:
     """Report captions in the folder that the dataset does not use; an error if it has no samples without them.
 
     Args:
@@ -50,10 +50,10 @@ def unused_captions(entry: DatasetConfig, dataset: Dataset) -> Iterator[Problem]
         messages += foreign_captions(dataset.root, listing)
     is_fatal = lacks_captions and not dataset.samples
     for message in messages:
-        yield Problem(f"{entry.id}.caption_strategy", message, is_fatal, kind="captions")
+        report.append(Problem(f"{entry.id}.caption_strategy", message, is_fatal, kind="captions"))
 
 
-def unread_repeats(entry: DatasetConfig, dataset: Dataset) -> Iterator[Problem]:
+def unread_repeats(entry: DatasetConfig, dataset: Dataset, report: Problems) -> None:
     """Warn that the repeats in the names of folders, such as `10_zkt woman`, are not read.
 
     Args:
@@ -69,7 +69,7 @@ def unread_repeats(entry: DatasetConfig, dataset: Dataset) -> Iterator[Problem]:
             continue
         message = f"the repeats and words of the folder {title!r} are not read from its name: set repeats to"
         advice = "for several such folders, make an entry for each. `simpletuner start` does that"
-        yield warning(f"{entry.id}.repeats", f"{message} {concept[0] - 1}; {advice}.")
+        report.warn(f"{entry.id}.repeats", f"{message} {concept[0] - 1}; {advice}.")
         return
 
 
@@ -135,7 +135,7 @@ def _has_captions(path: Path) -> bool:
     return wanted.search(head) is not None
 
 
-def split_texts(dataset: Dataset) -> Iterator[Problem]:
+def split_texts(dataset: Dataset, report: Problems) -> None:
     """Warn about caption files that seem to hold one text and become a caption per line."""
     config = dataset.config
     if config.caption_strategy != "textfile" or config.disable_multiline_split or config.only_instance_prompt:
@@ -151,4 +151,4 @@ def split_texts(dataset: Dataset) -> Iterator[Problem]:
     files = f"{len(split)} of {counted(len(read), 'caption file')}"
     message = f"the lines of {files} become {parts} captions each, such as {min(captions, key=len)!r} of {file}."
     advice = "These files seem to hold one text each: to keep it whole, set disable_multiline_split to true."
-    yield warning(f"{dataset.id}.disable_multiline_split", f"{message} {advice}")
+    report.warn(f"{dataset.id}.disable_multiline_split", f"{message} {advice}")

@@ -9,7 +9,7 @@ from __future__ import annotations
 import csv
 import io
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Iterable, Mapping, Sequence, Set
 from contextlib import suppress
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -20,7 +20,7 @@ from simpletuner.config.option import Package, check_installed
 from simpletuner.config.paths import no_file
 from simpletuner.data.discovery import Folder
 from simpletuner.data.file_names import composed
-from simpletuner.errors import Problem, Reading, counted, did_you_mean, shorten, warning
+from simpletuner.errors import Problems, counted, did_you_mean, shorten
 
 PYARROW = Package("pyarrow", "pyarrow>=21,<27")
 NAME_COLUMN = "file_name"
@@ -32,7 +32,7 @@ Row = tuple[str, tuple[str, ...]]  # a file name with `/`, and its captions
 CaptionTable = Mapping[str, tuple[str, ...]]  # by file name
 
 
-def match_rows(rows: Iterable[Row], names: Sequence[str], where: str) -> Reading[CaptionTable]:
+def match_rows(rows: Iterable[Row], names: Sequence[str], where: str, report: Problems) -> CaptionTable:
     """The captions of each picture or clip that has a row.
 
     A row names a file by its path below the dataset's folder, or by its bare name if no other file has that.
@@ -55,32 +55,35 @@ def match_rows(rows: Iterable[Row], names: Sequence[str], where: str) -> Reading
             ambiguous[row] = candidates
         elif matched.setdefault(candidates[0], captions) != captions:
             repeated.add(row)
-    yield from _report(where, sorted(unused), sorted(repeated), ambiguous)
+    _report(where, sorted(unused), sorted(repeated), ambiguous, report)
     return matched
 
 
 def _report(
-    where: str, unused: Sequence[str], repeated: Sequence[str], ambiguous: Mapping[str, Sequence[str]]
-) -> Iterator[Problem]:
+    where: str, unused: Sequence[str], repeated: Sequence[str], ambiguous: Mapping[str, Sequence[str]], report: Problems
+) -> None:
     """Report the rows of a table that belong to no file, or to no certain one."""
     if ambiguous:
         listed = shorten([f"{row} is {' and '.join(names)}" for row, names in ambiguous.items()], MOST_LISTED)
         message = f"{counted(len(ambiguous), 'name')} in the table could be several files: {listed}. "
-        yield Problem(where, message + "Write their paths below the dataset's folder into the table.")
+        report.error(where, message + "Write their paths below the dataset's folder into the table.")
     if repeated:
         message = f"several rows with different captions for {counted(len(repeated), 'file')}: {shorten(repeated)}. "
-        yield Problem(where, message + "Keep one row, or write paths below the dataset's folder into the table.")
+        report.error(where, message + "Keep one row, or write paths below the dataset's folder into the table.")
     if unused:
-        yield warning(where, f"no picture for {counted(len(unused), 'name')} in the table: {shorten(unused)}.")
+        report.warn(where, f"no picture for {counted(len(unused), 'name')} in the table: {shorten(unused)}.")
 
 
-def read_parquet(config: ParquetConfig) -> Reading[list[Row]]:
+def read_parquet(config: ParquetConfig, report: Problems) -> list[Row]:
     """The file names (NFC) and captions of a parquet table; no captions if a row has none."""
-    path, problems = Path(config.path), [*check_installed(PYARROW, "metadata_backend", "parquet")]
+    path = Path(config.path)
+    problems = Problems()
+    check_installed(PYARROW, "metadata_backend", "parquet", problems)
     if not path.is_file():  # checked without the package, too, so that one start reports both
-        problems.append(Problem("parquet.path", f"{config.path!r} {no_file(path)}."))
-    problems = problems or [*_check_table(path, config)]
-    yield from problems
+        problems.error("parquet.path", f"{config.path!r} {no_file(path)}.")
+    if not problems:
+        _check_table(path, config, problems)
+    report.extend(problems)
     if problems:
         return []
     from pyarrow import parquet
@@ -92,25 +95,27 @@ def read_parquet(config: ParquetConfig) -> Reading[list[Row]]:
     return [(_name(str(name), config), first_texts(row, *columns)) for name, row in named]
 
 
-def _check_table(path: Path, config: ParquetConfig) -> Iterator[Problem]:
+def _check_table(path: Path, config: ParquetConfig, report: Problems) -> None:
     """Check every column that the entry names, including the size columns, which are not read."""
     from pyarrow import parquet
 
     try:
         known = list(parquet.read_schema(path).names)
     except (OSError, ValueError) as error:  # base classes of pyarrow's errors
-        yield Problem("parquet.path", f"{str(path)!r} is not a parquet file: {error}.")
+        report.error("parquet.path", f"{str(path)!r} is not a parquet file: {error}.")
         return
     named = {key: value for key, value in config.model_dump().items() if key.endswith("_column") and value}
-    yield from check_columns(named, known, "parquet")
+    check_columns(named, known, "parquet", report)
 
 
-def check_columns(named: Mapping[str, str], known: Sequence[str], where: str, what: str = "table") -> Iterator[Problem]:
+def check_columns(
+    named: Mapping[str, str], known: Sequence[str], where: str, report: Problems, what: str = "table"
+) -> None:
     """Report the columns that keys name but the table lacks."""
     for key, column in named.items():
         if column not in known:
             message = f"there is no column {column!r}; the {what} has: {', '.join(known)}."
-            yield Problem(f"{where}.{key}", message + did_you_mean(column, known))
+            report.error(f"{where}.{key}", message + did_you_mean(column, known))
 
 
 def _name(name: str, config: ParquetConfig) -> str:
@@ -132,51 +137,54 @@ def texts_in(cell: Any) -> tuple[str, ...]:
     return tuple(str(text).strip() for text in texts if text is not None and str(text).strip())
 
 
-def read_metadata(folder: Folder) -> Reading[list[Row]]:
+def read_metadata(folder: Folder, report: Problems) -> list[Row]:
     """The file names and captions of every metadata.jsonl and metadata.csv below a folder."""
     tables = folder.listing.metadata
     if not tables:
         message = f"'metadata' reads metadata.jsonl or metadata.csv, and {str(folder.root)!r} contains neither."
-        yield Problem("caption_strategy", message)
+        report.error("caption_strategy", message)
     places = [str(PurePosixPath(table).parent) for table in tables]
     if len({*places}) < len(places):
         message = f"a folder contains both metadata.jsonl and metadata.csv: {shorten(tables)}. Move one of them away."
-        yield Problem("caption_strategy", message)
+        report.error("caption_strategy", message)
         return []
     rows: list[Row] = []
     for table in tables:
         path = folder.root / table
-        content = yield from named_by("caption_strategy", path, _read_records(path))
-        rows += yield from named_by("caption_strategy", path, _captioned(content, folder, PurePosixPath(table).parent))
+        with named_by("caption_strategy", path, report) as of_file:
+            content = _read_records(path, of_file)
+            rows += _captioned(content, folder, PurePosixPath(table).parent, of_file)
     return rows
 
 
-def _read_records(path: Path) -> Reading[list[dict[str, Any]]]:
+def _read_records(path: Path, report: Problems) -> list[dict[str, Any]]:
     """The rows of a metadata.jsonl or metadata.csv by column."""
-    text = yield from read_text(path)
+    text = read_text(path, report)
     if text is None:
         return []
     if path.suffix.lower() == ".csv":
         try:
             return list(csv.DictReader(io.StringIO(text, newline=""), restkey="", restval=""))
         except csv.Error as error:
-            yield Problem("", f"is not a CSV table: {error}.")
+            report.error("", f"is not a CSV table: {error}.")
             return []
     records = []
     for number, line in enumerate(text.split("\n"), start=1):
         try:
             record = json.loads(line) if line.strip() else {}
         except ValueError as error:
-            yield Problem("", f"line {number} is not JSON: {error}.")
+            report.error("", f"line {number} is not JSON: {error}.")
             return []
         if not isinstance(record, dict):
-            yield Problem("", f"line {number} is not a JSON object.")
+            report.error("", f"line {number} is not a JSON object.")
             return []
         records.append(record)
     return records
 
 
-def _captioned(records: Sequence[Mapping[str, Any]], folder: Folder, place: PurePosixPath) -> Reading[list[Row]]:
+def _captioned(
+    records: Sequence[Mapping[str, Any]], folder: Folder, place: PurePosixPath, report: Problems
+) -> list[Row]:
     """The rows of a table that name a file.
 
     Args:
@@ -188,7 +196,7 @@ def _captioned(records: Sequence[Mapping[str, Any]], folder: Folder, place: Pure
         if records and not {*needed} & {*columns}:
             hint = " Columns must be separated by commas." if len(columns) == 1 else ""
             names = ", ".join(map(str, columns))
-            yield Problem("", f"needs one of the columns {', '.join(needed)}; it has: {names}.{hint}")
+            report.error("", f"needs one of the columns {', '.join(needed)}; it has: {names}.{hint}")
             return []
     known = {composed(name) for name in folder.listing.files}
     rows: list[Row] = []

@@ -28,7 +28,7 @@ from simpletuner.data.discovery import Folder
 from simpletuner.data.file_index import FileFacts
 from simpletuner.data.files import LARGEST_CAPTION, LeftOutError, UnreadableError, read_file
 from simpletuner.data.sample import UNCAPTIONED
-from simpletuner.errors import Problem, Reading, UserError
+from simpletuner.errors import Problems, UserError
 
 COARSEST_CLOCK = 3.0  # seconds; file systems round times, FAT to two seconds
 FILTER_SECONDS = 5.0  # for one expression on one caption: some expressions take exponential time
@@ -76,8 +76,8 @@ class CaptionSource:
 
 
 def caption_source(
-    entry: DatasetConfig, folder: Folder, text_filter: Callable[[DatasetConfig], Edit | None]
-) -> Reading[CaptionSource]:
+    entry: DatasetConfig, folder: Folder, text_filter: Callable[[DatasetConfig], Edit | None], report: Problems
+) -> CaptionSource:
     """The caption table and edits of an entry.
 
     Args:
@@ -87,11 +87,11 @@ def caption_source(
     # Damaged and excluded files, too: their rows belong to no other file.
     names = sorted({*folder.listing.files, *folder.facts})
     if entry.metadata_backend == "parquet" and entry.parquet is not None:
-        rows = yield from read_parquet(entry.parquet)
-        table = yield from match_rows(rows, names, "parquet.filename_column")
+        rows = read_parquet(entry.parquet, report)
+        table = match_rows(rows, names, "parquet.filename_column", report)
     elif entry.caption_strategy == "metadata":
-        rows = yield from read_metadata(folder)
-        table = yield from match_rows(rows, names, "caption_strategy")
+        rows = read_metadata(folder, report)
+        table = match_rows(rows, names, "caption_strategy", report)
     edits = tuple(edit for edit in (text_filter(entry), shuffle_edit(entry.caption_shuffle)) if edit is not None)
     return CaptionSource(entry, folder, table, edits, {**folder.facts})
 
@@ -285,7 +285,7 @@ def _shuffle(settings: CaptionShuffle, caption: str) -> Sequence[str]:
     return list(dict.fromkeys(forms))
 
 
-def read_filters(value: Any) -> Reading[Edit | None]:
+def read_filters(value: Any, report: Problems) -> Edit | None:
     """The edit that a text_embeds entry's `caption_filter_list` asks for, or None.
 
     Args:
@@ -293,25 +293,27 @@ def read_filters(value: Any) -> Reading[Edit | None]:
     """
     if value is None:
         return None
-    entries = (yield from _read_list(Path(value))) if isinstance(value, str) else value
+    entries = _read_list(Path(value), report) if isinstance(value, str) else value
     if not isinstance(entries, list) or not all(isinstance(entry, str) for entry in entries):
-        yield Problem(FILTERS, f"{value!r} is neither a list of texts nor a file that holds one.")
+        report.error(FILTERS, f"{value!r} is neither a list of texts nor a file that holds one.")
         return None
     filters = []
     for entry in filter(None, entries):
-        filters.append((yield from _read_filter(entry)))
+        filters.append(_read_filter(entry, report))
     return partial(_filter, filters)
 
 
-def _read_list(path: Path) -> Reading[list[Any]]:
+def _read_list(path: Path, report: Problems) -> list[Any]:
     if path.suffix.lower() == ".json":
-        content = yield from named_by(FILTERS, path, read_json(path, list | str, "a JSON list of texts"))
+        with named_by(FILTERS, path, report) as of_file:
+            content = read_json(path, of_file, list | str, "a JSON list of texts")
         return [content] if isinstance(content, str) else content or []
-    text = (yield from named_by(FILTERS, path, read_text(path))) or ""
+    with named_by(FILTERS, path, report) as of_file:
+        text = read_text(path, of_file) or ""
     return [line for line in text.splitlines() if line.strip()]
 
 
-def _read_filter(entry: str) -> Reading[tuple[str | None, regex.Pattern[str] | None, str]]:
+def _read_filter(entry: str, report: Problems) -> tuple[str | None, regex.Pattern[str] | None, str]:
     """Literal text, regular expression and replacement; one of the first two may be missing."""
     replacement = REPLACEMENT.fullmatch(entry)
     pattern, new = (replacement.group(1), replacement.group(2).replace(r"\/", "/")) if replacement else (entry, "")
@@ -320,7 +322,7 @@ def _read_filter(entry: str) -> Reading[tuple[str | None, regex.Pattern[str] | N
         expression = regex.compile(pattern)  # the same syntax, with a time limit
     except (re.error, regex.error, IndexError) as error:
         if replacement:
-            yield Problem(FILTERS, f"{entry!r} is not a regular expression: {error}.")
+            report.error(FILTERS, f"{entry!r} is not a regular expression: {error}.")
         # Plain text such as "(wide shot" need not be a regular expression.
         return entry, None, ""
     return None if replacement else entry, expression, new

@@ -34,7 +34,7 @@ from simpletuner.data.files import (
 )
 from simpletuner.data.picture_formats import AVIF_BRANDS, HEIF_BRANDS
 from simpletuner.data.pictures import decode, fit
-from simpletuner.errors import Problem, Reading, counted, warning, within
+from simpletuner.errors import Problems, counted
 
 if TYPE_CHECKING:
     from simpletuner.data.entries import DataContext
@@ -302,7 +302,7 @@ def fitting_frames(frames: int, stride: int) -> int:
     return frames - (frames - 1) % stride
 
 
-def build_clip_rules(config: DatasetConfig, context: DataContext) -> Reading[ClipRules | None]:
+def build_clip_rules(config: DatasetConfig, context: DataContext, report: Problems) -> ClipRules | None:
     """The rules of a dataset of clips; None for pictures.
 
     Args:
@@ -312,12 +312,13 @@ def build_clip_rules(config: DatasetConfig, context: DataContext) -> Reading[Cli
     if not config.holds_clips or native is None:
         # Pictures may set `is_i2v: false`, which is correct.
         if video.model_copy(update={"is_i2v": video.is_i2v or None}) != VideoConfig():
-            yield warning("video", "has no effect: it is for datasets of clips (dataset_type video).")
+            report.warn("video", "has no effect: it is for datasets of clips (dataset_type video).")
         return None
     rules = _rules_of(video, native, context)
-    yield from within("video", _check_reader(video))
-    yield from within("video", _check_length(rules))
-    yield from within("video", _check_condition(rules, context))
+    with report.within("video") as of_video:
+        _check_reader(video, of_video)
+        _check_length(rules, of_video)
+        _check_condition(rules, context, of_video)
     # Besides the condition, at least one latent frame must be left to train.
     return replace(rules, minimum=max(rules.minimum, rules.stride + 1)) if rules.is_i2v else rules
 
@@ -334,34 +335,34 @@ def _rules_of(video: VideoConfig, native: float, context: DataContext) -> ClipRu
     return ClipRules(video, video.frame_rate or native, stride, num_frames, minimum, is_i2v)
 
 
-def _check_reader(video: VideoConfig) -> Reading[None]:
+def _check_reader(video: VideoConfig, report: Problems) -> None:
     if video.reader == "decord" and importlib.util.find_spec("decord") is None:
-        yield Problem("reader", "decord is not installed: pip install decord, or use pyav, which reads more files.")
+        report.error("reader", "decord is not installed: pip install decord, or use pyav, which reads more files.")
 
 
-def _check_length(rules: ClipRules) -> Reading[None]:
+def _check_length(rules: ClipRules, report: Problems) -> None:
     video, length, wanted = rules.keys, rules.num_frames, rules.keys.num_frames
     if video.frame_interval and not rules.names_size:
-        yield warning("frame_interval", "has no effect without bucket_strategy resolution_frames.")
+        report.warn("frame_interval", "has no effect without bucket_strategy resolution_frames.")
     elif video.frame_interval and wanted:
-        yield warning("frame_interval", f"has no effect: num_frames {wanted} gives every clip the same length.")
+        report.warn("frame_interval", f"has no effect: num_frames {wanted} gives every clip the same length.")
     if wanted and length != wanted:
-        yield warning("num_frames", f"{wanted} is not a multiple of {rules.stride} plus 1: {length} are trained.")
+        report.warn("num_frames", f"{wanted} is not a multiple of {rules.stride} plus 1: {length} are trained.")
     if length is not None and rules.minimum < length:
         origin = "" if wanted else f" (the default of {DEFAULT_SECONDS} seconds)"
-        yield Problem("min_frames", f"{rules.minimum} is below num_frames {length}{origin}: a clip may be shorter.")
+        report.error("min_frames", f"{rules.minimum} is below num_frames {length}{origin}: a clip may be shorter.")
     if video.max_frames is not None and video.max_frames < rules.minimum:
-        yield Problem("max_frames", f"{video.max_frames} is below the {rules.minimum} frames a clip needs: none fits.")
+        report.error("max_frames", f"{video.max_frames} is below the {rules.minimum} frames a clip needs: none fits.")
 
 
-def _check_condition(rules: ClipRules, context: DataContext) -> Reading[None]:
+def _check_condition(rules: ClipRules, context: DataContext, report: Problems) -> None:
     """Frame 0 can be a condition only if the model takes one and other frames are left to train."""
     if not rules.is_i2v:
         return
     if context.task != "i2v":
         names = [flavour.name for flavour in context.spec.flavours if flavour.task == "i2v"]
-        yield Problem("is_i2v", f"this flavour of {context.spec.name} takes no first frame; use {', '.join(names)}.")
+        report.error("is_i2v", f"this flavour of {context.spec.name} takes no first frame; use {', '.join(names)}.")
     shortest = rules.stride + 1
     if rules.num_frames is not None and rules.num_frames < shortest:
         message = f"{rules.num_frames} leaves only the first frame, which is not trained; the minimum is {shortest}."
-        yield Problem("num_frames", message)
+        report.error("num_frames", message)

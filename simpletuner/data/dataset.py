@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Collection, Iterator, Mapping, Sequence, Set
+from collections.abc import Collection, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import chain, islice
@@ -345,7 +345,7 @@ def without_failures(datasets: Sequence[Dataset], failures: Failures) -> list[Da
     return reduced
 
 
-def summarise_rejected(dataset: Dataset, expected: Set[str] = EXPECTED) -> Iterator[Problem]:
+def summarise_rejected(dataset: Dataset, report: Problems, expected: Set[str] = EXPECTED) -> None:
     """Warn once about all files left out, by reason; the ledger has the details.
 
     Args:
@@ -362,7 +362,7 @@ def summarise_rejected(dataset: Dataset, expected: Set[str] = EXPECTED) -> Itera
         files_are = "file is" if total == 1 else "files are"
         advice = [ADVICE[reason] for reason in names if reason in ADVICE]
         message = f"{total} {files_are} left out: {left_out}. The plan lists each with its reason."
-        yield warning(dataset.id, " ".join([message, *advice]), _kind(names))
+        report.warn(dataset.id, " ".join([message, *advice]), _kind(names))
 
 
 def _kind(reasons: Collection[str]) -> Kind | None:
@@ -397,7 +397,7 @@ def check_amount(dataset: Dataset, context: DataContext, problems: Problems) -> 
         elif not context.defaults.disable_bucket_pruning:
             problems.append(Problem(dataset.id, _too_few(dataset, context, needed, enough)))
             return dataset
-    problems.extend(_warn_of_small_buckets(dataset, dataset.batch_size * context.num_processes))
+    _warn_of_small_buckets(dataset, dataset.batch_size * context.num_processes, problems)
     return dataset
 
 
@@ -422,11 +422,11 @@ def _too_few(dataset: Dataset, context: DataContext, needed: int, enough: int) -
     )
 
 
-def _warn_of_small_buckets(dataset: Dataset, batch: int) -> Iterator[Problem]:
+def _warn_of_small_buckets(dataset: Dataset, batch: int, report: Problems) -> None:
     counts = {label: len(samples) for label, samples in dataset.buckets.items()}
     small = {label: count for label, count in counts.items() if count * (dataset.repeats + 1) < batch}
     if small:
         shown = shorten([f"{label} ({count})" for label, count in small.items()])
         enough = -(-batch // min(small.values())) - 1
         message = f"buckets with fewer samples than a batch of {batch} are filled by repeating: {shown}."
-        yield warning(dataset.id, f"{message} repeats {enough} would fill them.")
+        report.warn(dataset.id, f"{message} repeats {enough} would fill them.")

@@ -28,7 +28,7 @@ from simpletuner.data.file_names import (
 )
 from simpletuner.data.pictures import PICTURE_SUFFIXES
 from simpletuner.data.sample import CLIP, PICTURE, Rejected
-from simpletuner.errors import Problem, Reading
+from simpletuner.errors import Problems
 
 if TYPE_CHECKING:  # entries imports this module
     from simpletuner.data.entries import DataContext
@@ -225,17 +225,18 @@ class Folder:
         return [name for name, fact in self.facts.items() if fact.problem is None]
 
 
-def read_excluded(config: DatasetConfig) -> Reading[frozenset[str]]:
+def read_excluded(config: DatasetConfig, report: Problems) -> frozenset[str]:
     """The files named in the entry's `exclude_files`; empty without that list."""
     path = Path(config.instance_data_dir or "", config.exclude_files)
     if path.name != config.exclude_files:
-        yield Problem("exclude_files", f"{config.exclude_files!r} must be the name of a file in the dataset's folder.")
+        report.error("exclude_files", f"{config.exclude_files!r} must be the name of a file in the dataset's folder.")
         return frozenset()
     if "exclude_files" not in config.model_fields_set and not path.is_file():
         return frozenset()
-    names = (yield from named_by("exclude_files", path, read_json(path, list, "a JSON list of file names"))) or []
+    with named_by("exclude_files", path, report) as of_file:
+        names = read_json(path, of_file, list, "a JSON list of file names") or []
     if not all(isinstance(name, str) for name in names):
-        yield Problem("exclude_files", f'{str(path)!r} must be a JSON list of file names, such as ["a.png"].')
+        report.error("exclude_files", f'{str(path)!r} must be a JSON list of file names, such as ["a.png"].')
     return frozenset(name for name in names if isinstance(name, str))
 
 

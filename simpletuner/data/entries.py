@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import chain
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -16,7 +15,7 @@ from simpletuner.config.remote import check_source
 from simpletuner.config.schema import CachingConfig, DatasetDefaults, RunConfig
 from simpletuner.data.discovery import Scan, is_readable
 from simpletuner.data.file_index import load_index
-from simpletuner.errors import Problem, Problems, Reading, not_one_of, warning
+from simpletuner.errors import Problems, not_one_of, warning
 from simpletuner.models.registry import FAMILIES
 from simpletuner.models.spec import FamilySpec, Task
 
@@ -155,7 +154,7 @@ def latent_dir_of(config: DatasetConfig, entries: Configs) -> str | None:
     return (named.cache_dir if named is not config else None) or named.cache_dir_vae
 
 
-def check_dataset_file(written: Configs, entries: Configs, context: DataContext) -> Iterator[Problem]:
+def check_dataset_file(written: Configs, entries: Configs, context: DataContext, report: Problems) -> None:
     """Check every entry alone, then all entries together.
 
     Args:
@@ -163,52 +162,54 @@ def check_dataset_file(written: Configs, entries: Configs, context: DataContext)
         entries: the same entries with their defaults filled in.
     """
     for config, entry in zip(written, entries, strict=True):
-        yield from _check_entry(entry, context)
-        for problem in without_effect(config, entry):
-            yield problem.within(entry.id)
+        _check_entry(entry, context, report)
+        with report.within(entry.id) as of_entry:
+            without_effect(config, entry, of_entry)
         # Only written keys: a default for another type is not the user's mistake.
-        yield from check_source(entry.id, entry.type, {key: getattr(config, key) for key in config.model_fields_set})
+        check_source(entry.id, entry.type, {key: getattr(config, key) for key in config.model_fields_set}, report)
     with_files = [entry for entry in entries if holds_files(entry)]
     texts = [entry for entry in entries if entry.is_text_embeds]
-    yield from _check_folders(with_files, context)
-    yield from _check_caches(with_files, texts, context)
-    yield from _check_start([entry for entry in entries if entry.is_trained])
+    _check_folders(with_files, context, report)
+    _check_caches(with_files, texts, context, report)
+    _check_start([entry for entry in entries if entry.is_trained], report)
     if len(texts) > 1 and not any(entry.default for entry in texts):
-        yield warning("default", f"no text_embeds entry is the default; the first, {texts[0].id}, is used.")
+        report.warn("default", f"no text_embeds entry is the default; the first, {texts[0].id}, is used.")
 
 
-def _check_entry(config: DatasetConfig, context: DataContext) -> Iterator[Problem]:
+def _check_entry(config: DatasetConfig, context: DataContext, report: Problems) -> None:
     """Checks of one entry alone."""
-    yield from _check_kind(config, context)
+    _check_kind(config, context, report)
     for key in ("conditioning", "conditioning_image_embeds"):
         if getattr(config, key) is not None:
-            yield Problem(f"{config.id}.{key}", "is not available yet; leave it out.")
+            report.error(f"{config.id}.{key}", "is not available yet; leave it out.")
     for word in filter(lambda word: word not in SKIPPABLE, config.skip_file_discovery or []):
-        yield Problem(f"{config.id}.skip_file_discovery", not_one_of(word, SKIPPABLE))
+        report.error(f"{config.id}.skip_file_discovery", not_one_of(word, SKIPPABLE))
     if config.dataset_type in CACHE_KINDS:
         return
     if config.caption_filter_list is not None:
         message = "belongs in a text_embeds entry; here it would have no effect."
-        yield Problem(f"{config.id}.caption_filter_list", message)
+        report.error(f"{config.id}.caption_filter_list", message)
     if config.hold_out and not config.is_trained:
-        yield Problem(f"{config.id}.hold_out", "needs a dataset that is trained.")
+        report.error(f"{config.id}.hold_out", "needs a dataset that is trained.")
     if not config.is_conditioning:
-        for problem in chain(_check_captions(config), _check_windows(config), _check_prompts(config)):
-            yield problem.within(config.id)
+        with report.within(config.id) as of_entry:
+            _check_captions(config, of_entry)
+            _check_windows(config, of_entry)
+            _check_prompts(config, of_entry)
 
 
-def _check_kind(config: DatasetConfig, context: DataContext) -> Iterator[Problem]:
+def _check_kind(config: DatasetConfig, context: DataContext, report: Problems) -> None:
     kind = config.dataset_type
     if config.type != "local" and kind in CACHE_KINDS:
-        yield Problem(f"{config.id}.type", f"{config.type!r} is for pictures and clips; caches are local.")
+        report.error(f"{config.id}.type", f"{config.type!r} is for pictures and clips; caches are local.")
     elif config.type == "csv" and config.is_conditioning:
         message = "'csv' names files by the hash of their address, so they have no partners; use another type."
-        yield Problem(f"{config.id}.type", message)
+        report.error(f"{config.id}.type", message)
     elif kind not in (*FILE_KINDS, *CACHE_KINDS) or (kind == "video" and context.spec.media != "video"):
         message = f"{kind!r} is not available for {context.spec.name}{_families_for(kind)}."
-        yield Problem(f"{config.id}.dataset_type", message)
+        report.error(f"{config.id}.dataset_type", message)
     elif holds_files(config) and not config.instance_data_dir:
-        yield Problem(f"{config.id}.instance_data_dir", "is required: the folder of the pictures or clips.")
+        report.error(f"{config.id}.instance_data_dir", "is required: the folder of the pictures or clips.")
 
 
 def _families_for(kind: str) -> str:
@@ -217,44 +218,44 @@ def _families_for(kind: str) -> str:
     return f"; for clips set model_family {families}" if families else " yet"
 
 
-def _check_captions(config: DatasetConfig) -> Iterator[Problem]:
+def _check_captions(config: DatasetConfig, report: Problems) -> None:
     """Captions must come from what the entry's type and tables supply; one mistake is reported once."""
     strategy = config.caption_strategy
     reads_parquet = config.metadata_backend == "parquet"
     if config.metadata_backend == "huggingface" and config.type != "huggingface":
         message = f"'huggingface' is for type huggingface, not {config.type}; use discovery."
-        yield Problem("metadata_backend", message)
+        report.error("metadata_backend", message)
     if reads_parquet and config.parquet is None:
-        yield Problem("metadata_backend", "'parquet' needs the object parquet with the path of the table.")
+        report.error("metadata_backend", "'parquet' needs the object parquet with the path of the table.")
     if strategy == "parquet" and not reads_parquet:
         needed = "metadata_backend parquet"
         if config.parquet is None:
             needed += " and the object parquet with the path of the table"
-        yield Problem("caption_strategy", f"'parquet' needs {needed}.")
+        report.error("caption_strategy", f"'parquet' needs {needed}.")
     if strategy == "metadata" and config.type != "local":
-        yield Problem("caption_strategy", "'metadata' needs type local.")
+        report.error("caption_strategy", "'metadata' needs type local.")
 
     if config.type in COLUMN_TYPES:
         uses_column = strategy in (config.type, *FIXED_PROMPTS)
         if reads_parquet or not uses_column:
             advice = f"caption_strategy {config.type}, or instanceprompt with instance_prompt."
-            yield Problem("type", f"{config.type!r} has captions in a column: {advice}")
+            report.error("type", f"{config.type!r} has captions in a column: {advice}")
             return
     if strategy in COLUMN_TYPES and strategy != config.type:
         message = f"{strategy!r} is for type {strategy}, not {config.type}; use textfile or filename."
-        yield Problem("caption_strategy", message)
+        report.error("caption_strategy", message)
 
 
-def _check_windows(config: DatasetConfig) -> Iterator[Problem]:
+def _check_windows(config: DatasetConfig, report: Problems) -> None:
     """A window of epochs or steps must not end before it begins."""
     windows = (("epoch", config.start_epoch, config.end_epoch), ("step", config.start_step, config.end_step))
     for unit, start, end in windows:
         if end is not None and end < start:
             message = f"{end} is before start_{unit} {start}: the dataset would never take part."
-            yield Problem(f"end_{unit}", message)
+            report.error(f"end_{unit}", message)
 
 
-def _check_prompts(config: DatasetConfig) -> Iterator[Problem]:
+def _check_prompts(config: DatasetConfig, report: Problems) -> None:
     """Keys that use instance_prompt need it, and none of its texts may be blank."""
     prompts = config.instance_prompt or []
     blank = [number for number, prompt in enumerate(prompts, start=1) if not prompt.strip()]
@@ -263,14 +264,14 @@ def _check_prompts(config: DatasetConfig) -> Iterator[Problem]:
         users["caption_strategy"] = f"{config.caption_strategy!r} needs"
     if len(blank) == len(prompts):
         for key, needs in users.items():
-            yield Problem(key, f"{needs} instance_prompt.")
+            report.error(key, f"{needs} instance_prompt.")
     elif blank and users:
         message = f"text {blank[0]} of {len(prompts)} is blank; remove it."
         advice = "caption_dropout_probability trains the empty caption now and then."
-        yield Problem("instance_prompt", f"{message} {advice}")
+        report.error("instance_prompt", f"{message} {advice}")
 
 
-def _check_folders(configs: Configs, context: DataContext) -> Iterator[Problem]:
+def _check_folders(configs: Configs, context: DataContext, report: Problems) -> None:
     """Folders must exist, unless an index may stand in, and must not contain the previews, which are pictures."""
     local = [config for config in configs if config.type == "local" and config.instance_data_dir]
     named = [(config, Path(config.instance_data_dir or "")) for config in local]
@@ -281,12 +282,12 @@ def _check_folders(configs: Configs, context: DataContext) -> Iterator[Problem]:
         listed = "; ".join(f"{name}: {str(folder)!r}{kinds[folder]}" for name, folder in missing.items())
         guesses = [similar_path(folder, "*/") for folder in missing.values()]
         message = f"these folders do not exist or cannot be listed ({hint}): {listed}.{''.join(dict.fromkeys(guesses))}"
-        yield Problem("instance_data_dir", message, entries=[*missing])
+        report.error("instance_data_dir", message, entries=[*missing])
     for config, folder in named:
         # Resolved, since either path may contain a link.
         if context.output_dir.resolve().is_relative_to(folder.resolve()):
             message = f"{str(folder)!r} contains output_dir ({str(context.output_dir)!r}): previews would be trained."
-            yield Problem(f"{config.id}.instance_data_dir", message)
+            report.error(f"{config.id}.instance_data_dir", message)
 
 
 def _is_missing(config: DatasetConfig, folder: Path, context: DataContext) -> bool:
@@ -295,7 +296,7 @@ def _is_missing(config: DatasetConfig, folder: Path, context: DataContext) -> bo
     return not (context.defaults.ignore_missing_files and load_index(Path(config.cache_dir_vae or ""), folder))
 
 
-def _check_caches(configs: Configs, texts: Configs, context: DataContext) -> Iterator[Problem]:
+def _check_caches(configs: Configs, texts: Configs, context: DataContext, report: Problems) -> None:
     """A latent folder belongs to one dataset and must not be a text cache."""
     owners: dict[Path, list[str]] = defaultdict(list)
     for config in configs:
@@ -305,27 +306,27 @@ def _check_caches(configs: Configs, texts: Configs, context: DataContext) -> Ite
     for folder, names in owners.items():
         # Datasets in one folder would overwrite each other's index.
         if len(names) > 1:
-            yield Problem("cache_dir_vae", f"{str(folder)!r} holds latents of several datasets: {', '.join(names)}.")
+            report.error("cache_dir_vae", f"{str(folder)!r} holds latents of several datasets: {', '.join(names)}.")
         if folder in text_folders | {context.text_root.resolve()}:
             message = f"{str(folder)!r} is a text cache; latents need a separate folder."
-            yield Problem(f"{names[0]}.cache_dir_vae", message)
+            report.error(f"{names[0]}.cache_dir_vae", message)
 
 
-def _check_start(trained: Configs) -> Iterator[Problem]:
+def _check_start(trained: Configs, report: Problems) -> None:
     """At least one dataset must be trained from the first step."""
     drawn = [config for config in trained if config.probability > 0]
     if not trained:
-        yield Problem("dataset_type", "no entry is a dataset to train on (dataset_type image or video).")
+        report.error("dataset_type", "no entry is a dataset to train on (dataset_type image or video).")
     elif not drawn:
-        yield Problem("probability", "is 0 for every dataset: nothing would be trained on.")
+        report.error("probability", "is 0 for every dataset: nothing would be trained on.")
     elif not any(config.start_epoch <= 1 and config.start_step <= 1 for config in drawn):
-        yield Problem("start_epoch", "no dataset takes part at the start; one must start at epoch 1 and step 0.")
+        report.error("start_epoch", "no dataset takes part at the start; one must start at epoch 1 and step 0.")
     for config in trained:
         if config.probability == 0:
-            yield warning(f"{config.id}.probability", "is 0: the dataset is not used.")
+            report.warn(f"{config.id}.probability", "is 0: the dataset is not used.")
 
 
-def link_partners(configs: Configs, context: DataContext) -> Reading[dict[str, list[DatasetConfig]]]:
+def link_partners(configs: Configs, context: DataContext, report: Problems) -> dict[str, list[DatasetConfig]]:
     """The conditioning entries of each dataset, by its id; only those that the flavour can use."""
     conditioning = {config.id: config for config in configs if config.is_conditioning}
     usable = (*MASKS, *(REFERENCES if context.task == "i2i" else ()))
@@ -338,10 +339,11 @@ def link_partners(configs: Configs, context: DataContext) -> Reading[dict[str, l
         links[config.id] = [entry for entry in entries.values() if entry.conditioning_type in usable]
         # `_check_link` warns about entries that the flavour cannot use.
         unused -= entries.keys()
-        yield from chain.from_iterable(_check_link(entry, config, usable) for entry in entries.values())
-        yield from _check_partners(config, links[config.id], context)
+        for entry in entries.values():
+            _check_link(entry, config, usable, report)
+        _check_partners(config, links[config.id], context, report)
     message = "is a conditioning dataset that no dataset lists in conditioning_data; it is not used."
-    yield from (warning(name, message) for name in conditioning if name in unused)
+    report.extend(warning(name, message) for name in conditioning if name in unused)
     return links
 
 
@@ -353,28 +355,28 @@ def _conditions_of(config: DatasetConfig, conditioning: Mapping[str, DatasetConf
     return {name: conditioning[name] for name in names if name in conditioning}
 
 
-def _check_link(entry: DatasetConfig, source: DatasetConfig, usable: Sequence[str]) -> Iterator[Problem]:
+def _check_link(entry: DatasetConfig, source: DatasetConfig, usable: Sequence[str], report: Problems) -> None:
     kind = entry.conditioning_type
     if kind is None:
         message = f"is required: {' or '.join(REFERENCES)} for source pictures, {' or '.join(MASKS)} for masks."
-        yield Problem(f"{entry.id}.conditioning_type", message)
+        report.error(f"{entry.id}.conditioning_type", message)
     elif kind not in usable:
         message = f"this flavour cannot use {kind} pictures: those of {entry.id} are neither cached nor used."
-        yield warning(f"{source.id}.conditioning_data", message)
+        report.warn(f"{source.id}.conditioning_data", message)
 
 
-def _check_partners(config: DatasetConfig, entries: Configs, context: DataContext) -> Iterator[Problem]:
+def _check_partners(config: DatasetConfig, entries: Configs, context: DataContext, report: Problems) -> None:
     """A sample has one mask, and with i2i one source picture at a time."""
     where = f"{config.id}.conditioning_data"
     masks = [entry.id for entry in entries if entry.conditioning_type in MASKS]
     if len(masks) > 1:
-        yield Problem(where, f"names several datasets of masks ({', '.join(masks)}); a picture has one.")
+        report.error(where, f"names several datasets of masks ({', '.join(masks)}); a picture has one.")
     if not config.is_trained:
         return
     references = len(entries) - len(masks)
     if context.task == "i2i" and not references:
         message = "is required: this flavour edits pictures, so it needs a conditioning dataset with source pictures"
-        yield Problem(where, f"{message} (conditioning_type {' or '.join(REFERENCES)}).")
+        report.error(where, f"{message} (conditioning_type {' or '.join(REFERENCES)}).")
     if references > 1 and context.defaults.conditioning_multidataset_sampling == "combined":
         message = f"{context.spec.name} takes one source picture at a time; use random instead of combined."
-        yield Problem("conditioning_multidataset_sampling", message)
+        report.error("conditioning_multidataset_sampling", message)

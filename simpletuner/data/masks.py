@@ -6,7 +6,6 @@ with a box filter: Lanczos would ring at edges and leave some weight in black ar
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import lru_cache
@@ -22,7 +21,7 @@ from simpletuner.data.file_index import FileFacts
 from simpletuner.data.files import MediaError
 from simpletuner.data.pictures import fit
 from simpletuner.data.sample import Sample
-from simpletuner.errors import Problem, counted, shorten, warning
+from simpletuner.errors import Problems, counted, shorten
 
 # A mask with a smaller white share teaches almost nothing.
 TINY_MASK = 0.01
@@ -90,13 +89,13 @@ def measure_masks(dataset: Dataset, masks: Dataset, context: DataContext) -> dic
         return {mask.name: facts for (_, mask), facts in zip(pairs, measured, strict=True)}
 
 
-def check_mask_sizes(dataset: Dataset, masks: Dataset) -> Iterator[Problem]:
+def check_mask_sizes(dataset: Dataset, masks: Dataset, report: Problems) -> None:
     """Report in one error all masks that do not fit their picture or clip."""
     pairs = [(name, facts, masks.facts_for(name)) for name, facts in dataset.facts.items() if facts.width]
     reasons = {name: _misfit(name, facts, mask, dataset.clips) for name, facts, mask in pairs if mask and mask.width}
     wrong = [f"{masks.name_for(name)} {why}" for name, why in reasons.items() if why]
     if wrong:
-        yield Problem(masks.id, f"{len(wrong)} masks do not fit the files of {dataset.id}: {shorten(wrong)}.")
+        report.error(masks.id, f"{len(wrong)} masks do not fit the files of {dataset.id}: {shorten(wrong)}.")
 
 
 def _misfit(name: str, source: FileFacts, mask: FileFacts, rules: ClipRules | None) -> str | None:
@@ -109,7 +108,7 @@ def _misfit(name: str, source: FileFacts, mask: FileFacts, rules: ClipRules | No
     return None if frames == needed else f"has {frames} frames at {rate:g} a second and {name} {needed}"
 
 
-def check_masks(dataset: Dataset) -> Iterator[Problem]:
+def check_masks(dataset: Dataset, report: Problems) -> None:
     """Report masks that leave nothing, or almost nothing, to learn."""
     white, masks = dataset.white, dataset.masks
     if masks is None or not white:
@@ -118,7 +117,7 @@ def check_masks(dataset: Dataset) -> Iterator[Problem]:
     if black:
         besides = ", frame 0 aside," if dataset.clips and dataset.clips.is_i2v else ""
         message = f"black{besides} wherever it is trained, so nothing is learned: {counted(len(black), 'mask')}, "
-        yield Problem(masks.id, f"{message}{shorten(black)}.")
+        report.error(masks.id, f"{message}{shorten(black)}.")
     mean = sum(white.values()) / len(white)
     if mean < TINY_MASK:
-        yield warning(masks.id, f"only {mean:.2%} of masks is white on average; masked_loss_normalise makes up for it.")
+        report.warn(masks.id, f"only {mean:.2%} of masks is white on average; masked_loss_normalise makes up for it.")

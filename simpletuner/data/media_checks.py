@@ -6,7 +6,7 @@ unusual way.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 from simpletuner.config.types import Size
 from simpletuner.data.clips import SAME_SPEED
@@ -14,7 +14,7 @@ from simpletuner.data.dataset import Dataset
 from simpletuner.data.file_index import CONVERSIONS_SINCE, index_version
 from simpletuner.data.file_names import pair_key
 from simpletuner.data.sample import Sample
-from simpletuner.errors import Problem, counted, shorten, warning
+from simpletuner.errors import Problems, counted, shorten
 
 # A picture enlarged by more than this factor looks blurred at the training size.
 NOTICEABLE_ENLARGEMENT = 1.5
@@ -25,18 +25,18 @@ INTERLACED = {
 }
 
 
-def check_media(dataset: Dataset, model_rate: float | None) -> Iterator[Problem]:
+def check_media(dataset: Dataset, model_rate: float | None, report: Problems) -> None:
     """All warnings about the samples of a dataset.
 
     Args:
         model_rate: frames per second that the model was trained at; None for models of pictures.
     """
-    yield from _check_enlarged(dataset)
-    yield from _check_twins(dataset)
-    yield from _check_conversions(dataset)
+    _check_enlarged(dataset, report)
+    _check_twins(dataset, report)
+    _check_conversions(dataset, report)
     if model_rate is not None:
-        yield from _check_speed(dataset, model_rate)
-    yield from _check_decoding(dataset)
+        _check_speed(dataset, model_rate, report)
+    _check_decoding(dataset, report)
 
 
 def is_converted(sample: Sample) -> bool:
@@ -44,7 +44,7 @@ def is_converted(sample: Sample) -> bool:
     return bool(sample.conversions or (sample.partner and sample.partner.conversions))
 
 
-def _check_enlarged(dataset: Dataset) -> Iterator[Problem]:
+def _check_enlarged(dataset: Dataset, report: Problems) -> None:
     """Warn once about all samples that are much smaller than their training size."""
     # The width suffices, since resizing keeps the ratio.
     factors = [sample.geometry.resized[0] / sample.original_size[0] for sample in dataset.samples]
@@ -56,10 +56,10 @@ def _check_enlarged(dataset: Dataset) -> Iterator[Problem]:
     files = f"{len(enlarged)} of {counted(len(factors), 'file')} enlarged"
     message = f"{files}, {most.name} the most, from {before} to {after}"
     advice = "the model learns their blur. minimum_image_size leaves them out; a smaller resolution enlarges less."
-    yield warning(f"{dataset.id}.resolution", f"{message}: {advice}")
+    report.warn(f"{dataset.id}.resolution", f"{message}: {advice}")
 
 
-def _check_twins(dataset: Dataset) -> Iterator[Problem]:
+def _check_twins(dataset: Dataset, report: Problems) -> None:
     """Warn once about files that seem to be the same picture or clip in two formats, such as a phone's HEIC and JPG."""
     groups: dict[tuple[str, Size], list[str]] = {}
     for sample in dataset.samples:
@@ -69,10 +69,10 @@ def _check_twins(dataset: Dataset) -> Iterator[Problem]:
         return
     shown = shorten([" and ".join(names) for names in twins])
     advice = f"If they show the same, it is trained twice as often: list one of each in {dataset.config.exclude_files}."
-    yield warning(dataset.id, f"files that differ only in their extension: {shown}. {advice}")
+    report.warn(dataset.id, f"files that differ only in their extension: {shown}. {advice}")
 
 
-def _check_conversions(dataset: Dataset) -> Iterator[Problem]:
+def _check_conversions(dataset: Dataset, report: Problems) -> None:
     """Name the files that are encoded again, since earlier versions may have cached them.
 
     Those read pictures without their colour profile, crop or orientation; clips with rounded colours, with the combs
@@ -85,14 +85,14 @@ def _check_conversions(dataset: Dataset) -> Iterator[Problem]:
     if pictures:
         named = f"{counted(len(pictures), 'picture')} ({shorten(pictures, 3)})"
         cause = "is applied, which earlier versions did not do. They are encoded again; what was cached is not used."
-        yield warning(dataset.id, f"the colour profile or crop stored in {named} {cause} {REMOVE}")
+        report.warn(dataset.id, f"the colour profile or crop stored in {named} {cause} {REMOVE}")
     clips = sum(sample.clip is not None for sample in dataset.samples)
     if clips:
         message = f"the latents of {counted(clips, 'clip')} are made again: colours are exact now, and were up to three"
-        yield warning(dataset.id, f"{message} levels off. What earlier versions cached of them is not used. {REMOVE}")
+        report.warn(dataset.id, f"{message} levels off. What earlier versions cached of them is not used. {REMOVE}")
 
 
-def _check_speed(dataset: Dataset, model_rate: float) -> Iterator[Problem]:
+def _check_speed(dataset: Dataset, model_rate: float, report: Problems) -> None:
     """Warn about clips that play faster, slower or less smoothly than the model's frame rate."""
     rules = dataset.clips
     if rules is None:
@@ -114,20 +114,20 @@ def _check_speed(dataset: Dataset, model_rate: float) -> Iterator[Problem]:
             f"{rules.rate / slow[slowest]:.2f} times"
         )
     if reasons:
-        yield warning(f"{dataset.id}.video.frame_rate", f"{'; '.join(reasons)}.")
+        report.warn(f"{dataset.id}.video.frame_rate", f"{'; '.join(reasons)}.")
 
 
-def _check_decoding(dataset: Dataset) -> Iterator[Problem]:
+def _check_decoding(dataset: Dataset, report: Problems) -> None:
     """Announce clips that are interlaced, and those that only decord can read."""
     reader = dataset.clips.keys.reader if dataset.clips else "pyav"
     clips = {sample.name: sample.clip for sample in dataset.samples if sample.clip}
     interlaced = [name for name, clip in clips.items() if clip.is_interlaced]
     by_decord = [name for name, clip in clips.items() if clip.reader == "decord"]
     if interlaced:
-        yield warning(dataset.id, f"interlaced: {_some_of(interlaced, clips)}; {INTERLACED[reader]}")
+        report.warn(dataset.id, f"interlaced: {_some_of(interlaced, clips)}; {INTERLACED[reader]}")
     if by_decord and reader == "pyav":
         message = "decord reads them, with colours that differ by a few levels; re-encode them with ffmpeg to avoid it."
-        yield warning(dataset.id, f"PyAV cannot read {_some_of(by_decord, clips)}; {message}")
+        report.warn(dataset.id, f"PyAV cannot read {_some_of(by_decord, clips)}; {message}")
 
 
 def _some_of(names: Sequence[str], clips: Mapping[str, object]) -> str:

@@ -293,8 +293,10 @@ def fill_caches(plan: Plan, events: EventStream, share: Share) -> None:
     """Download the model and fill a share of the caches."""
     filler = prepare_caches(Encoding(plan, build_adapter(plan), make_accelerator().device, events), 1, share=share)
     for dataset in filler.plan.datasets:
-        for left_out in summarise_rejected(dataset):
-            events.say(str(left_out), warning=True)
+        left_out = Problems()
+        summarise_rejected(dataset, left_out)
+        for problem in left_out:
+            events.say(str(problem), warning=True)
     if share.count == 1:
         events.say("The caches are complete.")
         return
@@ -346,9 +348,11 @@ def fetch(plan: Plan, events: EventStream) -> None:
     if absent:
         download(absent, events)
         # The plan could check only parts that were already on this machine.
-        problems = Problems(check_parts(plan.spec, plan.flavour, plan.source))
-        problems += check_block_numbers(plan.config, plan.spec, plan.source)  # the number of blocks is known now
-        problems += [problem for encoder in encoders for problem in encoder.problems()]
+        problems = Problems()
+        check_parts(plan.spec, plan.flavour, plan.source, problems)
+        check_block_numbers(plan.config, plan.spec, plan.source, problems)  # the number of blocks is known now
+        for encoder in encoders:
+            encoder.check(problems)
         problems.raise_if_fatal()
     for role in ("transformer", "vae"):
         check_shapes(plan.source[role])
@@ -370,7 +374,9 @@ def fetch_lora(plan: Plan, *, check_again: bool) -> None:
         check_again = True  # with the file at hand
     if check_again:
         modules = linear_modules(plan.source["transformer"].weight_shapes())
-        Problems(check_init_lora(lora, modules, plan.lora_targets, plan.spec.name)).raise_if_fatal()
+        problems = Problems()
+        check_init_lora(lora, modules, plan.lora_targets, plan.spec.name, problems)
+        problems.raise_if_fatal()
 
 
 def download(parts: Sequence[Part], events: EventStream) -> None:
@@ -411,5 +417,7 @@ def without_undecodable(plan: Plan, failures: Failures, world: World) -> Plan:
     world.main_only(lambda: quarantine(reduced.datasets, plan.output_dir))
     # Fewer samples shorten epochs: a run counted in epochs has fewer steps, and windows of epochs end earlier.
     reduced = replace(reduced, length=plan_length(reduced))
-    Problems(check_schedule(reduced)).raise_if_fatal()
+    of_schedule = Problems()
+    check_schedule(reduced, of_schedule)
+    of_schedule.raise_if_fatal()
     return reduced

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import torch
 
 from simpletuner.config.precision import UNPACKED, Quantisation, check_capability, instead, multiplied
 from simpletuner.config.schema import PrecisionConfig
-from simpletuner.errors import ConfigError, Problem
+from simpletuner.errors import Problems
 from simpletuner.memory.quantisation.scaled_rows import MULTIPLE, multiply
 from simpletuner.models.blocks import DEVICE_FAILURES
 
@@ -21,11 +19,12 @@ def check_device(config: PrecisionConfig, device: torch.device) -> None:
     Raises:
         ConfigError: the device does not support them.
     """
-    if problems := [*_lacking(config, device)]:
-        raise ConfigError(problems)
+    report = Problems()
+    _lacking(config, device, report)
+    report.raise_if_fatal()
 
 
-def _lacking(config: PrecisionConfig, device: torch.device) -> Iterator[Problem]:
+def _lacking(config: PrecisionConfig, device: torch.device, report: Problems) -> None:
     """Report the GPU vendor or its compute capability, and only if both are sufficient, operations that fail."""
     if device.type == "cpu":
         return
@@ -35,16 +34,17 @@ def _lacking(config: PrecisionConfig, device: torch.device) -> Iterator[Problem]
         name = "ROCm" if is_rocm else device.type
         for key, stored in quantisations.items():
             remedy = UNPACKED if stored.always else "false"
-            yield Problem(key, f"needs an NVIDIA GPU, not {name}; set it to {remedy}.")
+            report.error(key, f"needs an NVIDIA GPU, not {name}; set it to {remedy}.")
         return
-    problems = list(check_capability(config, torch.cuda.get_device_capability(device)))
+    problems = Problems()
+    check_capability(config, torch.cuda.get_device_capability(device), problems)
+    report.extend(problems)
     if problems:
-        yield from problems
         return
     for key, stored in quantisations.items():
         reason = refusal(stored, device)
         if reason:
-            yield Problem(key, f"{stored.name} {reason}")
+            report.error(key, f"{stored.name} {reason}")
 
 
 def refusal(stored: Quantisation, device: torch.device) -> str:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from simpletuner.config.lora import LoraConfig
 from simpletuner.config.schema import PLAIN_PRECISIONS, RunConfig
-from simpletuner.errors import Problem, Reading
+from simpletuner.errors import Problems
 from simpletuner.models import lora_layers
 from simpletuner.models.cost import Adapters
 from simpletuner.models.lora_checks import check_init_lora
@@ -38,7 +38,7 @@ class AdapterKind:
 
     add: str | None = None
     numbers: Callable[[LoraConfig, FamilySpec, Targets, Shapes], dict[str, int]] | None = None
-    layers: Callable[[LoraConfig, FamilySpec, Shapes, bool], Reading[list[str]]] | None = None
+    layers: Callable[[LoraConfig, FamilySpec, Shapes, bool, Problems], list[str]] | None = None
     takes_any_rank: bool = False
     settings_file: str = ""
     no_slider: str = ""
@@ -60,24 +60,24 @@ def planned_adapters(config: LoraConfig, spec: FamilySpec, targets: Targets, sha
     return Adapters(config.lora_rank, frozenset(products if numbers else matching_modules(shapes, targets)), products)
 
 
-def trained_layers(config: RunConfig, spec: FamilySpec, source: ModelSource) -> Reading[Targets]:
+def trained_layers(config: RunConfig, spec: FamilySpec, source: ModelSource, report: Problems) -> Targets:
     """The layers that get an adapter; reports problems of this selection and of `init_lora`."""
     value = "slider" if config.lora.slider_lora_target else config.lora.peft_lora_target_modules
-    targets = yield from lora_layers.resolve_targets(value, spec)
+    targets = lora_layers.resolve_targets(value, spec, report)
     if config.model.model_type != "lora":
         return targets
     # Old formats list their weights only on loading, and are checked then.
     shapes, kind = source["transformer"].weight_shapes(), adapter_kind(config.lora)
     if kind.layers:
         quantised = config.precision.base_model_precision not in PLAIN_PRECISIONS
-        return (yield from kind.layers(config.lora, spec, lora_layers.weights_of(shapes), quantised))
+        return kind.layers(config.lora, spec, lora_layers.weights_of(shapes), quantised, report)
     modules = lora_layers.linear_modules(shapes)
-    yield from check_init_lora(config.lora, modules, targets, spec.name)
+    check_init_lora(config.lora, modules, targets, spec.name, report)
     if modules:
-        yield from lora_layers.check_targets(modules, targets)
+        lora_layers.check_targets(modules, targets, report)
     # Above the narrower side of a weight, a higher rank adds parameters without expressiveness.
     narrowest = min((min(modules[name]) for name in matching_modules(modules, targets)), default=None)
     if narrowest is not None and config.lora.lora_rank > narrowest and not kind.takes_any_rank:
         message = f"{config.lora.lora_rank} is more than the width of the narrowest layer ({narrowest})."
-        yield Problem("lora_rank", message, fatal=False)
+        report.warn("lora_rank", message)
     return targets

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Set
+from collections.abc import Mapping, Set
 from pathlib import Path
 
 from simpletuner.config.lora import LoraConfig
 from simpletuner.config.paths import absence_of, home_path, similar_path
-from simpletuner.errors import Problem, Problems, Reading, counted, shorten, warning
+from simpletuner.errors import Problems, counted, shorten
 from simpletuner.headers import METADATA, read_header
 from simpletuner.models.lora_layers import Targets, matching_modules
 from simpletuner.weights.files import Shape, Shapes, WeightsError, tensor_shapes, weights_header
@@ -19,7 +19,7 @@ INIT = "init_lora"
 Features = Mapping[str, tuple[int, int]]  # (out, in) features of a model's linear layers; empty if it is not here
 
 
-def check_init_lora(config: LoraConfig, modules: Features, targets: Targets, family: str) -> Iterator[Problem]:
+def check_init_lora(config: LoraConfig, modules: Features, targets: Targets, family: str, report: Problems) -> None:
     """Report problems of the file `init_lora`, from its header.
 
     Args:
@@ -31,70 +31,70 @@ def check_init_lora(config: LoraConfig, modules: Features, targets: Targets, fam
         return
     path = find_lora(config.init_lora)
     if path is None:
-        yield from _check_hub_id(config.init_lora)
+        _check_hub_id(config.init_lora, report)
         return
     faults = Problems()
-    shapes = faults.take(read_shapes(INIT, path))
+    shapes = read_shapes(INIT, path, faults)
     if any(marker in name for name in shapes for marker in OTHER_KINDS):
         message = f"{str(path)!r} holds a LoKr or LoHa, whose weights no LoRA can start from; take the LoRA beside it."
-        yield Problem(INIT, message)
+        report.error(INIT, message)
         return
     if shapes:
-        faults.extend(_check_contents(INIT, path, shapes, modules, family))
-    yield from faults
+        _check_contents(INIT, path, shapes, modules, family, faults)
+    report.extend(faults)
     if not shapes or faults.are_fatal:
         return
     trigger = read_header(path)[METADATA].get("trigger")
     if trigger:
         words = str(trigger).strip()
         message = f"{str(path)!r} was trained with captions that begin with {words!r}"
-        yield warning(INIT, f"{message}; begin yours with it, too.")
-    yield from _check_layers(config, path, shapes, modules, set(matching_modules(modules, targets)))
+        report.warn(INIT, f"{message}; begin yours with it, too.")
+    _check_layers(config, path, shapes, modules, set(matching_modules(modules, targets)), report)
 
 
-def _check_hub_id(location: str) -> Iterator[Problem]:
+def _check_hub_id(location: str, report: Problems) -> None:
     """Problems of a LoRA that is still on the hub."""
     from huggingface_hub import is_offline_mode
 
     if is_offline_mode():
         message = f"{location!r} is not on this machine, and HF_HUB_OFFLINE forbids a download."
-        yield Problem(INIT, f"{message} Unset it, or download the LoRA and its settings file, and name their folder.")
+        report.error(INIT, f"{message} Unset it, or download the LoRA and its settings file, and name their folder.")
     elif home_path(location).parent.is_dir():
         message = f"there is no file or folder {location!r}, so it is taken for a LoRA of the hub."
-        yield warning(INIT, f"{message}{similar_path(home_path(location))}")
+        report.warn(INIT, f"{message}{similar_path(home_path(location))}")
 
 
 def _check_layers(
-    config: LoraConfig, path: Path, shapes: Shapes, modules: Features, wanted: Set[str]
-) -> Iterator[Problem]:
+    config: LoraConfig, path: Path, shapes: Shapes, modules: Features, wanted: Set[str], report: Problems
+) -> None:
     """Compare the layers of `init_lora` with the trained layers (`wanted`), if known."""
     layers = layers_in(shapes, list(modules))
     ranks = {layer: parts["A"][0] for layer, parts in layers.items() if parts.get("A")}
     differing = sorted({rank for module, rank in ranks.items() if module in (wanted or ranks)} - {config.lora_rank})
     if differing:
         shown = ", ".join(map(str, differing))
-        yield Problem(INIT, f"{str(path)!r} has rank {shown}, lora_rank is {config.lora_rank}.")
+        report.error(INIT, f"{str(path)!r} has rank {shown}, lora_rank is {config.lora_rank}.")
     if not config.use_dora and any(name.endswith((MAGNITUDE, COMFYUI_MAGNITUDE)) for name in shapes):
-        yield Problem(INIT, f"{str(path)!r} is a DoRA; set use_dora.")
+        report.error(INIT, f"{str(path)!r} is a DoRA; set use_dora.")
     if wanted:
-        yield from _check_coverage(path, wanted, ranks.keys() & set(modules))
+        _check_coverage(path, wanted, ranks.keys() & set(modules), report)
 
 
-def _check_coverage(path: Path, wanted: Set[str], held: Set[str]) -> Iterator[Problem]:
+def _check_coverage(path: Path, wanted: Set[str], held: Set[str], report: Problems) -> None:
     """Report trained layers missing in the file, and layers in the file that are not trained."""
     if absent := sorted(wanted - held):
         covered = f"holds {len(wanted & held)} of {len(wanted)} trained layers"
         message = f"{str(path)!r} {covered}; the others start untrained ({shorten(absent)})."
-        yield warning(INIT, message)
+        report.warn(INIT, message)
     if surplus := sorted(held - wanted):
         message = f"not trained, so dropped: {counted(len(surplus), 'layer')} of {str(path)!r} ({shorten(surplus)})."
-        yield warning(INIT, f"{message} Name them in peft_lora_target_modules to keep them.")
+        report.warn(INIT, f"{message} Name them in peft_lora_target_modules to keep them.")
 
 
-def read_shapes(key: str, path: Path) -> Reading[dict[str, Shape]]:
+def read_shapes(key: str, path: Path, report: Problems) -> dict[str, Shape]:
     """Names and shapes in the LoRA file of a key; empty, with a problem, if the file cannot be used."""
     if not path.is_file():
-        yield Problem(key, absence_of(path))
+        report.error(key, absence_of(path))
         return {}
     try:
         shapes = tensor_shapes(path)
@@ -102,7 +102,7 @@ def read_shapes(key: str, path: Path) -> Reading[dict[str, Shape]]:
             raise WeightsError(fault)
         return shapes
     except WeightsError as error:
-        yield Problem(key, f"{str(path)!r} {error}.")
+        report.error(key, f"{str(path)!r} {error}.")
         return {}
 
 
@@ -157,37 +157,39 @@ def _magnitudes_of_inputs(layers: Mapping[str, Mapping[str, Shape]]) -> list[str
     return wrong
 
 
-def check_lora_file(key: str, path: Path, modules: Features, family: str) -> Iterator[Problem]:
+def check_lora_file(key: str, path: Path, modules: Features, family: str, report: Problems) -> None:
     """Report problems of applying a whole LoRA file to a model, from its header.
 
     Args:
         modules: (out, in) features of the model's linear layers; empty if it is not on this machine.
         family: family of the model.
     """
-    shapes = yield from read_shapes(key, path)
+    shapes = read_shapes(key, path, report)
     if shapes:
-        yield from _check_contents(key, path, shapes, modules, family)
+        _check_contents(key, path, shapes, modules, family, report)
 
 
-def _check_contents(key: str, path: Path, shapes: Shapes, modules: Features, family: str) -> Iterator[Problem]:
+def _check_contents(key: str, path: Path, shapes: Shapes, modules: Features, family: str, report: Problems) -> None:
     """Report a LoRA of another family, other tensors than those of a LoRA, and layers that do not fit."""
     trained_on, _ = model_in_header(path)
     if trained_on not in ("", family):
-        yield Problem(key, f"{str(path)!r} was trained on {trained_on}, not on {family}.")
+        report.error(key, f"{str(path)!r} was trained on {trained_on}, not on {family}.")
         return
     strange = [name for name in shapes if role_of(name) is None]
     if strange:
-        yield Problem(key, f"{str(path)!r} is not a plain LoRA: it holds {shorten(strange, 3)}.")
+        report.error(key, f"{str(path)!r} is not a plain LoRA: it holds {shorten(strange, 3)}.")
     if modules:
-        yield from _check_fit(key, path, layers_in(shapes, list(modules)), modules)
+        _check_fit(key, path, layers_in(shapes, list(modules)), modules, report)
 
 
-def _check_fit(key: str, path: Path, layers: Mapping[str, Mapping[str, Shape]], modules: Features) -> Iterator[Problem]:
+def _check_fit(
+    key: str, path: Path, layers: Mapping[str, Mapping[str, Shape]], modules: Features, report: Problems
+) -> None:
     """Compare the layers of a LoRA file with the model's."""
     foreign = sorted(layers.keys() - modules.keys())
     if foreign:
         message = f"layers in {str(path)!r} are not in this model ({shorten(foreign, 3)})."
-        yield Problem(key, f"{len(foreign)} of {len(layers)} {message}")
+        report.error(key, f"{len(foreign)} of {len(layers)} {message}")
     for layer, parts in layers.items():
         if layer not in modules or "A" not in parts:
             continue
@@ -196,5 +198,5 @@ def _check_fit(key: str, path: Path, layers: Mapping[str, Mapping[str, Shape]], 
         if features != (outputs, inputs):
             in_file = f"{features[0]}x{features[1]}"
             message = f"{layer} has {outputs}x{inputs} features in the model and {in_file} in the file."
-            yield Problem(key, f"{str(path)!r} is for other layers: {message}")
+            report.error(key, f"{str(path)!r} is for other layers: {message}")
             return

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from simpletuner.config.json_reader import read_json
-from simpletuner.errors import Problem, Reading, did_you_mean
+from simpletuner.errors import Problems, did_you_mean
 from simpletuner.models.spec import FamilySpec
 from simpletuner.weights.files import Shape, Shapes
 
@@ -20,19 +20,19 @@ LORA_TARGETS = "peft_lora_target_modules"
 Targets = list[str] | str
 
 
-def resolve_targets(value: Any, spec: FamilySpec) -> Reading[Targets]:
+def resolve_targets(value: Any, spec: FamilySpec, report: Problems) -> Targets:
     """Resolve a value of `peft_lora_target_modules`; None means the family's default."""
     if isinstance(value, str):
         if value in spec.lora_presets:
             return spec.lora_presets[value]
         if value.endswith(".json") or "/" in value:
-            value = yield from read_json(Path(value), list, "a JSON list of module names")
+            value = read_json(Path(value), report, list, "a JSON list of module names")
         else:
             value = [name.strip() for name in value.split(",")]
     if value and isinstance(value, list) and all(isinstance(name, str) for name in value):
         return value
     if value is not None:
-        yield Problem(LORA_TARGETS, f"{value!r} is not a list of module names.")
+        report.error(LORA_TARGETS, f"{value!r} is not a list of module names.")
     return list(spec.lora_targets)
 
 
@@ -45,18 +45,19 @@ def matching_modules(modules: Iterable[str], targets: Targets) -> list[str]:
     return [name for name in modules if f".{name}".endswith(endings)]
 
 
-def check_targets(modules: Iterable[str], targets: Targets) -> list[Problem]:
+def check_targets(modules: Iterable[str], targets: Targets, report: Problems) -> None:
     """Report names that match no module of the transformer, with the nearest names that do."""
     modules = list(modules)
     if isinstance(targets, str):
-        return [] if matching_modules(modules, targets) else [Problem(LORA_TARGETS, f"{targets!r} matches no module.")]
+        if not matching_modules(modules, targets):
+            report.error(LORA_TARGETS, f"{targets!r} matches no module.")
+        return
     # `to_q`, and `attn1.to_q` or `to_out.0`.
     endings = sorted({".".join(name.split(".")[-depth:]) for name in modules for depth in (1, 2)})
-    return [
-        Problem(LORA_TARGETS, f"{target!r} matches no module of the transformer.{did_you_mean(target, endings)}")
-        for target in targets
-        if not matching_modules(modules, [target])
-    ]
+    for target in targets:
+        if not matching_modules(modules, [target]):
+            suggestion = did_you_mean(target, endings)
+            report.error(LORA_TARGETS, f"{target!r} matches no module of the transformer.{suggestion}")
 
 
 def weights_of(shapes: Shapes) -> dict[str, Shape]:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from simpletuner.config.paths import absence_of, home_path, similar_path
 from simpletuner.config.schema import RunConfig
-from simpletuner.errors import Problem, shorten, warning
+from simpletuner.errors import Problem, Problems, shorten
 from simpletuner.models.spec import FamilySpec, Flavour, OriginalWeights
 from simpletuner.weights.files import Shape, Shapes
 from simpletuner.weights.original import OriginalTransformer
@@ -67,13 +67,13 @@ class ModelSource:
                 problems.append(Problem(key, f"the model folder {location!r} lacks a usable {', '.join(faults)}."))
         return problems
 
-    def doubts(self) -> Iterator[Problem]:
+    def doubts(self, report: Problems) -> None:
         """Warn about names of hub models that are probably misspelt folders."""
         for location, key in {part.location: part.key for part in self.parts.values()}.items():
             folder = Path(location)
             if HUB_ID.fullmatch(location) and not folder.exists() and folder.parent.is_dir():
                 message = f"there is no folder {location!r}, so it is taken for a model of the hub."
-                yield warning(key, f"{message}{similar_path(folder, '*/')}")
+                report.warn(key, f"{message}{similar_path(folder, '*/')}")
 
 
 def _base(flavour: Flavour, given: str | None) -> str:
@@ -103,12 +103,12 @@ def _original_transformer(related: Part, original: OriginalWeights) -> OriginalT
     )
 
 
-def check_channels(source: ModelSource, transformer_key: str, vae_key: str) -> Iterator[Problem]:
+def check_channels(source: ModelSource, transformer_key: str, vae_key: str, report: Problems) -> None:
     """Report different numbers of latent channels in transformer and VAE, by these keys; skips missing parts."""
     takes = (source["transformer"].read_config() or {}).get(transformer_key)
     makes = (source["vae"].read_config() or {}).get(vae_key)
     if takes != makes and None not in (takes, makes):
-        yield Problem(VAE_KEY, f"the VAE has {makes} channels, the transformer {takes}.")
+        report.error(VAE_KEY, f"the VAE has {makes} channels, the transformer {takes}.")
 
 
 # Weights of a whole CLIP that are not part of its text encoder.

@@ -7,7 +7,7 @@ names. Code that needs weights calls `registry.load_adapter`.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -15,7 +15,7 @@ from simpletuner.config.datasets import DatasetConfig
 from simpletuner.config.option import Group
 from simpletuner.config.schema import FamilyOptions, RunConfig, TextConfig
 from simpletuner.config.types import Size
-from simpletuner.errors import Problem
+from simpletuner.errors import Problems
 from simpletuner.models.cost import FamilyCost
 
 if TYPE_CHECKING:
@@ -139,7 +139,7 @@ class FamilyWords:
         return self.length(text) - self.reserved
 
 
-SizeCheck = Callable[[RunConfig, Flavour, Sequence[Size], Mapping[str, Sequence[Size]]], Iterable[Problem]]
+SizeCheck = Callable[[RunConfig, Flavour, Sequence[Size], Mapping[str, Sequence[Size]], Problems], None]
 
 
 @dataclass(frozen=True)
@@ -152,9 +152,9 @@ class FamilyChecks:
         sizes: warnings about preview sizes and trained sizes by dataset id.
     """
 
-    settings: Callable[[RunConfig, Flavour], Iterable[Problem]]
-    checkpoint: Callable[[Flavour, ModelSource], Iterable[Problem]]
-    sizes: SizeCheck = field(default=lambda config, flavour, used, trained: ())
+    settings: Callable[[RunConfig, Flavour, Problems], None]
+    checkpoint: Callable[[Flavour, ModelSource, Problems], None]
+    sizes: SizeCheck = field(default=lambda config, flavour, used, trained, report: None)
 
 
 @dataclass(frozen=True)

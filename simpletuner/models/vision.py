@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -12,7 +11,7 @@ from typing import Any
 
 from simpletuner.config.alignment import PATCH
 from simpletuner.config.paths import home_path
-from simpletuner.errors import Problem, did_you_mean
+from simpletuner.errors import Problems, did_you_mean
 from simpletuner.weights.hub import OFFLINE
 from simpletuner.weights.part import HUB_ID, Part
 
@@ -89,7 +88,7 @@ class VisionEncoder:
         """Approximate number of weights: twelve matrices of its width per layer."""
         return 12 * int(self.settings()["num_hidden_layers"]) * self.width**2
 
-    def problems(self) -> Iterator[Problem]:
+    def check(self, report: Problems) -> None:
         """Report unknown names, unusable folders, and an encoder that can be neither found nor downloaded."""
         from huggingface_hub import constants, is_offline_mode
 
@@ -99,12 +98,12 @@ class VisionEncoder:
             kind, patch = settings.get("model_type"), settings.get("patch_size")
             if kind not in KINDS or patch != PATCH:
                 message = f"{location!r} is a {kind!r} with patches of {patch} px, not a DINOv2 with {PATCH}."
-                yield Problem(self.key, message)
+                report.error(self.key, message)
         elif self.part.is_local or not HUB_ID.fullmatch(location):
             fault = f" ({self.part.fault()})" if home_path(location).is_dir() else ""
             message = f"{self.name!r} is neither one of {', '.join(ENCODERS)} nor a model folder{fault} or hub id."
-            yield Problem(self.key, message + did_you_mean(self.name, ENCODERS))
+            report.error(self.key, message + did_you_mean(self.name, ENCODERS))
         elif is_offline_mode():
             places = f"neither in {constants.HF_HUB_CACHE!r} nor {str(self.torch_hub_file)!r}"
             message = f"{self.name!r} ({location}) is {places}, and {OFFLINE}."
-            yield Problem(self.key, f"{message} {self.otherwise}".rstrip())
+            report.error(self.key, f"{message} {self.otherwise}".rstrip())

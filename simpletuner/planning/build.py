@@ -23,7 +23,7 @@ from simpletuner.data.sample import Sample
 from simpletuner.data.sampler import Sampler
 from simpletuner.data.schedule import Origin
 from simpletuner.distributed.world import World
-from simpletuner.errors import ConfigError, Problem, Problems, Reading, did_you_mean, result_of
+from simpletuner.errors import ConfigError, Problem, Problems, did_you_mean
 from simpletuner.models.adapter_kinds import trained_layers
 from simpletuner.models.lora_layers import Targets
 from simpletuner.models.registry import FAMILIES, canonical_family_name
@@ -43,32 +43,32 @@ from simpletuner.weights.part import Part
 Purpose = Literal["train", "caches", "sample", "survey", "draft"]
 
 
-def resolve_layers(layers: Sequence[Layer], purpose: Purpose) -> Reading[tuple[RunConfig, FamilySpec | None]]:
+def resolve_layers(layers: Sequence[Layer], purpose: Purpose, report: Problems) -> tuple[RunConfig, FamilySpec | None]:
     """The settings with the defaults of the family that they name; None if it is unknown, in a draft the first one."""
-    spec = yield from find_family(layers)
+    spec = find_family(layers, report)
     if spec is None and purpose == "draft":
         spec = next(iter(FAMILIES.values()))
-    return (yield from (resolve(layers, spec.defaults, spec.fixed) if spec else resolve(layers))), spec
+    return (resolve(layers, report, spec.defaults, spec.fixed) if spec else resolve(layers, report)), spec
 
 
-def find_family(layers: Sequence[Layer]) -> Reading[FamilySpec | None]:
+def find_family(layers: Sequence[Layer], report: Problems) -> FamilySpec | None:
     """The family named by the layer with the highest precedence, which is the last one, as its flavour has it."""
     # Family and flavour may come from different layers.
     named: dict[str, str] = {}
     for layer in layers:
         # resolve() reports the problems, and a missing family.
-        named |= {key: str(value) for key, value in result_of(canonical(layer)).items() if value is not None}
+        named |= {key: str(value) for key, value in canonical(layer, Problems()).items() if value is not None}
     if "model_family" not in named:
         return None
     name = canonical_family_name(named["model_family"])
     if name in FAMILIES:
         return FAMILIES[name].for_flavour(named.get("model_flavour"))
     message = f"{named['model_family']!r} is not one of: {', '.join(FAMILIES)}.{did_you_mean(name, FAMILIES)}"
-    yield Problem("model_family", message)
+    report.error("model_family", message)
     return None
 
 
-def find_flavour(config: RunConfig, spec: FamilySpec) -> Reading[Flavour]:
+def find_flavour(config: RunConfig, spec: FamilySpec, report: Problems) -> Flavour:
     """The flavour that the settings name; the default one in place of an unknown name."""
     name, names = config.model.model_flavour, spec.flavour_names
     if name is None or name in names:
@@ -80,7 +80,7 @@ def find_flavour(config: RunConfig, spec: FamilySpec) -> Reading[Flavour]:
         same_task = [known for known in names if known[:4] == name[:4]]
         message = f"{name!r} is not one of: {', '.join(names)}.{did_you_mean(name, same_task or names)}"
         message += " For another checkpoint set pretrained_model_name_or_path."
-    yield Problem("model_flavour", message)
+    report.error("model_flavour", message)
     return spec.flavours[0]
 
 
@@ -251,16 +251,16 @@ def make_plan(arguments: Arguments, purpose: Purpose = "train", rendering: Rende
         ConfigError: with every problem at once.
     """
     problems, file, entries = arguments.problems, Path(), list[DatasetConfig]()
-    layers, folder = problems.take(arguments.layers())
-    config, spec = problems.take(resolve_layers(layers, purpose))
+    layers, folder = arguments.layers(problems)
+    config, spec = resolve_layers(layers, purpose, problems)
     if purpose == "sample":
         config = as_rendered(config, rendering.folder)
     elif purpose != "draft":
-        config, file, entries = problems.take(_launch(config, spec.name if spec else "", folder))
+        config, file, entries = _launch(config, spec.name if spec else "", folder, problems)
     # Without a family, only the rules for all families can add to the list.
     if spec is None:
         raise ConfigError([*problems, *checks.check_config(config, purpose)])
-    plan, entries = problems.take(_find_model(config, spec, entries, rendering))
+    plan, entries = _find_model(config, spec, entries, rendering, problems)
     found = checks.findings(plan, purpose)
     # Of samples, the run has given its warnings; those of the command line are new.
     origins, known = plan.config.origins, purpose == "sample"
@@ -273,26 +273,28 @@ def make_plan(arguments: Arguments, purpose: Purpose = "train", rendering: Rende
     context = DataContext.of(plan.config, plan.spec, plan.flavour.task, arguments.collect)
     if purpose == "survey":
         return _survey(plan, entries, context, problems)
-    plan = problems.take(_collect_previews(plan, rendering))
+    plan = _collect_previews(plan, rendering, problems)
     return _plan_run(plan, entries, context, problems) if purpose in ("train", "caches") else plan
 
 
-def _launch(config: RunConfig, family: str, folder: Path) -> Reading[tuple[RunConfig, Path, list[DatasetConfig]]]:
+def _launch(
+    config: RunConfig, family: str, folder: Path, report: Problems
+) -> tuple[RunConfig, Path, list[DatasetConfig]]:
     """The settings with the processes that were started, the dataset file, and its entries."""
-    yield from check_environment()
-    config = yield from as_launched(config)
-    file = yield from dataset_file(config.run.data_backend_config, folder)
+    check_environment(report)
+    config = as_launched(config, report)
+    file = dataset_file(config.run.data_backend_config, folder, report)
     names = {"model_family": family, "output_dir": config.run.output_dir}
-    entries = yield from read_datasets(file, placeholders=names)
-    yield from checks.check_cache_folders(entries)
+    entries = read_datasets(file, report, placeholders=names)
+    checks.check_cache_folders(entries, report)
     return config, file, entries
 
 
 def _find_model(
-    config: RunConfig, spec: FamilySpec, entries: list[DatasetConfig], rendering: Rendering
-) -> Reading[tuple[Plan, list[DatasetConfig]]]:
+    config: RunConfig, spec: FamilySpec, entries: list[DatasetConfig], rendering: Rendering, report: Problems
+) -> tuple[Plan, list[DatasetConfig]]:
     """The model that the settings name, with the pixel grid that its checkpoint needs unless the user set one."""
-    flavour = yield from find_flavour(config, spec)
+    flavour = find_flavour(config, spec, report)
     flavour, entries = settle_task(flavour, entries, has_picture=bool(rendering.pictures))
     source = ModelSource.from_config(spec, flavour, config).with_transformer(rendering.transformer)
     spec = spec.for_checkpoint(flavour, source)
@@ -313,39 +315,41 @@ def _survey(plan: Plan, entries: list[DatasetConfig], context: DataContext, prob
     return replace(plan, datasets=datasets, warnings=[replace(each, fatal=False) for each in found])
 
 
-def _collect_previews(plan: Plan, rendering: Rendering) -> Reading[Plan]:
+def _collect_previews(plan: Plan, rendering: Rendering, report: Problems) -> Plan:
     """The prompts, and the sizes. These are needed without previews too: Kandinsky fits its rope scale to them."""
     config = plan.config
-    prompts = [*rendering.prompts] or (yield from collect_prompts(config.validation))
-    yield from checks.check_prompts(config, prompts)
+    prompts = [*rendering.prompts] or collect_prompts(config.validation, report)
+    checks.check_prompts(config, prompts, report)
     wanted, lenient = config.validation.validation_resolution or (), config.run.i_know_what_i_am_doing
-    sizes = yield from fit_sizes(wanted, plan.spec, lenient=lenient)
+    sizes = fit_sizes(wanted, plan.spec, report, lenient=lenient)
     return replace(plan, prompts=prompts, sizes=sizes, pictures=rendering.pictures)
 
 
 def _plan_run(plan: Plan, entries: list[DatasetConfig], context: DataContext, problems: Problems) -> Plan:
     """The rest of the road for training: its layers, what it continues, its datasets and its length."""
     config = plan.config
-    plan = replace(plan, lora_targets=problems.take(trained_layers(config, plan.spec, plan.source)))
+    plan = replace(plan, lora_targets=trained_layers(config, plan.spec, plan.source, problems))
     # Before the seed, which a continued run takes from its checkpoint.
-    resume = problems.take(check_resume(plan))
+    resume = check_resume(plan, problems)
     plan = replace(plan, resume=resume, seed=decide_seed(config.run.seed, resume))
     # The datasets, with all their files listed and measured.
     plan = replace(plan, datasets=build_datasets(entries, context, problems) if entries else [])
     if not plan.trained and not problems.are_fatal:
         problems.append(Problem("data_backend_config", "names no dataset to train on."))
-    problems.extend(checks.check_datasets(plan))
+    checks.check_datasets(plan, problems)
     # What follows needs whole datasets: with problems so far it would only report their consequences.
     problems.raise_if_fatal()
-    problems.extend(checks.worth_reporting(effects.by_data(plan, entries), config))
+    unused = Problems()
+    effects.by_data(plan, entries, unused)
+    problems.extend(checks.worth_reporting(unused, config))
     buckets = {each.id: sorted({sample.geometry.size for sample in each.samples}) for each in plan.trained}
-    problems.extend(plan.spec.checks.sizes(config, plan.flavour, plan.sizes, buckets))
+    plan.spec.checks.sizes(config, plan.flavour, plan.sizes, buckets, problems)
     # The length needs the order of samples, and that the buckets and the place from which the data continues.
-    plan = replace(plan, same_data=problems.take(has_same_data(plan)))
+    plan = replace(plan, same_data=has_same_data(plan, problems))
     plan = replace(plan, origin=data_origin(plan))
     plan = replace(plan, length=plan_length(plan))
-    problems.extend(checks.check_total(config, plan.length.total_steps))
-    problems.extend(check_schedule(plan))
+    checks.check_total(config, plan.length.total_steps, problems)
+    check_schedule(plan, problems)
     problems.raise_if_fatal()
     # Several checks may warn of the same.
     return replace(plan, warnings=list(dict.fromkeys(problem for problem in problems if not problem.fatal)))

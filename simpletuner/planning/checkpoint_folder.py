@@ -15,7 +15,7 @@ from typing import Any
 from simpletuner.atomic import write_json
 from simpletuner.caching.keys import hash_file
 from simpletuner.config.json_reader import read_json, read_stored
-from simpletuner.errors import Problem, Reading, result_of
+from simpletuner.errors import Problem, Problems
 from simpletuner.headers import METADATA, read_header
 from simpletuner.weights.lora_names import LORA_FILE, STEP_NOTE
 
@@ -247,17 +247,17 @@ def find_checkpoints(output_dir: Path) -> tuple[list[Checkpoint], list[Path]]:
     return whole, broken
 
 
-def select_checkpoint(wanted: str, output_dir: Path) -> Reading[Checkpoint | None]:
+def select_checkpoint(wanted: str, output_dir: Path, report: Problems) -> Checkpoint | None:
     """The checkpoint that `resume_from_checkpoint` selects; None starts a new run."""
     key = "resume_from_checkpoint"
     whole, broken = find_checkpoints(output_dir)
     if wanted.lower() == "none":
         if whole:
             message = f"is none, but {output_dir} holds checkpoints that the run would meet; choose another output_dir."
-            yield Problem(key, message)
+            report.error(key, message)
         return None
     if wanted.lower() == "latest":
-        yield from (Problem(key, f"{path} is not complete and was skipped.", fatal=False) for path in broken)
+        report.extend(Problem(key, f"{path} is not complete and was skipped.", fatal=False) for path in broken)
         return whole[-1] if whole else None
     named = [output_dir / wanted, Path(wanted).expanduser()]
     if wanted.isdecimal():  # a step
@@ -266,7 +266,7 @@ def select_checkpoint(wanted: str, output_dir: Path) -> Reading[Checkpoint | Non
         if checkpoint := open_checkpoint(path):
             return checkpoint
     names = ", ".join(checkpoint.path.name for checkpoint in whole) or "none"
-    yield Problem(key, f"{wanted!r} is not a complete checkpoint. In {output_dir} there are: {names}.")
+    report.error(key, f"{wanted!r} is not a complete checkpoint. In {output_dir} there are: {names}.")
     return None
 
 
@@ -295,7 +295,7 @@ def result_step(output_dir: Path, model_type: str) -> int | None:
         except (OSError, ValueError):
             return None
     else:
-        notes = result_of(read_json(output_dir / PIPELINE_FOLDER / NOTE_FILE))
+        notes = read_json(output_dir / PIPELINE_FOLDER / NOTE_FILE, Problems())
     step = notes.get(STEP_NOTE, "") if isinstance(notes, dict) else ""
     return int(step) if str(step).isdecimal() else None
 

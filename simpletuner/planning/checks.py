@@ -4,7 +4,7 @@ without effect; then rules between settings and datasets."""
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from operator import itemgetter
 from pathlib import Path
@@ -23,7 +23,7 @@ from simpletuner.config.webhooks import check_webhooks
 from simpletuner.data.buckets import Geometry
 from simpletuner.data.captions import control_token
 from simpletuner.data.dataset import Dataset
-from simpletuner.errors import NoEffect, Problem, counted, did_you_mean, shorten, warning, within
+from simpletuner.errors import NoEffect, Problem, Problems, counted, did_you_mean, shorten
 from simpletuner.models.adapter_kinds import adapter_kind
 from simpletuner.models.registry import FAMILY_DATASET_KEYS
 from simpletuner.models.source import (
@@ -55,11 +55,18 @@ RATE_IS_A_FACTOR = ("prodigy", "muon", "torch-sgd", "optimi-sgd", "bnb-sgd8bit")
 
 def check_config(config: RunConfig, purpose: Purpose = "train") -> list[Problem]:
     """All problems visible in the settings alone, for every family."""
-    rules = SAMPLE_RULES if purpose == "sample" else RULES
-    return worth_reporting((problem for rule in rules for problem in rule(config)), config)
+    report = Problems()
+    check_settings(config, purpose, report)
+    return worth_reporting(report, config)
 
 
-def unmet(config: RunConfig) -> Iterator[NoEffect]:
+def check_settings(config: RunConfig, purpose: Purpose, report: Problems) -> None:
+    """Everything visible in the settings alone, for every family; keys without effect too, set or not."""
+    for rule in SAMPLE_RULES if purpose == "sample" else RULES:
+        rule(config, report)
+
+
+def unmet(config: RunConfig, report: Problems) -> None:
     """Keys, set or not, whose requirements do not hold."""
     for key, option in all_options().items():
         # A group's switch precedes the conditions of a key; one reason is enough.
@@ -69,42 +76,51 @@ def unmet(config: RunConfig) -> Iterator[NoEffect]:
         fatal = [condition for condition in lacking if condition.fatal]
         if fatal and lacking[0].fatal:  # whoever meets one is not refused for the next
             reason = next((condition.reason for condition in fatal if condition.reason), "")
-            yield NoEffect(key, f"needs {' and '.join(map(str, fatal))}{reason}.", fatal=True)
+            report.append(NoEffect(key, f"needs {' and '.join(map(str, fatal))}{reason}.", fatal=True))
         else:
-            yield NoEffect(key, lacking[0].lacking)
+            report.append(NoEffect(key, lacking[0].lacking))
 
 
-def conflicts(config: RunConfig) -> Iterator[Problem]:
+def conflicts(config: RunConfig, report: Problems) -> None:
     """Conflicts, refusals and remarks that options declare; see `Option.conflicts`."""
     for option in all_options().values():
         if option.excludes or option.refused or option.remarks:
-            yield from option.conflicts(config.flat)
+            option.conflicts(config.flat, report)
 
 
-def findings(plan: Plan, purpose: Purpose) -> list[Problem]:
+def findings(plan: Plan, purpose: Purpose) -> Problems:
     """All findings about the settings and their checkpoint, including keys without effect, set or not.
 
     A survey looks at datasets alone. Samples are made with the settings of a run that gave its warnings, so they need
     only what makes rendering fail. A draft is judged after each answer, so no file of the checkpoint is looked for.
     """
-    config, spec, flavour, source = plan.config, plan.spec, plan.flavour, plan.source
-    found = [problem for rule in (SAMPLE_RULES if purpose == "sample" else RULES) for problem in rule(config)]
+    config = plan.config
+    spec = plan.spec
+    flavour = plan.flavour
+    source = plan.source
+    found = Problems()
+    check_settings(config, purpose, found)
     if purpose == "survey":
         return found
-    found += family_problems(config, spec)
-    found += spec.checks.settings(config, flavour)
-    found += check_block_numbers(config, spec, source)
+    family_problems(config, spec, found)
+    spec.checks.settings(config, flavour, found)
+    check_block_numbers(config, spec, source, found)
     if config.launch.sequence_parallel_size > 1:
-        found += check_sequence(plan)
+        check_sequence(plan, found)
     if purpose == "draft":
         # The steps of an epoch are unknown without datasets.
-        found += check_total(config, config.schedule.max_train_steps or 0)
+        check_total(config, config.schedule.max_train_steps or 0, found)
     else:
-        found += check_flavour(config, flavour)
-        found += effects.by_source(source)
+        check_flavour(config, flavour, found)
+        effects.by_source(source, found)
+        source.doubts(found)
         # Skip content checks if the checkpoint cannot be found or read.
-        found += [*source.doubts(), *(source.problems() or check_parts(spec, flavour, source))]
-    return [*found, *check_packages(config.precision)]
+        unusable = source.problems()
+        found += unusable
+        if not unusable:
+            check_parts(spec, flavour, source, found)
+    check_packages(config.precision, found)
+    return found
 
 
 def without_effect(problems: Iterable[Problem]) -> dict[str, str]:
@@ -135,111 +151,111 @@ def worth_reporting(problems: Iterable[Problem], config: RunConfig) -> list[Prob
     return list(kept.values())
 
 
-def check_output(config: RunConfig) -> Iterator[Problem]:
+def check_output(config: RunConfig, report: Problems) -> None:
     """Report an output folder that is not writable, before slow work starts, and cache paths that are files."""
     shared = {home_path("~").resolve(): "the home folder", Path("/"): "the root of the file system"}
     if place := shared.get(home_path(config.run.output_dir).resolve()):
         message = f"{config.run.output_dir!r} is {place}; a run needs a folder of its own, such as output/my-lora."
-        yield Problem("output_dir", message)
+        report.error("output_dir", message)
         return
     if problem := why_not_writable("output_dir", Path(config.run.output_dir).expanduser()):
-        yield problem
+        report.append(problem)
         return  # caches are often inside it and would repeat the problem
     folders = config.run.model_dump(include={"cache_dir", "cache_dir_text", "cache_dir_vae"}, exclude_none=True)
-    yield from check_folders(folders)
+    check_folders(folders, report)
 
 
-def check_length(config: RunConfig) -> Iterator[Problem]:
+def check_length(config: RunConfig, report: Problems) -> None:
     """Exactly one of steps and epochs must be set."""
     schedule = config.schedule
     steps, epochs = schedule.max_train_steps or 0, schedule.num_train_epochs
     if steps > 0 and (epochs or 0) > 0:
-        yield Problem("num_train_epochs", f"is {epochs} and max_train_steps is {steps}; set one to 0 or leave it out.")
+        report.error("num_train_epochs", f"is {epochs} and max_train_steps is {steps}; set one to 0 or leave it out.")
     if steps == 0 and epochs == 0:
-        yield Problem("num_train_epochs", "and max_train_steps are both 0; there is nothing to train.")
+        report.error("num_train_epochs", "and max_train_steps are both 0; there is nothing to train.")
 
 
-def check_rates(config: RunConfig) -> Iterator[Problem]:
+def check_rates(config: RunConfig, report: Problems) -> None:
     """A decaying rate must end below its start; a rate must be plausible."""
     optimizer = config.optimizer
     rate = learning_rate(optimizer, config.model.model_type)
     # A sine may also rise, so it is not checked.
     if optimizer.lr_scheduler in DECAYING_SCHEDULERS and optimizer.lr_end >= rate:
         message = f"{optimizer.lr_end:g} is not below learning_rate {rate:g}; {optimizer.lr_scheduler} could not decay."
-        yield Problem("lr_end", message)
+        report.error("lr_end", message)
     # Such as 1e4 for 1e-4.
     if rate > HIGHEST_USUAL_RATE and optimizer.optimizer not in RATE_IS_A_FACTOR:
-        yield warning("learning_rate", f"{rate:g} is far above the usual 1e-4; weights will diverge.")
+        report.warn("learning_rate", f"{rate:g} is far above the usual 1e-4; weights will diverge.")
 
 
-def check_lora(config: RunConfig) -> Iterator[Problem]:
+def check_lora(config: RunConfig, report: Problems) -> None:
     """Report inits that change the base if its precision cannot hold the remainder."""
     init, precision = config.lora.lora_init_type, config.precision
     base, dtype = precision.base_model_precision, transformer_dtype(precision)
     if init in ("olora", "pissa") and base not in PLAIN_PRECISIONS:
         message = f"{init!r} changes the base, which base_model_precision {base!r} does not allow."
-        yield Problem("lora_init_type", f"{message} Use default or gaussian.")
+        report.error("lora_init_type", f"{message} Use default or gaussian.")
     elif init in ("olora", "pissa") and dtype != "fp32":
         message = f"{init!r} moves part of the base into the LoRA and rounds the rest to {dtype}, which changes more"
         advice = "than the LoRA does. Use default or gaussian, or base_model_precision fp32."
-        yield Problem("lora_init_type", f"{message} {advice}")
+        report.error("lora_init_type", f"{message} {advice}")
 
 
-def check_rest(config: RunConfig) -> Iterator[Problem]:
+def check_rest(config: RunConfig, report: Problems) -> None:
     """Short rules, and the rules declared beside their settings."""
     if config.is_explicit("flow_schedule_shift"):
-        yield NoEffect("flow_schedule_auto_shift", "has no effect: flow_schedule_shift is set and wins.")
+        report.append(NoEffect("flow_schedule_auto_shift", "has no effect: flow_schedule_shift is set and wins."))
     if None not in (config.evaluation.eval_steps_interval, config.evaluation.eval_epoch_interval):
-        yield warning("eval_epoch_interval", "and eval_steps_interval are both given; both are used.")
-    yield from check_optimizer(config.optimizer, config.precision.mixed_precision)
+        report.warn("eval_epoch_interval", "and eval_steps_interval are both given; both are used.")
+    check_optimizer(config.optimizer, config.precision.mixed_precision, report)
     if config.model.model_type == "lora":  # of a full fine-tune, no weight is multiplied as it is stored
-        yield from check_products(config.precision)
-    yield from check_speed(config.speed, config.precision, config.launch)
-    yield from check_trackers(config.tracking)
-    yield from check_publishing(config.publish, config.tracking.tracker_project_name)
+        check_products(config.precision, report)
+    check_speed(config.speed, config.precision, config.launch, report)
+    check_trackers(config.tracking, report)
+    check_publishing(config.publish, config.tracking.tracker_project_name, report)
     if config.webhooks.hooks:
-        yield from check_webhooks(config.webhooks)
-    yield from check_unset([*config.publish, *config.webhooks], fatal=False)
+        check_webhooks(config.webhooks, report)
+    check_unset([*config.publish, *config.webhooks], report, fatal=False)
     for technique in config.techniques_in_use:
-        yield from technique.check(config)
-    yield from check_encoders(config)
+        technique.check(config, report)
+    check_encoders(config, report)
 
 
-def family_problems(config: RunConfig, spec: FamilySpec) -> Iterator[Problem]:
+def family_problems(config: RunConfig, spec: FamilySpec, report: Problems) -> None:
     """Report violated limits of the family, and every key without effect on it, set or not."""
     length = config.text.tokenizer_max_length
     if length is not None and length > spec.words.longest:
-        yield warning("tokenizer_max_length", f"{length} is too long for {spec.title}; {spec.words.longest} is used.")
-    yield from _check_vae(config, spec)
+        report.warn("tokenizer_max_length", f"{length} is too long for {spec.title}; {spec.words.longest} is used.")
+    _check_vae(config, spec, report)
     if config.lora.lora_format == "comfyui" and not spec.in_comfyui:
         model = " ".join(filter(None, [spec.title, config.model.model_flavour]))
-        yield Problem("lora_format", f"'comfyui': ComfyUI cannot run {model}; use diffusers.")
-    yield from _unused_keys(spec)
+        report.error("lora_format", f"'comfyui': ComfyUI cannot run {model}; use diffusers.")
+    _unused_keys(spec, report)
     second = config.precision.text_encoder_2_precision
     if spec.text_encoders > 1 and second in ("bf16", "fp32") and second != text_encoder_dtype(config.precision):
         message = f"{second!r}: the text encoders compute in one dtype; set text_encoder_1_precision to the same."
-        yield Problem("text_encoder_2_precision", message)
+        report.error("text_encoder_2_precision", message)
     vae, base = config.model.pretrained_vae_model_name_or_path, config.model.pretrained_model_name_or_path
     if None not in (vae, base) and vae != base:
-        yield warning("pretrained_vae_model_name_or_path", f"{vae!r} is not pretrained_model_name_or_path {base!r}.")
+        report.warn("pretrained_vae_model_name_or_path", f"{vae!r} is not pretrained_model_name_or_path {base!r}.")
 
 
-def _check_vae(config: RunConfig, spec: FamilySpec) -> Iterator[Problem]:
+def _check_vae(config: RunConfig, spec: FamilySpec, report: Problems) -> None:
     """Ways to decode and encode that the VAE of the family lacks, and lengths of clips that it cannot decode."""
     if config.validation.validation_decoding == "strips" and not spec.decodes_in_strips:
         message = f"'strips' has no effect: the VAE of {spec.title} takes few frames at a time; tiles take less memory."
-        yield warning("validation_decoding", message)
+        report.warn("validation_decoding", message)
     if config.caching.vae_enable_temporal_roll and spec.slices_convolutions:
         message = f"diffusers encodes a clip of {spec.title} as a whole and cannot carry convolutions between frames;"
-        yield Problem("vae_enable_temporal_roll", f"{message} vae_enable_patch_conv lowers the VAE's memory.")
+        report.error("vae_enable_temporal_roll", f"{message} vae_enable_patch_conv lowers the VAE's memory.")
     frames, stride = config.validation.validation_num_video_frames, spec.frame_stride
     if spec.media == "video" and frames is not None and (frames - 1) % stride:  # clips fill whole latent frames
         below = (frames - 1) // stride * stride + 1
         message = f"{frames} is not {stride}k+1; the nearest are {below} and {below + stride}."
-        yield Problem("validation_num_video_frames", message, remedy={"validation_num_video_frames": below + stride})
+        report.error("validation_num_video_frames", message, remedy={"validation_num_video_frames": below + stride})
 
 
-def _unused_keys(spec: FamilySpec) -> Iterator[Problem]:
+def _unused_keys(spec: FamilySpec, report: Problems) -> None:
     """Report keys for features that the family lacks."""
     groups = family_groups()
     for is_used, keys, reason in (
@@ -251,17 +267,17 @@ def _unused_keys(spec: FamilySpec) -> Iterator[Problem]:
         (spec.text_encoders > 1, ("text_encoder_2_precision",), f"{spec.title} has one text encoder"),
         *((group is spec.options, group.model_fields, f"{spec.title} is not {group.__doc__}") for group in groups),
     ):
-        yield from (NoEffect(key, f"has no effect: {reason}.") for key in keys if not is_used)
+        report.extend(NoEffect(key, f"has no effect: {reason}.") for key in keys if not is_used)
 
 
-def check_flavour(config: RunConfig, flavour: Flavour) -> Iterator[Problem]:
+def check_flavour(config: RunConfig, flavour: Flavour, report: Problems) -> None:
     """Report keys that the flavour does not use, and the effects of training it."""
     if flavour.distilled:
-        yield warning("model_flavour", f"{flavour.name} is distilled; trained, it may need guidance or more steps.")
-    yield from effects.by_flavour(config, flavour)
+        report.warn("model_flavour", f"{flavour.name} is distilled; trained, it may need guidance or more steps.")
+    effects.by_flavour(config, flavour, report)
 
 
-def check_block_numbers(config: RunConfig, spec: FamilySpec, source: ModelSource) -> Iterator[Problem]:
+def check_block_numbers(config: RunConfig, spec: FamilySpec, source: ModelSource, report: Problems) -> None:
     """Compare keys with visual block numbers with the number of blocks, if the checkpoint is on this machine.
 
     A family that cannot skip tokens says why in its own checks.
@@ -272,15 +288,15 @@ def check_block_numbers(config: RunConfig, spec: FamilySpec, source: ModelSource
     blocks = found if isinstance(found, int) else None
     routes = config.tread.routes if spec.token_blocks else ()
     for technique in config.techniques_in_use:
-        yield from technique.check_model(spec, routes, blocks)
+        technique.check_model(spec, routes, blocks, report)
 
 
-def check_sequence(plan: Plan) -> Iterator[Problem]:
+def check_sequence(plan: Plan, report: Problems) -> None:
     """Check that a sequence-parallel group divides the heads, and is within one machine."""
     spec, launch = plan.spec, plan.config.launch
     size, key = launch.sequence_parallel_size, "sequence_parallel_size"
     if spec.heads is None:
-        yield Problem(key, f"{size}: a block of {spec.title} needs all tokens of a sample together; use 1.")
+        report.error(key, f"{size}: a block of {spec.title} needs all tokens of a sample together; use 1.")
         return
     heads = spec.heads(plan.source["transformer"].read_config() or spec.cost.published(plan.flavour.name))
     both = math.gcd(heads, launch.local_processes)
@@ -288,18 +304,20 @@ def check_sequence(plan: Plan) -> Iterator[Problem]:
         allowed = ", ".join(str(each) for each in range(1, both + 1) if both % each == 0)
         processes = counted(launch.local_processes, "process", "processes")
         message = f"{size} must divide the {heads} heads of the model and the {processes} of each machine"
-        yield Problem(key, f"{message}: use {allowed}.")
+        report.error(key, f"{message}: use {allowed}.")
 
 
-def check_parts(spec: FamilySpec, flavour: Flavour, source: ModelSource) -> list[Problem]:
+def check_parts(spec: FamilySpec, flavour: Flavour, source: ModelSource, report: Problems) -> None:
     """Whether the parts on this machine can be used, belong to the family and hold every weight."""
     vae = source["vae"]
     if fault := vae_fault(vae.read_config() or {}):
-        return [Problem(vae.key, f"the vae in {vae.location!r} {fault}.")]
-    return [*spec.checks.checkpoint(flavour, source), *check_weights(spec, flavour, source)]
+        report.error(vae.key, f"the vae in {vae.location!r} {fault}.")
+        return
+    spec.checks.checkpoint(flavour, source, report)
+    check_weights(spec, flavour, source, report)
 
 
-def check_weights(spec: FamilySpec, flavour: Flavour, source: ModelSource) -> Iterator[Problem]:
+def check_weights(spec: FamilySpec, flavour: Flavour, source: ModelSource, report: Problems) -> None:
     """Whether the parts on this machine are of the family and hold every weight.
 
     The libraries initialise a missing weight at random with no more than a warning.
@@ -313,15 +331,15 @@ def check_weights(spec: FamilySpec, flavour: Flavour, source: ModelSource) -> It
         where = f"the {role} in {part.location!r}"
         if kind not in component.kinds:
             allowed = " or ".join(map(repr, component.kinds))
-            yield Problem(part.key, f"{where} is a {kind!r}; {spec.title} has a {allowed}.")
+            report.error(part.key, f"{where} is a {kind!r}; {spec.title} has a {allowed}.")
         elif role.startswith("text_encoder"):
             tokens = source[role.replace("text_encoder", "tokenizer")].tokens()
             if fault := encoder_fault(config, encoder_weights(part), tokens):
-                yield Problem(part.key, f"{where} {fault}.")
-    yield from _check_transformer(spec, flavour, source)
+                report.error(part.key, f"{where} {fault}.")
+    _check_transformer(spec, flavour, source, report)
 
 
-def _check_transformer(spec: FamilySpec, flavour: Flavour, source: ModelSource) -> Iterator[Problem]:
+def _check_transformer(spec: FamilySpec, flavour: Flavour, source: ModelSource, report: Problems) -> None:
     """Every block that its config.json counts, all with the same weights, and every weight outside the blocks.
 
     Shapes are compared with the class when the run starts (`models.loading.check_shapes`).
@@ -340,14 +358,14 @@ def _check_transformer(spec: FamilySpec, flavour: Flavour, source: ModelSource) 
         if isinstance(expected, int):  # a file of the user may hold anything
             surplus = sorted(number for number in there if number >= expected)
             if surplus:
-                yield Problem(part.key, f"{where} has {len(there)} {group}, its config.json has {key} {expected}.")
+                report.error(part.key, f"{where} has {len(there)} {group}, its config.json has {key} {expected}.")
             absent += [f"{group}.{number}" for number in range(expected) if number not in there]
         absent += differing_weights(group, there)
     if absent:
-        yield Problem(part.key, f"{where} is incomplete: its files lack {shorten(absent)}.")
+        report.error(part.key, f"{where} is incomplete: its files lack {shorten(absent)}.")
 
 
-def check_prompts(config: RunConfig, prompts: Sequence[ValidationPrompt]) -> Iterator[Problem]:
+def check_prompts(config: RunConfig, prompts: Sequence[ValidationPrompt], report: Problems) -> None:
     """Prompts must not contain control tokens: the tokenizer would read them as the end of the prompt or a picture."""
     texts: list[tuple[str, str | None]] = [(each.nickname, each.prompt) for each in prompts]
     texts.append(("validation_negative_prompt", config.validation.validation_negative_prompt))
@@ -356,10 +374,10 @@ def check_prompts(config: RunConfig, prompts: Sequence[ValidationPrompt]) -> Ite
     for name, text in texts:
         token = control_token(text or "")
         if token is not None:
-            yield Problem(f"prompt {name!r}", f"holds {token}, a control token of the tokenizer; remove it.")
+            report.error(f"prompt {name!r}", f"holds {token}, a control token of the tokenizer; remove it.")
 
 
-def check_total(config: RunConfig, total_steps: int) -> Iterator[Problem]:
+def check_total(config: RunConfig, total_steps: int, report: Problems) -> None:
     """Warm-up must end, and what starts at a step must start, before the run ends."""
     consequences = {
         "lr_warmup_steps": (True, "the learning rate never reaches its value and never decays"),
@@ -371,7 +389,7 @@ def check_total(config: RunConfig, total_steps: int) -> Iterator[Problem]:
     for key, (is_on, consequence) in consequences.items():
         if is_on and steps[key] >= total_steps > 0:  # 0 in a draft whose epochs decide
             length = counted(total_steps, "step")
-            yield warning(key, f"{steps[key]} is not below the length of the run ({length}): {consequence}.")
+            report.warn(key, f"{steps[key]} is not below the length of the run ({length}): {consequence}.")
 
 
 # `unmet` first: of several reasons why a key has no effect, `worth_reporting` keeps the first.
@@ -383,87 +401,87 @@ RULES = (
 SAMPLE_RULES = (conflicts, check_output, check_offload)
 
 
-def check_datasets(plan: Plan) -> Iterator[Problem]:
+def check_datasets(plan: Plan, report: Problems) -> None:
     """Entries that nothing uses, keys without effect, and what evaluation lacks."""
     config, datasets = plan.config, plan.datasets
-    yield from _check_kinds(config, plan.trained)
-    yield from _check_previewed(config.validation.eval_dataset_id or [], datasets)
+    _check_kinds(config, plan.trained, report)
+    _check_previewed(config.validation.eval_dataset_id or [], datasets, report)
     for technique in config.techniques_in_use:
-        yield from technique.check_datasets(config, datasets)
+        technique.check_datasets(config, datasets, report)
     for dataset in datasets:
-        yield from _check_resolution(plan, dataset)
-        yield from _check_cropping(dataset)
-        yield from _check_noise_levels(config, dataset)
+        _check_resolution(plan, dataset, report)
+        _check_cropping(dataset, report)
+        _check_noise_levels(config, dataset, report)
         if dataset.config.slider_strength:
-            yield from _check_slider(config, dataset)
+            _check_slider(config, dataset, report)
         for key in sorted((FAMILY_DATASET_KEYS - plan.spec.words.dataset_keys) & dataset.config.model_fields_set):
-            yield warning(f"{dataset.id}.{key}", f"has no effect: {plan.spec.title} does not use it.")
+            report.warn(f"{dataset.id}.{key}", f"has no effect: {plan.spec.title} does not use it.")
         if dataset.config.dataset_type == "eval":
-            yield from _check_evaluated(plan, dataset)
+            _check_evaluated(plan, dataset, report)
 
 
-def _check_evaluated(plan: Plan, dataset: Dataset) -> Iterator[Problem]:
+def _check_evaluated(plan: Plan, dataset: Dataset, report: Problems) -> None:
     """An eval dataset needs a use: its loss, or previews that start from it."""
     measures_loss = plan.config.evaluation.measures_loss
     if measures_loss and plan.flavour.task == "i2i" and not dataset.references:
         message = "is required: without source pictures this flavour has no loss on the dataset."
-        yield Problem(f"{dataset.id}.conditioning_data", message)
+        report.error(f"{dataset.id}.conditioning_data", message)
     elif not measures_loss and dataset.id not in (plan.config.validation.eval_dataset_id or []):
-        yield warning(dataset.id, "is not used: set eval_steps_interval (loss) or eval_dataset_id (previews).")
+        report.warn(dataset.id, "is not used: set eval_steps_interval (loss) or eval_dataset_id (previews).")
 
 
-def _check_noise_levels(config: RunConfig, dataset: Dataset) -> Iterator[Problem]:
+def _check_noise_levels(config: RunConfig, dataset: Dataset, report: Problems) -> None:
     """A dataset's own noise levels need a law that they shift."""
     # Logit-normal has no key: it is what the others replace.
     law = next((key for key in OTHER_LAWS if config.flat[key]), None)
     if dataset.config.timestep_sampling_offset and law:
         message = f"is added before the sigmoid of logit-normal sigmas, and {law} has none; remove one of them."
-        yield Problem(f"{dataset.id}.timestep_sampling_offset", message)
+        report.error(f"{dataset.id}.timestep_sampling_offset", message)
 
 
-def _check_kinds(config: RunConfig, trained: Sequence[Dataset]) -> Iterator[Problem]:
+def _check_kinds(config: RunConfig, trained: Sequence[Dataset], report: Problems) -> None:
     """Regularisation data needs a LoRA and other data, and a LoRA for sliders data with a strength."""
     regularised = [each.id for each in trained if each.config.is_regularisation_data]
     drawn = [dataset for dataset in trained if dataset.config.probability > 0]
     if drawn and all(dataset.config.is_regularisation_data for dataset in drawn):
         message = "is set on every dataset that is trained, so the only target would be the base model itself."
-        yield Problem(f"{drawn[0].id}.is_regularisation_data", f"{message} Remove it, or add a dataset without it.")
+        report.error(f"{drawn[0].id}.is_regularisation_data", f"{message} Remove it, or add a dataset without it.")
     if regularised and config.model.model_type == "full":
         message = "needs model_type lora: the base model is the one with the LoRA off."
-        yield Problem(f"{regularised[0]}.is_regularisation_data", message)
+        report.error(f"{regularised[0]}.is_regularisation_data", message)
     if config.lora.slider_lora_target and not any(each.config.slider_strength for each in trained):
-        yield warning("slider_lora_target", "is on, but no trained dataset has a slider_strength: this is no slider.")
+        report.warn("slider_lora_target", "is on, but no trained dataset has a slider_strength: this is no slider.")
 
 
-def _check_previewed(chosen: Sequence[str], datasets: Sequence[Dataset]) -> Iterator[Problem]:
+def _check_previewed(chosen: Sequence[str], datasets: Sequence[Dataset], report: Problems) -> None:
     """Datasets chosen for previews must exist and should not be trained."""
     ids = [each.id for each in datasets]
     for name in chosen:
         if name not in ids:
-            yield Problem("eval_dataset_id", f"{name!r} is no dataset ({', '.join(ids)}).{did_you_mean(name, ids)}")
+            report.error("eval_dataset_id", f"{name!r} is no dataset ({', '.join(ids)}).{did_you_mean(name, ids)}")
     for each in datasets:
         if each.config.is_trained and each.id in chosen:
             message = f"{each.id} is also trained; give it dataset_type eval if it is for evaluation and previews only."
-            yield warning("eval_dataset_id", message)
+            report.warn("eval_dataset_id", message)
 
 
-def _check_slider(config: RunConfig, dataset: Dataset) -> Iterator[Problem]:
+def _check_slider(config: RunConfig, dataset: Dataset, report: Problems) -> None:
     """A strength multiplies a LoRA that scales with it."""
     lora, key = config.lora, f"{dataset.id}.slider_strength"
     if not dataset.config.is_trained:
         return
     if config.model.model_type == "full":
-        yield Problem(key, "needs model_type lora: it is the strength of the LoRA.")
+        report.error(key, "needs model_type lora: it is the strength of the LoRA.")
     elif reason := adapter_kind(lora).no_slider:
-        yield Problem(key, f"{reason}.")
+        report.error(key, f"{reason}.")
     elif dataset.config.is_regularisation_data:
-        yield Problem(key, "cannot be combined with is_regularisation_data: that target is the model at strength 0.")
+        report.error(key, "cannot be combined with is_regularisation_data: that target is the model at strength 0.")
     elif lora.use_dora or lora.lora_init_type in ("olora", "pissa"):
         with_it = "use_dora" if lora.use_dora else f"lora_init_type {lora.lora_init_type}"
-        yield Problem(key, f"cannot be combined with {with_it}: not all that it changes scales with the strength.")
+        report.error(key, f"cannot be combined with {with_it}: not all that it changes scales with the strength.")
 
 
-def _check_resolution(plan: Plan, dataset: Dataset) -> Iterator[Problem]:
+def _check_resolution(plan: Plan, dataset: Dataset, report: Problems) -> None:
     """A resolution in pixels that looks like megapixels."""
     resolution, kind = dataset.config.resolution, dataset.config.resolution_type
     if resolution is not None and resolution < SMALLEST_RESOLUTION and kind != "area":
@@ -473,10 +491,10 @@ def _check_resolution(plan: Plan, dataset: Dataset) -> Iterator[Problem]:
             f"{resolution:g} is in pixels, since resolution_type is {kind}; {advice}. "
             "(i_know_what_i_am_doing allows it.)"
         )
-        yield Problem(f"{dataset.id}.resolution", message, fatal=not plan.config.run.i_know_what_i_am_doing)
+        report.append(Problem(f"{dataset.id}.resolution", message, fatal=not plan.config.run.i_know_what_i_am_doing))
 
 
-def _check_cropping(dataset: Dataset) -> Iterator[Problem]:
+def _check_cropping(dataset: Dataset, report: Problems) -> None:
     """Samples that lose much of a side only because sides are rounded to the model's grid."""
     if dataset.config.crop or not dataset.config.is_trained or not dataset.samples:  # others follow a trained one
         return
@@ -486,7 +504,7 @@ def _check_cropping(dataset: Dataset) -> Iterator[Problem]:
         # The picture is wider than its bucket, by cross-multiplied ratios.
         side = "width" if resized[0] * height > resized[1] * width else "height"
         message = f"{share:.0%} of the {side} of {sample.name} is cropped: {width}x{height} is the nearest size"
-        yield warning(f"{dataset.id}.resolution", f"{message} on the model's grid; a larger resolution crops less.")
+        report.warn(f"{dataset.id}.resolution", f"{message} on the model's grid; a larger resolution crops less.")
 
 
 def _cropped(geometry: Geometry) -> float:
@@ -494,7 +512,8 @@ def _cropped(geometry: Geometry) -> float:
     return 1 - min(kept / whole for kept, whole in zip(geometry.size, geometry.resized, strict=True))
 
 
-def check_cache_folders(entries: Sequence[DatasetConfig]) -> Iterator[Problem]:
+def check_cache_folders(entries: Sequence[DatasetConfig], report: Problems) -> None:
     """Cache paths that datasets name must not be files."""
     for entry in entries:
-        yield from within(entry.id, check_folders({"cache_dir": entry.cache_dir, "cache_dir_vae": entry.cache_dir_vae}))
+        with report.within(entry.id) as of_entry:
+            check_folders({"cache_dir": entry.cache_dir, "cache_dir_vae": entry.cache_dir_vae}, of_entry)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ from simpletuner.config.schema import PLAIN_PRECISIONS, RunConfig, all_options
 from simpletuner.config.speed import graph_keys
 from simpletuner.config.types import TRUE_WORDS, parse_flag
 from simpletuner.distributed.world import launched, number_in
-from simpletuner.errors import Problem, Reading, UserError, did_you_mean, warning
+from simpletuner.errors import Problem, Problems, UserError, did_you_mean
 
 LEVELS = {logging.getLevelName(level): level for level in range(logging.DEBUG, logging.CRITICAL + 1, 10)}
 ALLOW_OTHER_BATCH_SIZE = "SIMPLETUNER_ALLOW_MODIFYING_BSZ"
@@ -31,39 +31,39 @@ def driver() -> str | None:
     return None if os.environ.get("CUDA_VISIBLE_DEVICES", "0").strip() in ("", "-1") else shutil.which("nvidia-smi")
 
 
-def check_environment() -> Reading[None]:
+def check_environment(report: Problems) -> None:
     """Report variables with an invalid value."""
     if allows_other_batch_size() is None:
-        yield Problem(ALLOW_OTHER_BATCH_SIZE, f"{os.environ[ALLOW_OTHER_BATCH_SIZE]!r} is not 0 or 1.")
-    yield from log_level()
+        report.error(ALLOW_OTHER_BATCH_SIZE, f"{os.environ[ALLOW_OTHER_BATCH_SIZE]!r} is not 0 or 1.")
+    log_level(report)
     for name, instead in REPLACED.items():
         if os.environ.get(name, "").strip().lower() in TRUE_WORDS:
-            yield Problem(name, f"is set, by an accelerate config or by hand; unset it. {instead}")
+            report.error(name, f"is set, by an accelerate config or by hand; unset it. {instead}")
 
 
-def log_level() -> Reading[int]:
+def log_level(report: Problems) -> int:
     """The level in SIMPLETUNER_LOG_LEVEL, else INFO."""
     word = os.environ.get("SIMPLETUNER_LOG_LEVEL") or "INFO"
     level = LEVELS.get(word.strip().upper())
     if level is None:
         guess = did_you_mean(word.upper(), LEVELS)
-        yield Problem("SIMPLETUNER_LOG_LEVEL", f"{word!r} is not one of: {', '.join(LEVELS)}.{guess}")
+        report.error("SIMPLETUNER_LOG_LEVEL", f"{word!r} is not one of: {', '.join(LEVELS)}.{guess}")
     return level or logging.INFO
 
 
-def as_launched(config: RunConfig) -> Reading[RunConfig]:
+def as_launched(config: RunConfig, report: Problems) -> RunConfig:
     """The settings with the number of processes started by a launcher, if any."""
     try:
         place = launched(os.environ)
     except UserError as error:
-        yield Problem("", str(error))
+        report.error("", str(error))
         return config
     if place is None:
         return config
     # The launcher has already decided; the key could only contradict it.
     if config.is_explicit("num_processes") and config.launch.num_processes != place.size:
         message = f"{config.launch.num_processes}, but the launcher started {place.size} processes; leave it out."
-        yield Problem("num_processes", message)
+        report.error("num_processes", message)
     # Rounded up: the last machine may have fewer processes.
     values: dict[str, Any] = {"num_processes": place.size, "num_machines": -(-place.size // place.local_size)}
     if number_in(os.environ, "TORCHELASTIC_RESTART_COUNT"):
@@ -99,11 +99,11 @@ def existing(folder: Path) -> Path:
     return folder
 
 
-def check_folders(folders: Mapping[str, str | None]) -> Reading[None]:
+def check_folders(folders: Mapping[str, str | None], report: Problems) -> None:
     """Report paths that are files instead of folders. Read-only folders are allowed, such as complete caches."""
     for key, folder in folders.items():
         if folder and not (parent := existing(Path(folder).expanduser())).is_dir():
-            yield Problem(key, f"{folder!r} cannot be a folder: {str(parent)!r} is a file.")
+            report.error(key, f"{folder!r} cannot be a folder: {str(parent)!r} is a file.")
 
 
 def why_not_writable(key: str, folder: Path) -> Problem | None:
@@ -112,19 +112,21 @@ def why_not_writable(key: str, folder: Path) -> Problem | None:
     # X: without it, nothing in the folder can be opened.
     if parent.is_dir() and not os.access(parent, os.W_OK | os.X_OK):
         return Problem(key, f"{str(folder)!r} cannot be written to (no permission in {str(parent)!r}).")
-    return next(check_folders({key: str(folder)}), None)
+    report = Problems()
+    check_folders({key: str(folder)}, report)
+    return report[0] if report else None
 
 
-def check_launch(config: RunConfig) -> Iterator[Problem]:
+def check_launch(config: RunConfig, report: Problems) -> None:
     """Report an invalid number of processes per machine, and conflicts with FSDP2."""
     launch = config.launch
     if launch.num_processes % launch.num_machines:
         fewer = launch.num_processes // launch.num_machines
         allowed = " or ".join(str(each * launch.num_machines) for each in (fewer, fewer + 1) if each)
         message = f"{launch.num_processes} processes cannot be shared equally by num_machines {launch.num_machines}"
-        yield Problem("num_processes", f"{message}; it counts those of all machines: {allowed}.")
+        report.error("num_processes", f"{message}; it counts those of all machines: {allowed}.")
     if launch.fsdp_enable:
-        yield from _check_shards(config)
+        _check_shards(config, report)
 
 
 def may_shard(config: RunConfig) -> bool:
@@ -133,18 +135,20 @@ def may_shard(config: RunConfig) -> bool:
     # From the rules, so that advice never contradicts them.
     excluded = any(rule.holds(settings) for rule in all_options()["fsdp_enable"].excludes)
     free = not excluded and not settings["enable_group_offload"]  # its rule excludes FSDP
-    return free and config.launch.num_processes > 1 and not list(_check_shards(config))
+    report = Problems()
+    _check_shards(config, report)
+    return free and config.launch.num_processes > 1 and not report
 
 
-def _check_shards(config: RunConfig) -> Iterator[Problem]:
+def _check_shards(config: RunConfig, report: Problems) -> None:
     """Report optimizers whose update needs unsharded weights."""
     optimizer = optimizer_name(config.optimizer, config.precision.mixed_precision)
     if config.model.model_type == "full" and not OPTIMIZERS[optimizer].element_wise:
         message = f"cannot be combined with optimizer {optimizer!r}: its update needs whole weights."
-        yield Problem("fsdp_enable", f"{message} Use an AdamW such as adamw_bf16, or DDP, without fsdp_enable.")
+        report.error("fsdp_enable", f"{message} Use an AdamW such as adamw_bf16, or DDP, without fsdp_enable.")
 
 
-def check_offload(config: RunConfig) -> Iterator[Problem]:
+def check_offload(config: RunConfig, report: Problems) -> None:
     """Report CUDA graphs with offloading, since graphs need fixed addresses, and the cost of offloading to disk."""
     settings = config.flat
     disk = "group_offload_to_disk_path"
@@ -152,12 +156,12 @@ def check_offload(config: RunConfig) -> Iterator[Problem]:
     if moving:
         for key, advice in graph_keys(config.launch).items():
             message = f"{settings[key]!r} cannot be combined with {moving[0]}: CUDA graphs work at fixed addresses, and"
-            yield Problem(key, f"{message} offloaded tensors move; {advice}.")
+            report.error(key, f"{message} offloaded tensors move; {advice}.")
     folder = settings[disk]
     if folder is None or not all_options()[disk].has_effect(settings):
         return
     if problem := why_not_writable(disk, Path(folder).expanduser()):
-        yield problem
+        report.append(problem)
     else:
         message = "every step reads the offloaded weights twice from this disk, unless spare memory keeps them;"
-        yield warning(disk, f"{message} it waits whenever reading takes longer than computing.")
+        report.warn(disk, f"{message} it waits whenever reading takes longer than computing.")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -11,7 +10,7 @@ from simpletuner.config.rates import learning_rate_at
 from simpletuner.config.schema import DECAYING_SCHEDULERS
 from simpletuner.data.dataset import Dataset
 from simpletuner.data.schedule import Origin, Schedule, Stretch, epochs_of, steps_of
-from simpletuner.errors import Problem, counted, shorten, warning
+from simpletuner.errors import Problem, Problems, counted, shorten
 from simpletuner.planning.checkpoint_folder import Checkpoint
 
 if TYPE_CHECKING:  # it is measured by this module
@@ -77,21 +76,21 @@ def plan_length(plan: Plan) -> Length:
     return Length(-(-schedule.before(epochs + 1) // accumulation), per_epoch, epochs)
 
 
-def check_schedule(plan: Plan) -> Iterator[Problem]:
+def check_schedule(plan: Plan, report: Problems) -> None:
     """Every step of the run needs a dataset, every dataset should get a step, and a session needs steps."""
     schedule = plan.sampler().schedule
     length = plan.length
     batches = length.total_steps * plan.config.schedule.gradient_accumulation_steps
     gap = schedule.gap(batches=batches) if counts_steps(plan) else schedule.gap(epochs=length.epochs)
     if gap is not None:
-        yield _describe_gap(plan, schedule, gap)
+        report.append(_describe_gap(plan, schedule, gap))
         return
-    yield from _check_left(plan)
-    yield from _check_rate(plan)
+    _check_left(plan, report)
+    _check_rate(plan, report)
     for dataset in schedule.datasets:
         if _opens_later(dataset, schedule) and not schedule.takes_part(dataset, batches):
             run = f"{counted(length.total_steps, 'step')} and {counted(length.epochs, 'epoch')}"
-            yield warning(dataset.id, f"never takes part in a run of {run}: its window is {_window(dataset)}.")
+            report.warn(dataset.id, f"never takes part in a run of {run}: its window is {_window(dataset)}.")
 
 
 def length_key(plan: Plan) -> str:
@@ -132,7 +131,7 @@ def _opens_later(dataset: Dataset, schedule: Schedule) -> bool:
     return epochs_of(dataset).start > origin.epoch or steps_of(dataset).start > schedule.step_at(origin.batches)
 
 
-def _check_left(plan: Plan) -> Iterator[Problem]:
+def _check_left(plan: Plan, report: Problems) -> None:
     """Refuse a session without a step, unless it only publishes the result of a run that is complete.
 
     The caches of a run that was continued with other settings can be looked at with any number of steps.
@@ -147,21 +146,21 @@ def _check_left(plan: Plan) -> Iterator[Problem]:
         return
     if resume is None:
         message = f"{total} is not above init_lora_step {done}, whose steps count as trained: no step is left."
-        yield Problem(key, f"{message} max_train_steps {done + total} trains {counted(total, 'step')}.")
+        report.error(key, f"{message} max_train_steps {done + total} trains {counted(total, 'step')}.")
     elif total < done:
         value, reached = plan.length.epochs, f"epoch {resume.manifest.epoch}"
         if counts_steps(plan):
             value, reached = total, f"step {done}"
-        yield Problem(key, f"{value} is below {reached} of {resume.path.name}: no step is left to train. Raise it.")
+        report.error(key, f"{value} is below {reached} of {resume.path.name}: no step is left to train. Raise it.")
     elif not plan.same_data:
         finished = counted(plan.length.epochs, "epoch is", "epochs are")
         if counts_steps(plan):
             finished = counted(total, "step is", "steps are")
         message = f"{finished} done, and the datasets have changed since: raise it to train on them."
-        yield Problem(key, message, fatal=plan.is_finished)
+        report.append(Problem(key, message, fatal=plan.is_finished))
 
 
-def _check_rate(plan: Plan) -> Iterator[Problem]:
+def _check_rate(plan: Plan, report: Problems) -> None:
     """Warn about a jump of the learning rate, whose schedule is computed for the new length of a continued run."""
     config = plan.config.optimizer
     total = plan.length.total_steps
@@ -180,4 +179,4 @@ def _check_rate(plan: Plan) -> Iterator[Problem]:
         rates = f"from {before:.3g} in step {resume.step} to {after:.3g} in step {resume.step + 1}"
         jump = f"the learning rate goes {rates}"
         advice = "A lower learning_rate makes the jump smaller; lr_scheduler constant has none."
-        yield warning("lr_scheduler", f"{config.lr_scheduler} {change}: {jump}. {advice}")
+        report.warn("lr_scheduler", f"{config.lr_scheduler} {change}: {jump}. {advice}")

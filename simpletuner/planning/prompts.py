@@ -13,7 +13,7 @@ from simpletuner.config.json_reader import json_kind, read_json
 from simpletuner.config.paths import no_file
 from simpletuner.config.schema import ValidationConfig
 from simpletuner.config.types import Size
-from simpletuner.errors import Problem, Problems, Reading, did_you_mean
+from simpletuner.errors import Problem, Problems, did_you_mean
 from simpletuner.models.spec import FamilySpec
 
 UNCONDITIONAL = "unconditional"
@@ -41,7 +41,7 @@ class ValidationPrompt:
     prompt: str
 
 
-def collect_prompts(config: ValidationConfig) -> Reading[list[ValidationPrompt]]:
+def collect_prompts(config: ValidationConfig, report: Problems) -> list[ValidationPrompt]:
     """All prompts of the run, with unique names: the empty prompt if enabled or the only one, libraries, then the
     primary prompt."""
     if config.validation_disable:
@@ -49,7 +49,7 @@ def collect_prompts(config: ValidationConfig) -> Reading[list[ValidationPrompt]]
     built_in = BUILT_IN if config.validation_prompt_library else {}
     library = [*built_in.items()]
     if config.user_prompt_library:
-        library += yield from read_library(Path(config.user_prompt_library).expanduser())
+        library += read_library(Path(config.user_prompt_library).expanduser(), report)
     taken = {UNCONDITIONAL, PRIMARY}  # reserved; library prompts with these names are renamed
     named = [ValidationPrompt(unique(file_safe(nickname), taken), nickname, prompt) for nickname, prompt in library]
     primary = [ValidationPrompt(PRIMARY, PRIMARY, config.validation_prompt)] if config.validation_prompt else []
@@ -60,27 +60,27 @@ def collect_prompts(config: ValidationConfig) -> Reading[list[ValidationPrompt]]
     return prompts if omitted else [ValidationPrompt(UNCONDITIONAL, UNCONDITIONAL, ""), *prompts]
 
 
-def read_library(path: Path) -> Reading[list[tuple[str, str]]]:
+def read_library(path: Path, report: Problems) -> list[tuple[str, str]]:
     """Nicknames and prompts of a library file.
 
     A prompt may also be written as `{"prompt": ...}`, in which keys that begin with an underscore are comments.
     """
     key = "user_prompt_library"
     if not path.is_file():
-        yield Problem(key, f"{str(path)!r} {no_file(path)}.")
+        report.error(key, f"{str(path)!r} {no_file(path)}.")
         return []
     problems = Problems()
-    content = problems.take(read_json(path))
-    yield from problems
+    content = read_json(path, problems)
+    report.extend(problems)
     if not isinstance(content, dict):
         if not problems.are_fatal:
-            yield Problem(key, f"{path} must hold one object of nickname to prompt, not {json_kind(content)}.")
+            report.error(key, f"{path} must hold one object of nickname to prompt, not {json_kind(content)}.")
         return []
     prompts = []
     for nickname, value in content.items():
         entry: dict[str, Any] = value if isinstance(value, dict) else {"prompt": value}
         faults = list(_faults(nickname, entry))
-        yield from (Problem(key, f"{path}: {fault}") for fault in faults)
+        report.extend(Problem(key, f"{path}: {fault}") for fault in faults)
         if not faults:
             prompts.append((nickname, entry["prompt"]))
     return prompts
@@ -108,7 +108,7 @@ def file_safe(name: str) -> str:
     return whole.encode()[:LONGEST_NAME].decode(errors="ignore").strip("._") or "prompt"  # cut between characters
 
 
-def fit_sizes(sizes: Sequence[Size], spec: FamilySpec, *, lenient: bool) -> Reading[list[Size]]:
+def fit_sizes(sizes: Sequence[Size], spec: FamilySpec, report: Problems, *, lenient: bool) -> list[Size]:
     """Round the sizes of `validation_resolution` to multiples that the model can render, with a warning.
 
     A side under 128 px is an error, since it is usually meant as megapixels; `lenient` (`i_know_what_i_am_doing`)
@@ -123,13 +123,13 @@ def fit_sizes(sizes: Sequence[Size], spec: FamilySpec, *, lenient: bool) -> Read
         shown = f"{width}x{height}"
         if min(width, height) < SMALLEST_SIDE and not lenient:
             message = f"{shown} is smaller than {SMALLEST_SIDE} px; sizes are pixels, not megapixels."
-            yield Problem(key, f"{message} (i_know_what_i_am_doing allows it.)")
+            report.error(key, f"{message} (i_know_what_i_am_doing allows it.)")
             continue
         if snapped != (width, height):
             message = f"{shown} is not a multiple of {multiple} px; {snapped[0]}x{snapped[1]} is rendered."
-            yield Problem(key, message, fatal=False, remedy=remedy)
+            report.append(Problem(key, message, fatal=False, remedy=remedy))
         if max(snapped) > spec.largest_side:
-            yield Problem(key, f"{shown} is larger than {spec.largest_side} px, the model's limit.")
+            report.error(key, f"{shown} is larger than {spec.largest_side} px, the model's limit.")
         fitting.append(snapped)
     return fitting
 

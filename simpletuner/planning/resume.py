@@ -24,7 +24,7 @@ from simpletuner.config.types import typed
 from simpletuner.data.dataset import Dataset
 from simpletuner.data.media_checks import is_converted
 from simpletuner.data.schedule import has_step_window
-from simpletuner.errors import Problem, Reading, counted, result_of, shorten, warning
+from simpletuner.errors import Problem, Problems, counted, shorten
 from simpletuner.models.adapter_kinds import adapter_kind
 from simpletuner.models.source import ModelSource
 from simpletuner.planning.checkpoint_folder import Checkpoint, Identity, select_checkpoint
@@ -65,9 +65,9 @@ def decide_seed(configured: int | None, resume: Checkpoint | None) -> int:
     return int(time.time()) if configured == 0 else configured
 
 
-def check_resume(plan: Plan) -> Reading[Checkpoint | None]:
+def check_resume(plan: Plan, report: Problems) -> Checkpoint | None:
     """The checkpoint to continue from; reports changed settings before weights are loaded."""
-    checkpoint = yield from select_checkpoint(plan.config.run.resume_from_checkpoint, plan.output_dir)
+    checkpoint = select_checkpoint(plan.config.run.resume_from_checkpoint, plan.output_dir, report)
     if checkpoint is None:
         return None
     identity, model_type = checkpoint.manifest.identity, plan.config.model.model_type
@@ -78,33 +78,33 @@ def check_resume(plan: Plan) -> Reading[Checkpoint | None]:
     ):
         if old != new:
             message = f"{checkpoint.path} was trained with {what} {old}, not {new}; choose another output_dir."
-            yield Problem("resume_from_checkpoint", message)
+            report.error("resume_from_checkpoint", message)
     # The batch, the base and its files; then the settings that the mathematics depends on.
-    yield from _check_batch(plan.config, checkpoint)
+    _check_batch(plan.config, checkpoint, report)
     if branch := find_branch(plan.output_dir, checkpoint):
-        yield warning("resume_from_checkpoint", branch.announcement)
-    recorded = result_of(read_json(checkpoint.path / "config.json", dict)) or {}
-    yield from _check_base(plan.config, checkpoint, recorded)
-    yield from _check_start(plan.config.lora, checkpoint, recorded)
-    yield from _check_weights(plan.source, checkpoint)
-    yield from _check_kernels(plan.output_dir, checkpoint)
+        report.warn("resume_from_checkpoint", branch.announcement)
+    recorded = read_json(checkpoint.path / "config.json", Problems(), dict) or {}
+    _check_base(plan.config, checkpoint, recorded, report)
+    _check_start(plan.config.lora, checkpoint, recorded, report)
+    _check_weights(plan.source, checkpoint, report)
+    _check_kernels(plan.output_dir, checkpoint, report)
     # Another model_type needs another output_dir anyway; its settings would only add lines.
     if identity.model_type == model_type:
-        yield from _check_settings(mathematics(plan), checkpoint)
+        _check_settings(mathematics(plan), checkpoint, report)
     return checkpoint
 
 
-def _check_kernels(output_dir: Path, checkpoint: Checkpoint) -> Iterator[Problem]:
+def _check_kernels(output_dir: Path, checkpoint: Checkpoint, report: Problems) -> None:
     """Warn of other rounding if version 0.1.0 chose attention kernels by timing, as it did on GPUs only."""
     if checkpoint.manifest.identity.versions.get("simpletuner") != "0.1.0":
         return
     if any((folder / TIMED_KERNELS).exists() for folder in (output_dir, checkpoint.path.parent)):
         message = f"{checkpoint.path.name} was written by version 0.1.0, which chose attention kernels by timing."
         consequence = f"{TIMED_KERNELS} is no longer read, so the kernels may differ, and with them the rounding."
-        yield warning("resume_from_checkpoint", f"{message} {consequence}")
+        report.warn("resume_from_checkpoint", f"{message} {consequence}")
 
 
-def _check_batch(config: RunConfig, checkpoint: Checkpoint) -> Iterator[Problem]:
+def _check_batch(config: RunConfig, checkpoint: Checkpoint, report: Problems) -> None:
     """Report a changed global batch; a different number of processes with the same global batch continues exactly."""
     identity, processes = checkpoint.manifest.identity, config.launch.data_processes
     before, size = identity.train_batch_size * identity.num_processes, config.schedule.train_batch_size
@@ -120,7 +120,7 @@ def _check_batch(config: RunConfig, checkpoint: Checkpoint) -> Iterator[Problem]
     if before % processes == 0:
         message += f" train_batch_size {before // processes} continues it."
     hint = "" if allowed else " i_know_what_i_am_doing allows the change; the data order then starts over."
-    yield Problem("resume_from_checkpoint", message + hint, fatal=not allowed)
+    report.append(Problem("resume_from_checkpoint", message + hint, fatal=not allowed))
 
 
 @cache
@@ -179,7 +179,7 @@ def mathematics(plan: Plan) -> dict[str, Any]:
             "peft_lora_target_modules": plan.lora_targets,
         }
         if (key := adapter_kind(lora).settings_file) and (path := getattr(lora, key)):
-            fixed[key] = result_of(read_json(Path(path).expanduser()))
+            fixed[key] = read_json(Path(path).expanduser(), Problems())
     optimizer = optimizer_settings(config.optimizer, precision.mixed_precision)
     groups = (config.flow, config.loss, config.text, config.family.of(spec.options), *config.techniques, config.ema)
     # Models are compared by content (`weight_identities`), not by location.
@@ -234,16 +234,16 @@ def sample_order(plan: Plan) -> dict[str, Any]:
     return order
 
 
-def _check_weights(source: ModelSource, checkpoint: Checkpoint) -> Iterator[Problem]:
+def _check_weights(source: ModelSource, checkpoint: Checkpoint, report: Problems) -> None:
     for role, identity in weight_identities(source).items():
         # Older checkpoints lack weight digests.
         was, part = checkpoint.manifest.identity.weights.get(role, identity), source[role]
         if was != identity:
             message = f"{part.location!r} holds another {role} ({identity[:12]}) than {checkpoint.path} used"
-            yield Problem(part.key, f"{message} ({was[:12]}); choose another output_dir.")
+            report.error(part.key, f"{message} ({was[:12]}); choose another output_dir.")
 
 
-def _check_settings(new: Mapping[str, Any], checkpoint: Checkpoint) -> Iterator[Problem]:
+def _check_settings(new: Mapping[str, Any], checkpoint: Checkpoint, report: Problems) -> None:
     """Report changed settings: errors for settings that the checkpoint cannot continue with, else warnings."""
     fixed = FIXED
     if optimizer := new.get("optimizer"):
@@ -255,7 +255,7 @@ def _check_settings(new: Mapping[str, Any], checkpoint: Checkpoint) -> Iterator[
         hint = "the new value applies from here on"
         if key in fixed:
             hint = "set it back, or choose another output_dir"
-        yield Problem(key, f"{checkpoint.path} {change}; {hint}.", fatal=key in fixed)
+        report.append(Problem(key, f"{checkpoint.path} {change}; {hint}.", fatal=key in fixed))
 
 
 def _changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
@@ -274,7 +274,7 @@ def _difference(key: str, old: Any, new: Any) -> str:
     return f"{typed(old)}, not {typed(new)}"
 
 
-def _check_start(lora: LoraConfig, checkpoint: Checkpoint, recorded: Mapping[str, Any]) -> Iterator[Problem]:
+def _check_start(lora: LoraConfig, checkpoint: Checkpoint, recorded: Mapping[str, Any], report: Problems) -> None:
     """Report a start that a run which has already begun would ignore."""
     if lora.init_lora is None:
         return
@@ -282,19 +282,19 @@ def _check_start(lora: LoraConfig, checkpoint: Checkpoint, recorded: Mapping[str
     before = recorded.get("init_lora")
     if before is None or home_path(str(before)).resolve() != home_path(lora.init_lora).resolve():
         message = f"{checkpoint.path} did not start from {lora.init_lora!r}, and init_lora {advice},"
-        yield Problem("init_lora", f"{message} or remove init_lora to continue.")
+        report.error("init_lora", f"{message} or remove init_lora to continue.")
     elif recorded.get("init_lora_step", lora.init_lora_step) != lora.init_lora_step:
         message = f"{checkpoint.path} started at step {recorded['init_lora_step']}, not {lora.init_lora_step};"
-        yield Problem("init_lora_step", f"{message} it {advice}, or set it back to continue.")
+        report.error("init_lora_step", f"{message} it {advice}, or set it back to continue.")
 
 
-def _check_base(config: RunConfig, checkpoint: Checkpoint, recorded: Mapping[str, Any]) -> Iterator[Problem]:
+def _check_base(config: RunConfig, checkpoint: Checkpoint, recorded: Mapping[str, Any], report: Problems) -> None:
     """Warn about a changed base precision, since a LoRA learns to compensate the rounding of its base."""
     old = recorded.get("base_model_precision", "no_change")
     new = config.precision.base_model_precision
     if quantisation(old) != quantisation(new):
         message = f"{new!r}: {checkpoint.path.name} was trained with {old!r}, so the base weights differ slightly."
-        yield warning("base_model_precision", message)
+        report.warn("base_model_precision", message)
 
 
 def fingerprint(datasets: Sequence[Dataset]) -> str:
@@ -307,7 +307,7 @@ def fingerprint(datasets: Sequence[Dataset]) -> str:
     return digest({"datasets": described})
 
 
-def _check_conversions(datasets: Sequence[Dataset], checkpoint: Checkpoint) -> Iterator[Problem]:
+def _check_conversions(datasets: Sequence[Dataset], checkpoint: Checkpoint, report: Problems) -> None:
     """Warn about files that are read otherwise than when the checkpoint was trained."""
     if "colour_profiles" in checkpoint.manifest.identity.settings:
         return
@@ -317,11 +317,11 @@ def _check_conversions(datasets: Sequence[Dataset], checkpoint: Checkpoint) -> I
             message = f"{checkpoint.path} was trained without the colour profile or crop that is stored in"
             pictures = f"{counted(len(names), 'picture')} ({shorten(names, 3)})"
             advice = "They are applied now, so these look different from here on; another output_dir starts anew."
-            yield warning(dataset.id, f"{message} {pictures}. {advice}")
+            report.warn(dataset.id, f"{message} {pictures}. {advice}")
         clips = sum(sample.clip is not None for sample in dataset.samples)
         if clips:
             message = f"{checkpoint.path} was trained on slightly darker colours of {counted(clips, 'clip')}."
-            yield warning(dataset.id, f"{message} They are exact from here on; another output_dir starts anew.")
+            report.warn(dataset.id, f"{message} They are exact from here on; another output_dir starts anew.")
 
 
 def file_digests(datasets: Sequence[Dataset]) -> str:
@@ -340,7 +340,7 @@ def _digests(datasets: Sequence[Dataset]) -> set[str]:
     return digests
 
 
-def _check_files(plan: Plan, checkpoint: Checkpoint) -> Iterator[Problem]:
+def _check_files(plan: Plan, checkpoint: Checkpoint, report: Problems) -> None:
     """Refuse datasets that have no file of the checkpoint's: they are more likely meant for another run."""
     known = set(checkpoint.manifest.identity.files.split())  # older checkpoints lack it
     today = _digests(plan.trained)
@@ -349,7 +349,7 @@ def _check_files(plan: Plan, checkpoint: Checkpoint) -> Iterator[Problem]:
     message = f"has none of the files that {checkpoint.path} was trained on. For other data, choose another output_dir"
     if plan.config.model.model_type == "lora" and plan.config.lora.lora_type == "standard":
         message += f" (init_lora={checkpoint.path} starts from this LoRA there)"
-    yield Problem("data_backend_config", f"{message}; override_dataset_config continues this run with them.")
+    report.error("data_backend_config", f"{message}; override_dataset_config continues this run with them.")
 
 
 def _changed_files(plan: Plan, checkpoint: Checkpoint) -> str:
@@ -366,15 +366,15 @@ def _changed_files(plan: Plan, checkpoint: Checkpoint) -> str:
     return f" {', '.join(changes)}." if changes else ""
 
 
-def has_same_data(plan: Plan) -> Reading[bool]:
+def has_same_data(plan: Plan, report: Problems) -> bool:
     """Whether the sample order can continue where the checkpoint stopped."""
     if plan.resume is None:
         return True
     identity = plan.resume.manifest.identity
     name = plan.resume.path.name
-    yield from _check_files(plan, plan.resume)
-    yield from _check_settings(dataset_mathematics(plan.trained), plan.resume)
-    yield from _check_conversions(plan.trained, plan.resume)
+    _check_files(plan, plan.resume, report)
+    _check_settings(dataset_mathematics(plan.trained), plan.resume, report)
+    _check_conversions(plan.trained, plan.resume, report)
     epoch = plan.resume.manifest.epoch
     progress = plan.resume.manifest.progress
     is_complete = progress is not None and progress.epochs_done == epoch
@@ -384,10 +384,12 @@ def has_same_data(plan: Plan) -> Reading[bool]:
     if changes := list(_changes(identity.order, sample_order(plan))):
         for key, change in changes:
             cause = files if key.endswith(SIZES) else ""
-            yield warning(key, f"{name} {change}; {consequence}.{cause}")
+            report.warn(key, f"{name} {change}; {consequence}.{cause}")
         return False
     if fingerprint(plan.trained) != identity.datasets:
         if not plan.config.datasets.override_dataset_config:
-            yield warning("data_backend_config", f"the datasets are not those of {name}; {consequence}.{files}")
+            report.warn("data_backend_config", f"the datasets are not those of {name}; {consequence}.{files}")
         return False
-    return not any(_check_batch(plan.config, plan.resume))
+    of_batch = Problems()
+    _check_batch(plan.config, plan.resume, of_batch)
+    return not of_batch

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import math
 import pkgutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from simpletuner.caching.catalogue import FeatureCost, FeatureKind
 from simpletuner.config.schema import RunConfig
 from simpletuner.config.techniques import Route
-from simpletuner.errors import Problem
+from simpletuner.errors import Problems
 from simpletuner.models.cost import BatchShape, TransformerCost
 from simpletuner.models.vision import VisionEncoder
 
@@ -184,8 +184,8 @@ def chosen_techniques(config: RunConfig, data: TrainedData = TrainedData()) -> t
     return tuple(spec for make in TECHNIQUES if (spec := make(config, data)) is not None)
 
 
-def check_encoders(config: RunConfig) -> Iterator[Problem]:
+def check_encoders(config: RunConfig, report: Problems) -> None:
     """Report vision encoders that techniques need and that cannot be used."""
     for kind in (kind for technique in chosen_techniques(config) for kind in technique.features):
         if kind.encoder is not None:
-            yield from kind.encoder.problems()
+            kind.encoder.check(report)

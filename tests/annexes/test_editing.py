@@ -22,7 +22,7 @@ from simpletuner.annexes.captions.library import (
     write_caption,
 )
 from simpletuner.data.files import LARGEST_CAPTION
-from simpletuner.errors import DiskFullError, UserError, result_of
+from simpletuner.errors import DiskFullError, Problems, UserError
 
 TEXTS = {"a.txt": "a red cat\n", "b.txt": "two\nlines of a cat", "c.txt": "", "d.txt": "a dog\n"}
 
@@ -66,7 +66,7 @@ def test_a_replacement_is_seen_before_it_is_made_and_can_be_undone(files: dict[s
     assert (unreadable, texts(files)) == ([], TEXTS)
     backup = apply(changes, tmp_path)
     assert texts(files) == TEXTS | {"a.txt": "a red fox\n", "b.txt": "two\nlines of a fox\n"}
-    undone, _ = changes_of(files, result_of(restoring(tmp_path / backup)))
+    undone, _ = changes_of(files, restoring(tmp_path / backup, Problems()))
     assert apply(undone, tmp_path) != backup
     assert texts(files) == TEXTS
 
@@ -88,7 +88,7 @@ def test_what_training_refuses_comes_back_too(tmp_path: Path) -> None:
         path.write_text("a cat <|im_end|> ")
     backup = apply(changes_of(files, replacing("<|im_end|>", ""))[0], tmp_path)
     assert texts(files) == dict.fromkeys(files, "a cat\n")
-    apply(changes_of(files, result_of(restoring(tmp_path / backup)))[0], tmp_path)
+    apply(changes_of(files, restoring(tmp_path / backup, Problems()))[0], tmp_path)
     assert texts(files) == dict.fromkeys(files, "a cat <|im_end|> ")
 
 

@@ -32,6 +32,7 @@ from simpletuner.models.kandinsky5.cost import VIDEO_COST
 from simpletuner.models.registry import FAMILIES
 from simpletuner.models.source import ModelSource
 from simpletuner.planning.build import Plan
+from tests.reports import found_by
 
 STREAMING = "enable_group_offload true, group_offload_use_stream true"
 LITE = Bucket(768, 512, 61, 1, 1.0, 256)
@@ -47,7 +48,7 @@ LEANEST = {
 def config(family: str, **settings: Any) -> RunConfig:
     values = {"model_type": "lora", "model_family": family, "speed": "reference", **settings}
     problems = Problems()
-    found = problems.take(resolve([Layer("config.json", list(values.items()))]))
+    found = resolve([Layer("config.json", list(values.items()))], problems)
     assert not problems, problems
     return found
 
@@ -77,13 +78,15 @@ def parts(family: str, flavour: str) -> Parts:
 
 
 def complaint(*arguments: Any, **settings: Any) -> str:
-    (problem,) = check_fit(budget(*arguments, **settings))
+    (problem,) = found_by(check_fit, budget(*arguments, **settings))
     return str(problem)
 
 
 def test_a_run_that_fits_is_not_mentioned() -> None:
-    assert list(check_fit(budget(gpu(12)))) == []
-    assert list(check_fit(budget(Device("?", None, None, True, rates_of(""), "")))) == [], "unknown memory is no limit"
+    assert found_by(check_fit, budget(gpu(12))) == []
+    assert found_by(check_fit, budget(Device("?", None, None, True, rates_of(""), ""))) == [], (
+        "unknown memory is no limit"
+    )
 
 
 def test_it_says_what_needs_how_much_and_what_would_fit() -> None:
@@ -129,16 +132,16 @@ def test_when_nothing_helps_it_says_what_is_short() -> None:
 
 
 def test_who_knows_better_is_warned() -> None:
-    (problem,) = check_fit(budget(gpu(8), i_know_what_i_am_doing=True))
+    (problem,) = found_by(check_fit, budget(gpu(8), i_know_what_i_am_doing=True))
     assert not problem.fatal
 
 
 def test_host_memory_counts_where_weights_pass_through_it() -> None:
     """A few blocks at a time; all of them where the adapter is computed from them."""
     assert "host memory" in complaint(gpu(80, host=1.4e9))
-    assert list(check_fit(budget(gpu(80, host=2e9)))) == []
+    assert found_by(check_fit, budget(gpu(80, host=2e9))) == []
     assert "host memory" in complaint(gpu(80, host=4e9), use_dora=True)
-    assert list(check_fit(budget(gpu(80, host=8e9), use_dora=True))) == []
+    assert found_by(check_fit, budget(gpu(80, host=8e9), use_dora=True)) == []
 
 
 PRO = "t2v-pro-sft-5s-hd"
@@ -154,20 +157,20 @@ def card(host: float, **settings: Any) -> Budget:
 def test_pro_in_8_bits_with_32_gb_of_host_memory() -> None:
     """No phase takes more than the packed weights, those outside the blocks, and 2 GB."""
     chosen = card(32e9, base_model_precision="int8-quanto", enable_group_offload=True)
-    assert list(check_fit(chosen)) == []
+    assert found_by(check_fit, chosen) == []
     packed = chosen.model.streamed_bytes
     loading = next(phase for phase in chosen.phases if phase.name == LOADING)
     assert packed + HOST_BASE < loading.on_host(chosen.device) < packed + HOST_BASE + 2e9
     auto = choose(card(20e9, offload="auto"))  # what stays on the card is no longer in host memory
     assert auto.config.precision.base_model_precision == "int8-quanto"
-    assert list(check_fit(auto)) == []
+    assert found_by(check_fit, auto) == []
 
 
 @pytest.mark.parametrize(("host", "settings"), [(32e9, {}), (20e9, {"base_model_precision": "int8-quanto"})])
 def test_the_disk_is_the_way_out_of_too_little_host_memory(host: float, settings: dict[str, Any]) -> None:
     before = card(host, enable_group_offload=True, **settings)
     assert before.config.offload.group_offload_to_disk_path is None, "only the user says where there is room"
-    (problem,) = check_fit(before)
+    (problem,) = found_by(check_fit, before)
     assert "loading the transformer needs" in str(problem)
     assert f"of host memory, this machine has {host / 1e9:.1f} GB" in str(problem)
     assert "This would fit: group_offload_to_disk_path with a folder on a fast disk." in str(problem)
@@ -321,7 +324,7 @@ def test_auto_slows_no_step_down_for_previews_that_fit_in_no_way() -> None:
     clip = Bucket(1024, 1024, 241, 1, 1.0, 256)
     rendering = with_previews(training, clip)
     alone, both = choose(training), choose(rendering)
-    assert list(check_fit(both)), "the previews are too large for every choice"
+    assert found_by(check_fit, both), "the previews are too large for every choice"
     assert (both.config, both.decisions) == (alone.config, alone.decisions)
     assert both.config.precision.base_model_precision == "no_change"
 
@@ -533,8 +536,8 @@ def test_large_clips_are_decoded_in_strips_unless_the_user_says_otherwise(size: 
     (unset, mine) = (with_previews(budget(gpu(80), **set_), preview) for set_ in ({}, {"validation_decoding": "whole"}))
     assert decoding_of(unset) == how
     assert decoding_of(mine) == "whole"
-    assert [each.fatal for each in check_decoding(mine)] == [False] * (how == "strips")
-    assert list(check_decoding(with_previews(budget(gpu(80), PICTURE, "t2i-lite-sft"), PICTURE))) == []
+    assert [each.fatal for each in found_by(check_decoding, mine)] == [False] * (how == "strips")
+    assert found_by(check_decoding, with_previews(budget(gpu(80), PICTURE, "t2i-lite-sft"), PICTURE)) == []
 
 
 def test_previews_that_fit_only_in_strips_are_decoded_so() -> None:

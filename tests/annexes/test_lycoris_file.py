@@ -10,10 +10,11 @@ from typing import Any
 import pytest
 
 from simpletuner.annexes.adapters.kinds import check_lycoris, read_lycoris
-from simpletuner.errors import Problems, result_of
+from simpletuner.errors import Problems
 from simpletuner.models.kandinsky5.spec import KANDINSKY5_IMAGE
 from simpletuner.models.sanavideo.spec import SANA_VIDEO
 from simpletuner.models.spec import FamilySpec
+from tests.reports import found_by
 
 GUIDE: dict[str, Any] = {  # of the guides, word by word
     "algo": "lokr",
@@ -41,15 +42,15 @@ def complaints(folder: Path, content: Any, spec: FamilySpec = KANDINSKY5_IMAGE, 
     path = folder / "lycoris.json"
     path.write_text(content if isinstance(content, str) else json.dumps(content))
     found = Problems()
-    file = found.take(read_lycoris(str(path), spec))
+    file = read_lycoris(str(path), spec, found)
     shapes = SHAPES if spec is KANDINSKY5_IMAGE else SANA_SHAPES
-    found += [] if file is None else check_lycoris(file, shapes, quantised=quantised)
+    found += [] if file is None else found_by(check_lycoris, file, shapes, quantised=quantised)
     return "\n".join(str(each) for each in found if each.fatal)
 
 
 def chosen(folder: Path, content: Any, spec: FamilySpec = KANDINSKY5_IMAGE) -> dict[str, Any]:
     assert complaints(folder, content, spec) == ""
-    file = result_of(read_lycoris(str(folder / "lycoris.json"), spec))
+    file = read_lycoris(str(folder / "lycoris.json"), spec, Problems())
     assert file is not None
     return file.layers(SHAPES if spec is KANDINSKY5_IMAGE else SANA_SHAPES)
 
@@ -128,7 +129,7 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
     assert "not a JSON object" in complaints(tmp_path, [1])
     assert "not valid JSON" in complaints(tmp_path, "{")
     found = Problems()
-    assert found.take(read_lycoris(None, KANDINSKY5_IMAGE)) is None
+    assert read_lycoris(None, KANDINSKY5_IMAGE, found) is None
     assert "is required" in str(found[0])
 
 

@@ -18,6 +18,7 @@ from simpletuner.budget.budget import Budget
 from simpletuner.budget.workload import Bucket
 from simpletuner.models.cost import VaeLoad
 from tests.annexes.test_fit import CLIP, LITE, PICTURE, SANA, budget, gpu
+from tests.reports import found_by
 
 TABLE = Path(__file__).with_name("picks.json")
 MODELS = {
@@ -59,8 +60,8 @@ def pick(case: str) -> dict[str, Any]:
         "settings": {key: value for key, value in chosen.config.flat.items() if known[key] != value},
         "decisions": list(chosen.decisions),
         "seconds": round(chosen.step_seconds, 3),
-        "before": [problem.message for problem in check_fit(before)],
-        "after": [problem.message for problem in check_fit(chosen)],
+        "before": [problem.message for problem in found_by(check_fit, before)],
+        "after": [problem.message for problem in found_by(check_fit, chosen)],
     }
 
 

@@ -18,7 +18,7 @@ def read(folder: Path, entry: dict[str, Any]) -> tuple[Any, list[Problem]]:
     path = folder / "datasets.json"
     path.write_text(json.dumps([entry]))
     problems = Problems()
-    (config,) = problems.take(read_datasets(path, placeholders={"model_family": "f", "output_dir": "out"}))
+    (config,) = read_datasets(path, problems, placeholders={"model_family": "f", "output_dir": "out"})
     return config, problems
 
 

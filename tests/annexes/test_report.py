@@ -38,7 +38,7 @@ from simpletuner.annexes.report.report import (
 from simpletuner.config.load import Layer, resolve
 from simpletuner.data.buckets import Geometry
 from simpletuner.data.sample import LedgerEntry
-from simpletuner.errors import Problems, result_of
+from simpletuner.errors import Problems
 from simpletuner.reporting.metrics import MediaRecord
 
 VOID = {"br", "col", "hr", "img", "input", "link", "meta", "source", "wbr"}
@@ -134,8 +134,8 @@ def test_the_page_shows_every_part_and_asks_nobody_for_anything(tmp_path: Path) 
 def test_text_from_outside_is_escaped_everywhere(tmp_path: Path) -> None:
     record = replace(picture(tmp_path, 0), short_name=NASTY, prompt=NASTY)
     gone = replace(record, step=40, path=NASTY)
-    config = result_of(
-        resolve([Layer("f", [("model_family", NASTY), ("model_type", "lora"), ("validation_prompt", NASTY)])])
+    config = resolve(
+        [Layer("f", [("model_family", NASTY), ("model_type", "lora"), ("validation_prompt", NASTY)])], Problems()
     )
     assert config is not None
     page = render(
@@ -338,7 +338,7 @@ def test_settings_know_what_changed_and_hide_secrets() -> None:
     hook = {"webhook_type": "raw", "callback_url": "https://example.org/geheim"}
     values = [("model_family", "kandinsky5-image"), ("model_type", "lora"), ("webhook_config", hook)]
     of_the_family = [("validation_guidance", 5.0), ("crepa_block_index", 8)]
-    config = problems.take(resolve([Layer("family default", of_the_family), Layer("my.json", values)]))
+    config = resolve([Layer("family default", of_the_family), Layer("my.json", values)], problems)
     assert config is not None
     settings = {setting["key"]: setting for setting in settings_of(config)}
     assert settings["model_type"]["changed"]

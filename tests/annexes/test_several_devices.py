@@ -17,6 +17,7 @@ from simpletuner.budget.workload import Bucket
 from simpletuner.planning.technique_specs import TechniqueCost
 from tests.annexes.test_fit import LEANEST, budget, gpu
 from tests.budget.test_device import LISTED, fake_smi
+from tests.reports import found_by
 from tests.workspace import Workspace
 
 STREAMED = {"enable_group_offload": True, "group_offload_use_stream": True}
@@ -130,35 +131,35 @@ def test_a_full_fine_tune_that_fits_is_not_sharded() -> None:
 
 
 def test_sharding_is_what_would_help_a_full_fine_tune() -> None:
-    (told,) = check_fit(budget(gpu(24), num_processes=8, **FULL))
+    (told,) = found_by(check_fit, budget(gpu(24), num_processes=8, **FULL))
     assert "This would fit: fsdp_enable true." in told.message
-    assert "fsdp_enable" not in next(check_fit(budget(gpu(8), num_processes=8))).message, "a LoRA streams"
+    assert "fsdp_enable" not in found_by(check_fit, budget(gpu(8), num_processes=8))[0].message, "a LoRA streams"
 
 
 def test_sharding_a_lora_for_nothing_is_said() -> None:
-    (warning,) = check_sharded_lora(budget(gpu(80), num_processes=4, fsdp_enable=True))
+    (warning,) = found_by(check_sharded_lora, budget(gpu(80), num_processes=4, fsdp_enable=True))
     assert not warning.fatal
     assert "DDP fits too, and each process sends 34.1 MB a step instead of " in warning.message
-    (warning,) = check_sharded_lora(budget(gpu(8), num_processes=4, fsdp_enable=True))
+    (warning,) = found_by(check_sharded_lora, budget(gpu(8), num_processes=4, fsdp_enable=True))
     assert warning.message.startswith("DDP, streamed fits too, ")
     assert warning.remedy == {"fsdp_enable": False, **STREAMED}
-    assert list(check_sharded_lora(budget(gpu(80), num_processes=4, fsdp_enable=True, **FULL))) == []
-    assert list(check_sharded_lora(budget(gpu(80), num_processes=4))) == []
+    assert found_by(check_sharded_lora, budget(gpu(80), num_processes=4, fsdp_enable=True, **FULL)) == []
+    assert found_by(check_sharded_lora, budget(gpu(80), num_processes=4)) == []
 
 
 @pytest.mark.parametrize("visible", [None, "0,1", "GPU-bb"])
 def test_each_process_needs_a_device(tmp_path: Any, monkeypatch: pytest.MonkeyPatch, visible: str | None) -> None:
-    assert list(check_devices(64)) == [], "processes on the CPU are no matter of devices"
+    assert found_by(check_devices, 64) == [], "processes on the CPU are no matter of devices"
     fake_smi(tmp_path, monkeypatch, f"echo '{LISTED}'")
     if visible is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     there = "1 GPU" if visible == "GPU-bb" else "2 GPUs"
-    assert list(check_devices(int(there[0]))) == []
-    (problem,) = check_devices(3)
+    assert found_by(check_devices, int(there[0])) == []
+    (problem,) = found_by(check_devices, 3)
     assert str(problem).startswith(f"num_processes: 3 processes need as many GPUs, but this machine has {there}.")
     for name, value in {"RANK": "0", "WORLD_SIZE": "3", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "3"}.items():
         monkeypatch.setenv(name, value)
-    assert list(check_devices(3)) == [], "a launcher may have shown each process its own"
+    assert found_by(check_devices, 3) == [], "a launcher may have shown each process its own"
 
 
 def test_a_plan_for_several_devices(workspace: Workspace, capsys: pytest.CaptureFixture[str]) -> None:

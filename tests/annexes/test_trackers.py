@@ -18,6 +18,7 @@ from simpletuner.data.clip_writer import write_mp4
 from simpletuner.reporting.events import EventStream, MediaRendered, PhaseEnded, PhaseStarted, StateChanged, StepReport
 from simpletuner.reporting.metrics import MediaRecord
 from simpletuner.reporting.step_figures import row_of
+from tests.reports import found_by
 
 WANDB_VARIABLES = ("WANDB_API_KEY", "WANDB_MODE", "WANDB_DISABLED", "WANDB_BASE_URL", "WANDB_IDENTITY_TOKEN_FILE")
 
@@ -44,7 +45,7 @@ def run_in(folder: Path, start: int = 0) -> TrackedRun:
 
 
 def messages(report_to: str) -> list[str]:
-    return [str(problem) for problem in check_trackers(TrackingConfig(report_to=report_to)) if problem.fatal]
+    return [str(problem) for problem in found_by(check_trackers, TrackingConfig(report_to=report_to)) if problem.fatal]
 
 
 def test_what_report_to_may_say() -> None:
@@ -57,7 +58,7 @@ def test_what_report_to_may_say() -> None:
 
 
 def test_a_missing_login_is_a_warning_and_no_prompt(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    problems = list(check_trackers(TrackingConfig(report_to="wandb")))
+    problems = found_by(check_trackers, TrackingConfig(report_to="wandb"))
     assert [problem.fatal for problem in problems] == [False]
     assert "wandb login" in problems[0].message
     with caplog.at_level(logging.WARNING, logger="simpletuner"):
@@ -67,7 +68,7 @@ def test_a_missing_login_is_a_warning_and_no_prompt(tmp_path: Path, caplog: pyte
 
 def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr("simpletuner.config.trackers.find_spec", lambda name: None)
-    [problem] = check_trackers(TrackingConfig(report_to="tensorboard"))
+    [problem] = found_by(check_trackers, TrackingConfig(report_to="tensorboard"))
     assert "pip install 'tensorboard>=" in problem.message
     assert list(open_trackers("all", run_in(tmp_path))) == []
 
@@ -162,7 +163,9 @@ def test_a_project_that_wandb_refuses_is_refused_before_the_run(sign: str, monke
 
     for report_to, count in (("wandb", 1), ("all", 1), ("tensorboard", 0), ("none", 0)):
         settings = TrackingConfig(report_to=report_to, tracker_project_name=name)
-        told = [str(problem) for problem in check_trackers(settings) if "wandb does not take" in problem.message]
+        told = [
+            str(problem) for problem in found_by(check_trackers, settings) if "wandb does not take" in problem.message
+        ]
         assert len(told) == count
 
 

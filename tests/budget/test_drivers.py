@@ -19,11 +19,12 @@ from simpletuner.budget.drivers import TITLES, Backend, Gpu, ask_torch, count_gp
 from simpletuner.budget.workload import kernels_on
 from simpletuner.config.load import Layer, resolve
 from simpletuner.diffusion.seeds import seeded
-from simpletuner.errors import result_of
+from simpletuner.errors import Problems
 from simpletuner.models.cost import Kernels
 from simpletuner.models.kandinsky5.tile_attention import attend_masked, choose_attend
 from simpletuner.models.registry import FAMILIES
 from simpletuner.training.state import random_states, restore_random_states
+from tests.reports import found_by
 
 GIGABYTE = 2**30
 RADEON = {
@@ -96,7 +97,7 @@ def test_the_plan_is_made_for_the_gpu_that_torch_trains_on(
     assert query_gpu() == gpu
 
     device = find_device(output_dir=tmp_path)
-    (sentence,) = check_vendor(device)
+    (sentence,) = found_by(check_vendor, device)
 
     assert (device.name, device.memory, device.is_gpu) == (gpu.name, gpu.memory, True)
     assert (device.torch_type, device.taken) == (torch_type, gpu.taken)
@@ -125,7 +126,7 @@ def test_rates_that_a_run_measured_are_used(backend: Backend, tmp_path: Path, mo
 def test_blocks_are_compiled_and_flex_attention_is_planned_on_cuda_alone(backend: Backend) -> None:
     _, _, torch_type = MACHINES[backend]
     spec = FAMILIES["kandinsky5-video"]
-    config = result_of(resolve([Layer("test", [("model_type", "lora"), ("model_family", spec.name)])]))
+    config = resolve([Layer("test", [("model_type", "lora"), ("model_family", spec.name)])], Problems())
     kernels = kernels_on(config, spec, torch_type)
     assert kernels.tile_lists is (torch_type == "cuda")
     if torch_type != "cuda":

@@ -41,7 +41,7 @@ def make_config(**settings: object) -> RunConfig:
     """Settings of a run with diffusers' own code."""
     values = {"model_type": "lora", "model_family": "kandinsky5-video", "speed": "reference", **settings}
     problems = Problems()
-    config = problems.take(resolve([Layer("config.json", list(values.items()))]))
+    config = resolve([Layer("config.json", list(values.items()))], problems)
     assert not problems, problems
     return config
 

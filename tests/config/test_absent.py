@@ -25,7 +25,7 @@ REQUIRED = [("model_type", "lora"), ("model_family", "kandinsky5-image")]
 
 def problems_of(*settings: tuple[str, Any]) -> Problems:
     problems = Problems()
-    problems.take(resolve([Layer("config.json", [*REQUIRED, *settings])]))
+    resolve([Layer("config.json", [*REQUIRED, *settings])], problems)
     return problems
 
 

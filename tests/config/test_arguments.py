@@ -87,5 +87,5 @@ def test_null_takes_back_what_the_file_says(tokens: list[str]) -> None:
     file = Layer(
         "config.json", [("model_type", "lora"), ("model_family", "sanavideo"), ("tread_config", {"routes": []})]
     )
-    config = problems.take(resolve([file, parse(*tokens).layer()]))
+    config = resolve([file, parse(*tokens).layer()], problems)
     assert (config.tread.tread_config, problems) == (None, [])

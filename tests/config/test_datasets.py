@@ -10,6 +10,7 @@ import pytest
 
 from simpletuner.config.datasets import DatasetConfig, read_datasets, without_effect
 from simpletuner.errors import Problems
+from tests.reports import found_by
 
 PICTURES: dict[str, Any] = {"id": "pictures", "instance_data_dir": "datasets/pictures"}
 TEXT: dict[str, Any] = {"id": "text", "dataset_type": "text_embeds", "cache_dir": "cache"}
@@ -20,7 +21,7 @@ def read(tmp_path: Path, *entries: Any) -> tuple[list[DatasetConfig], list[str]]
     path = tmp_path / "data.json"
     path.write_text(json.dumps(entries))
     problems = Problems()
-    found = problems.take(read_datasets(path, placeholders=PLACEHOLDERS))
+    found = read_datasets(path, problems, placeholders=PLACEHOLDERS)
     return found, [str(each) for each in problems]
 
 
@@ -108,7 +109,7 @@ def test_keys_that_are_only_accepted(tmp_path: Path) -> None:
         tmp_path, {**PICTURES, "write_batch_size": 4, "ignore_epochs": True}, {**TEXT, "write_batch_size": 128}
     )
     assert problems == []
-    assert {str(each) for each in without_effect(entry, entry)} == {
+    assert {str(each) for each in found_by(without_effect, entry, entry)} == {
         "write_batch_size: has no effect: writing needs no batches.",
         "ignore_epochs: has no effect: an epoch counts every dataset that is trained.",
     }
@@ -128,13 +129,13 @@ def test_a_file_without_datasets(tmp_path: Path, text: str, complaint: str) -> N
     path = tmp_path / "data.json"
     path.write_text(text)
     problems = Problems()
-    assert problems.take(read_datasets(path, placeholders=PLACEHOLDERS)) == []
+    assert read_datasets(path, problems, placeholders=PLACEHOLDERS) == []
     assert [str(each) for each in problems] == [f"{path}: {complaint}"]
 
 
 def test_a_file_that_is_missing(tmp_path: Path) -> None:
     problems = Problems()
-    problems.take(read_datasets(tmp_path / "none.json", placeholders=PLACEHOLDERS))
+    read_datasets(tmp_path / "none.json", problems, placeholders=PLACEHOLDERS)
     assert "does not exist" in problems[0].message
 
 
@@ -142,7 +143,7 @@ def test_a_key_twice_in_one_entry(tmp_path: Path) -> None:
     path = tmp_path / "data.json"
     path.write_text('[{"id": "a", "--repeats": 1, "repeats": 2}, {"id": "b", "crop": true, "crop": false}]')
     problems = Problems()
-    problems.take(read_datasets(path, placeholders=PLACEHOLDERS))
+    read_datasets(path, problems, placeholders=PLACEHOLDERS)
     told = "\n".join(map(str, problems))
     assert "repeats: is given twice: --repeats=1 and repeats=2." in told
     assert "contains 'crop' twice: True and False." in told

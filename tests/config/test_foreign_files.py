@@ -33,7 +33,7 @@ def test_a_config_of_another_trainer_is_explained(tmp_path: Path, name: str, tex
     (tmp_path / name).write_text(text)
 
     with pytest.raises(ConfigError) as caught:
-        Problems().take(read_config_file(tmp_path / name))
+        read_config_file(tmp_path / name, Problems())
 
     (problem,) = caught.value.problems
     assert problem.message.startswith(words)
@@ -43,7 +43,7 @@ def test_a_config_of_ai_toolkit_is_told_what_its_settings_are_called(tmp_path: P
     (tmp_path / "train.yaml").write_text(AI_TOOLKIT)
 
     with pytest.raises(ConfigError, match=r"train.steps is max_train_steps, train.lr is learning_rate"):
-        Problems().take(read_config_file(tmp_path / "train.yaml"))
+        read_config_file(tmp_path / "train.yaml", Problems())
 
 
 @pytest.mark.parametrize(
@@ -59,7 +59,7 @@ def test_a_dataset_file_of_another_trainer_is_explained(tmp_path: Path, name: st
     problems = Problems()
     (tmp_path / name).write_text(text)
 
-    assert problems.take(read_datasets(tmp_path / name, placeholders={})) == []
+    assert read_datasets(tmp_path / name, problems, placeholders={}) == []
     (problem,) = problems
     assert (problem.where, problem.fatal) == ("data_backend_config", True)
     assert words in problem.message
@@ -69,7 +69,7 @@ def test_the_folder_of_a_foreign_dataset_file_is_named(tmp_path: Path) -> None:
     problems = Problems()
     (tmp_path / "data.toml").write_text(KOHYA)
 
-    problems.take(read_datasets(tmp_path / "data.toml", placeholders={}))
+    read_datasets(tmp_path / "data.toml", problems, placeholders={})
 
     assert problems[0].message.endswith("For its folder: `simpletuner start cats`.")
 
@@ -77,7 +77,7 @@ def test_the_folder_of_a_foreign_dataset_file_is_named(tmp_path: Path) -> None:
 def test_a_toml_config_of_this_program_is_read(tmp_path: Path) -> None:
     (tmp_path / "config.toml").write_text('model_type = "lora"\n')
 
-    layer = Problems().take(read_config_file(tmp_path / "config.toml"))
+    layer = read_config_file(tmp_path / "config.toml", Problems())
 
     assert layer.values == [("model_type", "lora")]
 
@@ -99,7 +99,7 @@ def test_a_variable_that_is_meant_as_a_setting_is_reported_as_in_config_json(
     (tmp_path / "config.env").write_text(f"{REQUIRED}export {line}\n")
     problems = Problems()
 
-    problems.take(resolve([problems.take(read_env_layer(tmp_path / "config.env"))]))
+    resolve([read_env_layer(tmp_path / "config.env", problems)], problems)
 
     (problem,) = problems
     assert (problem.where, problem.fatal) == (line.partition("=")[0], True)
@@ -118,19 +118,19 @@ def test_variables_of_the_shell_and_defaults_are_no_problem(tmp_path: Path, line
     (tmp_path / "config.env").write_text(f"{REQUIRED}export {line}\n")
     problems = Problems()
 
-    problems.take(resolve([problems.take(read_env_layer(tmp_path / "config.env"))]))
+    resolve([read_env_layer(tmp_path / "config.env", problems)], problems)
 
     assert problems == []
 
 
 def test_the_users_own_folder_of_examples_is_found_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    packaged = Problems().take(locate({"env": "examples/demo"}))
+    packaged = locate({"env": "examples/demo"}, Problems())
     own = Path("config/examples/demo")
     own.mkdir(parents=True)
     (own / "config.json").write_text("{}")
 
-    found = Problems().take(locate({"env": "examples/demo"}))
+    found = locate({"env": "examples/demo"}, Problems())
 
     assert packaged.folder == EXAMPLES / "demo"
     assert found.folder == own

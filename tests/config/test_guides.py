@@ -130,7 +130,7 @@ def test_the_line_with_a_comma_too_many_is_accepted(workspace: Workspace, capsys
 
 def test_nicknames_of_the_sana_guide() -> None:
     problems = Problems()
-    library = problems.take(read_library(GUIDES / SANA / "user_prompt_library.json"))
+    library = read_library(GUIDES / SANA / "user_prompt_library.json", problems)
     assert problems == []
     assert len(library) == 15
     assert library[0][0] == "anime_<token>"

@@ -14,7 +14,7 @@ from simpletuner.errors import Problem, Problems
 def read(path: Path, text: str | bytes) -> tuple[Any, list[Problem]]:
     path.write_bytes(text.encode() if isinstance(text, str) else text)
     problems = Problems()
-    return problems.take(read_json(path)), problems
+    return read_json(path, problems), problems
 
 
 @pytest.mark.parametrize(
@@ -75,7 +75,7 @@ def test_what_nothing_could_work_with_is_refused(tmp_path: Path, text: str | byt
 
 def test_a_folder_is_not_a_file(tmp_path: Path) -> None:
     problems = Problems()
-    assert problems.take(read_json(tmp_path)) is None
+    assert read_json(tmp_path, problems) is None
     assert "is not a regular file" in problems[0].message
 
 

@@ -10,7 +10,7 @@ import pytest
 from simpletuner.config.load import Layer, resolve
 from simpletuner.config.schema import FAMILY_DEFAULT, RunConfig, all_options, render_config
 from simpletuner.config.sources import read_json_layer
-from simpletuner.errors import Problems, nearest, result_of
+from simpletuner.errors import Problems, nearest
 
 BASE = [("model_type", "lora"), ("model_family", "kandinsky5-image")]
 
@@ -19,7 +19,7 @@ def load(*values: tuple[str, object], last_wins: bool = False) -> tuple[RunConfi
     """The config of one layer, and its problems as text; warnings begin with `warning: `."""
     problems = Problems()
     layer = Layer("config.json", [*BASE, *values], last_wins=last_wins)
-    config = problems.take(resolve([layer]))
+    config = resolve([layer], problems)
     return config, [str(each) if each.fatal else f"warning: {each}" for each in problems]
 
 
@@ -48,7 +48,7 @@ def test_the_stronger_layer_wins_and_is_remembered() -> None:
         Layer("command line", [("--train-batch-size", "3")], last_wins=True),
     ]
     problems = Problems()
-    config = problems.take(resolve(layers, {"lora_rank": 4, "validation_guidance": 5.0}))
+    config = resolve(layers, problems, {"lora_rank": 4, "validation_guidance": 5.0})
     assert problems == []
     assert (config.lora.lora_rank, config.run.seed, config.schedule.train_batch_size) == (32, 1, 3)
     keys = ("validation_guidance", "seed", "lora_rank", "train_batch_size", "lora_alpha")
@@ -63,7 +63,7 @@ def test_unset_on_the_command_line_takes_back_what_the_file_says() -> None:
         Layer("config.json", [*BASE, ("validation_guidance", 3), ("validation_prompt", "x")]),
         Layer("command line", [("validation_guidance", ""), ("validation_prompt", "")], last_wins=True),
     ]
-    config = result_of(resolve(layers, {"validation_guidance": 5.0}))
+    config = resolve(layers, Problems(), {"validation_guidance": 5.0})
     assert (config.validation.validation_guidance, config.validation.validation_prompt) == (5.0, None)
     assert config.origins["validation_guidance"] == FAMILY_DEFAULT
 
@@ -122,7 +122,7 @@ def test_every_problem_is_told_at_once() -> None:
 
 def test_what_is_required_is_explained() -> None:
     problems = Problems()
-    problems.take(resolve([Layer("config.json", [])]))
+    resolve([Layer("config.json", [])], problems)
     assert [each.where for each in problems] == ["model_type", "model_family"]
     assert all(each.message.startswith("is required. ") for each in problems)
     assert [each.to_json()["kind"] for each in problems] == ["required"] * 2
@@ -132,7 +132,7 @@ def test_a_config_with_metadata_is_unwrapped(tmp_path: Path) -> None:
     path = tmp_path / "config.json"
     path.write_text('{"_metadata": {"name": "x"}, "config": {"seed": 1}}')
     problems = Problems()
-    layer = problems.take(read_json_layer(path))
+    layer = read_json_layer(path, problems)
     assert layer is not None
     assert (list(layer.values), problems) == ([("seed", 1)], [])
 
@@ -142,7 +142,7 @@ def test_a_config_must_be_an_object(tmp_path: Path, text: str, kind: str) -> Non
     path = tmp_path / "config.json"
     path.write_text(text)
     problems = Problems()
-    assert problems.take(read_json_layer(path)) is None
+    assert read_json_layer(path, problems) is None
     assert problems[0].message == f"must hold one JSON object, not {kind}."
 
 

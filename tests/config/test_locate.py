@@ -21,7 +21,7 @@ from simpletuner.config.sources import (
     expand_shell,
     locate,
 )
-from simpletuner.errors import ConfigError, Problem, Problems, result_of
+from simpletuner.errors import ConfigError, Problem, Problems
 
 REQUIRED = {"model_type": "lora", "model_family": "kandinsky5-image"}
 CHOOSERS = (
@@ -56,14 +56,14 @@ def put(path: str, **values: object) -> None:
 def seed(**selectors: str) -> object:
     """The seed of the configuration that was found: the tests tell files apart by it."""
     problems = Problems()
-    found = problems.take(locate(selectors))
+    found = locate(selectors, problems)
     assert problems == []
-    return result_of(resolve(found.layers)).run.seed
+    return resolve(found.layers, Problems()).run.seed
 
 
 def refusal(**selectors: str) -> str:
     with pytest.raises(ConfigError) as caught:
-        result_of(locate(selectors))
+        locate(selectors, Problems())
     return str(caught.value)
 
 
@@ -142,9 +142,9 @@ def test_the_form_can_be_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_packaged_example_by_its_two_names() -> None:
     for selectors in ({"example": "demo"}, {"env": "examples/demo"}):
-        found = result_of(locate(selectors))
+        found = locate(selectors, Problems())
         model = dict(found.layers[-1].values)["pretrained_model_name_or_path"]
-        assert Path(str(model)) == example_file("demo").parent / "checkpoint", "paths lead into the package"
+        assert Path(str(model)) == example_file("demo", Problems()).parent / "checkpoint", "paths lead into the package"
 
 
 def test_an_unknown_example_is_told_with_the_names() -> None:
@@ -158,13 +158,13 @@ def test_an_unknown_example_is_told_with_the_names() -> None:
 
 def test_two_choices_at_once() -> None:
     problems = Problems()
-    problems.take(locate({"example": "demo", "env": "mine"}))
+    locate({"example": "demo", "env": "mine"}, problems)
     assert [str(each) for each in problems] == ["example: and env both choose a configuration; give one of them."]
 
 
 def test_problems_found_before_are_not_lost() -> None:
     with pytest.raises(ConfigError) as caught:
-        Problems([Problem("foo", "is not a setting")]).take(locate({"env": "nowhere"}))
+        locate({"env": "nowhere"}, Problems([Problem("foo", "is not a setting")]))
     assert [each.where for each in caught.value.problems] == ["foo", "config"]
 
 
@@ -174,7 +174,7 @@ def test_config_env_is_weaker_than_the_file_beside_it() -> None:
         "# for train.sh\nexport SEED=2\nLORA_RANK='8'  # small\nVALIDATION_PROMPT='a cat'\n"
         "VALIDATION_PROMPT+=' asleep'\nPATH=/bin\nMIXED_PRECISION=no\n"
     )
-    config = result_of(resolve(result_of(locate({})).layers))
+    config = resolve(locate({}, Problems()).layers, Problems())
     assert (config.run.seed, config.lora.lora_rank, config.precision.mixed_precision) == (1, 8, "no")
     assert config.validation.validation_prompt == "a cat asleep"
     assert config.origins["lora_rank"] == "config/config.env"
@@ -188,7 +188,7 @@ def test_config_env_is_read_as_a_shell_reads_it(monkeypatch: pytest.MonkeyPatch)
         'VALIDATION_PROMPT="it\'s \\"red\\""\nthis is junk\nTHREADS=$(nproc)\nset -a\n'
     )
     problems = Problems()
-    config = problems.take(resolve(problems.take(locate({})).layers))
+    config = resolve(locate({}, problems).layers, problems)
     assert (config.run.output_dir, config.run.cache_dir) == ("/data/my pictures/run/out", "$HOME")
     assert (config.tracking.tracker_run_name, config.validation.validation_prompt) == ("a b#c", 'it\'s "red"')
     assert [problem.message for problem in problems if problem.fatal] == []
@@ -218,7 +218,7 @@ def test_what_config_env_cannot_say(line: str, words: str) -> None:
     put("config/config.json", **REQUIRED)
     Path("config/config.env").write_text(line + "\n")
     problems = Problems()
-    problems.take(resolve(problems.take(locate({})).layers))
+    resolve(locate({}, problems).layers, problems)
     assert [words in problem.message for problem in problems if problem.fatal] == [True]
 
 
@@ -227,9 +227,9 @@ def test_config_env_may_add_to_the_command_line(monkeypatch: pytest.MonkeyPatch)
     Path("config/config.env").write_text(
         "TRAINER_EXTRA_ARGS='--use_ema --seed=2'\nTRAINER_EXTRA_ARGS+=' lora_rank=4'\n"
     )
-    assert result_of(locate({})).extra_arguments == "--use_ema --seed=2 lora_rank=4"
+    assert locate({}, Problems()).extra_arguments == "--use_ema --seed=2 lora_rank=4"
     monkeypatch.setenv("TRAINER_EXTRA_ARGS", "--use_ema")
-    assert result_of(locate({})).extra_arguments == "", "train.sh has put it into the environment"
+    assert locate({}, Problems()).extra_arguments == "", "train.sh has put it into the environment"
 
 
 def test_launch_variables_are_weaker_than_every_file(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -237,12 +237,12 @@ def test_launch_variables_are_weaker_than_every_file(monkeypatch: pytest.MonkeyP
     monkeypatch.setenv("MIXED_PRECISION", "fp16")
     monkeypatch.setenv("TRAINING_NUM_PROCESSES", "two")
     problems = Problems()
-    config = problems.take(resolve(result_of(locate({})).layers))
+    config = resolve(locate({}, Problems()).layers, problems)
     assert config.precision.mixed_precision == "fp16"
     assert "num_processes: 'two' is not a whole number. (environment)" in map(str, problems)
     put("config/config.json", **REQUIRED, mixed_precision="no", num_processes=1)
     problems.clear()
-    assert problems.take(resolve(result_of(locate({})).layers)).precision.mixed_precision == "no"
+    assert resolve(locate({}, Problems()).layers, problems).precision.mixed_precision == "no"
     assert problems == []
 
 
@@ -266,10 +266,10 @@ def test_a_file_that_cannot_be_read_is_all_there_is_to_say(name: str, content: b
 
 def test_the_dataset_file_lies_beside_the_config(here: Path) -> None:
     problems = Problems()
-    assert problems.take(dataset_file(None, Path("config"))) == Path("config/multidatabackend.json")
+    assert dataset_file(None, Path("config"), problems) == Path("config/multidatabackend.json")
     assert [each.fatal for each in problems] == [False]
-    assert result_of(dataset_file("config/examples/demo/multidatabackend.json", Path("config"))).is_file()
-    assert result_of(dataset_file("mine.json", Path("config"))) == Path("mine.json")
+    assert dataset_file("config/examples/demo/multidatabackend.json", Path("config"), Problems()).is_file()
+    assert dataset_file("mine.json", Path("config"), Problems()) == Path("mine.json")
 
 
 @pytest.mark.parametrize(("asked", "chosen"), [("mine", "mine"), ("", "of-the-file")])

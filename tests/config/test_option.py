@@ -27,7 +27,7 @@ NUMBERS = {
 def read(key: str, value: Any) -> tuple[Any, list[Problem]]:
     """What a config with this one setting holds, and the problems of it."""
     problems = Problems()
-    config = problems.take(resolve([Layer("config.json", list({**REQUIRED, key: value}.items()))]))
+    config = resolve([Layer("config.json", list({**REQUIRED, key: value}.items()))], problems)
     return config.flat[key], problems
 
 
@@ -102,7 +102,7 @@ def test_a_typo_that_would_render_for_days(key: str) -> None:
 @pytest.mark.parametrize("key", ["probability", "slider_strength", "timestep_sampling_offset", "start_step"])
 def test_a_weight_of_a_dataset_that_would_overflow(key: str) -> None:
     problems = Problems()
-    problems.take(build_group(DatasetConfig, {"id": "a", key: 10**12}))
+    build_group(DatasetConfig, {"id": "a", key: 10**12}, problems)
     assert [problem.where for problem in problems] == [key]
 
 
@@ -174,5 +174,5 @@ def test_a_run_has_bounds() -> None:
         (problem,) = read(key, value)[1]
         assert "is out of range; it must be ≤ 1000000000." in problem.message
     problems = Problems()
-    problems.take(build_group(DatasetConfig, {"id": "a", "repeats": 100_000}))
+    build_group(DatasetConfig, {"id": "a", "repeats": 100_000}, problems)
     assert [problem.where for problem in problems] == ["repeats"]

@@ -43,18 +43,18 @@ def test_the_files_that_the_guides_and_the_docs_name_are_there() -> None:
 
 def test_every_key_of_the_config_is_known_and_in_the_order_of_the_schema() -> None:
     problems = Problems()
-    layer = problems.take(read_json_layer(SHIPPED / "config.json.example"))
+    layer = read_json_layer(SHIPPED / "config.json.example", problems)
     assert layer is not None
     keys = [key for key, _ in layer.values]
     assert keys == [key for key in all_options() if key in keys]
-    problems.take(resolve([layer]))
+    resolve([layer], problems)
     assert problems == []
 
 
 def test_the_prompt_library_and_the_filter_list_load() -> None:
     problems = Problems()
-    assert len(problems.take(read_library(SHIPPED / "user_prompt_library.json.example"))) == 4
-    edit = problems.take(read_filters(str(SHIPPED / "caption_filter_list.txt.example")))
+    assert len(read_library(SHIPPED / "user_prompt_library.json.example", problems)) == 4
+    edit = read_filters(str(SHIPPED / "caption_filter_list.txt.example"), problems)
     assert problems == []
     assert edit is not None
     assert list(edit("a Watermarked picture , lorem ipsum in colour")) == ["a picture, in color"]

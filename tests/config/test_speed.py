@@ -12,7 +12,7 @@ from simpletuner.config import speed
 from simpletuner.config.load import Layer, resolve
 from simpletuner.config.option import is_installed
 from simpletuner.config.schema import RunConfig
-from simpletuner.errors import result_of
+from simpletuner.errors import Problems
 from simpletuner.models.kandinsky5.spec import KANDINSKY5_IMAGE
 from simpletuner.models.sanavideo.spec import SANA_VIDEO
 from simpletuner.planning.checks import check_config
@@ -22,7 +22,7 @@ REQUIRED = {"model_type": "lora", "model_family": "kandinsky5-image"}
 
 
 def make(**settings: Any) -> RunConfig:
-    config = result_of(resolve([Layer("config.json", list({**REQUIRED, **settings}.items()))]))
+    config = resolve([Layer("config.json", list({**REQUIRED, **settings}.items()))], Problems())
     assert config is not None
     return config
 

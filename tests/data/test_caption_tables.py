@@ -16,8 +16,9 @@ from simpletuner.data.build import build_datasets
 from simpletuner.data.caption_tables import Row, match_rows, read_metadata, read_parquet
 from simpletuner.data.discovery import Folder, scan
 from simpletuner.data.entries import DataContext
-from simpletuner.errors import Problems, Reading
+from simpletuner.errors import Problems
 from tests import pictures
+from tests.reports import read_by
 
 
 @pytest.fixture
@@ -36,14 +37,9 @@ def table(tmp_path: Path) -> ParquetConfig:
     )
 
 
-def read(reading: Reading[Any]) -> tuple[Any, Problems]:
-    problems = Problems()
-    return problems.take(reading), problems
-
-
 def test_tables_name_pictures_by_path_or_name(table: ParquetConfig) -> None:
-    rows, problems = read(read_parquet(table))
-    matched, warnings = read(match_rows(rows, ["sub/a.png", "deep/b.jpg", "é.png", "other.png"], "parquet"))
+    rows, problems = read_by(read_parquet, table)
+    matched, warnings = read_by(match_rows, rows, ["sub/a.png", "deep/b.jpg", "é.png", "other.png"], "parquet")
 
     assert matched == {"sub/a.png": ("from a path",), "deep/b.jpg": ("from the fallback",), "é.png": ("accent",)}
     assert not problems
@@ -68,7 +64,7 @@ def test_a_row_that_fits_several_files_or_a_file_with_several_rows_is_refused(
 ) -> None:
     numbered = [(row, (f"caption {number}",)) for number, row in enumerate(rows)]
 
-    _, (problem,) = read(match_rows(numbered, names, "parquet"))
+    _, (problem,) = read_by(match_rows, numbered, names, "parquet")
 
     assert problem.fatal
     assert words in problem.message
@@ -90,27 +86,27 @@ def test_a_row_that_fits_several_files_or_a_file_with_several_rows_is_refused(
 def test_a_row_is_for_the_file_of_its_path_and_else_for_the_only_one_of_its_name(
     rows: Sequence[str], names: Sequence[str], matched: dict[str, str]
 ) -> None:
-    found, problems = read(match_rows([(row, (row,)) for row in rows], names, "parquet"))
+    found, problems = read_by(match_rows, [(row, (row,)) for row in rows], names, "parquet")
     assert (found, problems) == ({name: (row,) for name, row in matched.items()}, [])
 
 
 def test_a_row_that_is_repeated_counts_once(table: ParquetConfig) -> None:
     rows: list[Row] = [("x.png", ("a cat",)), ("x.png", ("a cat",))]
-    assert read(match_rows(rows, ["x.png"], "parquet")) == ({"x.png": ("a cat",)}, [])
+    assert read_by(match_rows, rows, ["x.png"], "parquet") == ({"x.png": ("a cat",)}, [])
 
 
 def test_a_list_column_holds_alternatives(table: ParquetConfig) -> None:
-    rows, _ = read(read_parquet(table.model_copy(update={"caption_column": "many"})))
+    rows, _ = read_by(read_parquet, table.model_copy(update={"caption_column": "many"}))
     assert [captions for _, captions in rows][:2] == [("one", "two"), ("from the fallback",)]
 
 
 def test_names_without_extension_mean_png(table: ParquetConfig) -> None:
-    rows, _ = read(read_parquet(table.model_copy(update={"identifier_includes_extension": False})))
+    rows, _ = read_by(read_parquet, table.model_copy(update={"identifier_includes_extension": False}))
     assert "b.jpg.png" in dict(rows)
 
 
 def test_a_missing_column_names_those_that_are_there(table: ParquetConfig) -> None:
-    rows, problems = read(read_parquet(table.model_copy(update={"caption_column": "texts", "width_column": "w"})))
+    rows, problems = read_by(read_parquet, table.model_copy(update={"caption_column": "texts", "width_column": "w"}))
     assert rows == []
     assert [problem.where for problem in problems] == ["parquet.caption_column", "parquet.width_column"]
     assert "file, text, alt, many" in problems[0].message
@@ -122,11 +118,11 @@ def test_a_missing_table_or_package_is_a_problem(
 ) -> None:
     (tmp_path / "bad.parquet").write_text("no table")
     for name in ("no.parquet", "bad.parquet"):
-        _, (problem,) = read(read_parquet(table.model_copy(update={"path": str(tmp_path / name)})))
+        _, (problem,) = read_by(read_parquet, table.model_copy(update={"path": str(tmp_path / name)}))
         assert problem.where == "parquet.path"
     monkeypatch.setitem(sys.modules, "pyarrow", None)
     monkeypatch.setitem(sys.modules, "pyarrow.parquet", None)
-    _, problems = read(read_parquet(table))
+    _, problems = read_by(read_parquet, table)
     assert "pip install 'pyarrow>=" in problems[-1].message
 
 
@@ -154,7 +150,7 @@ def test_the_tables_of_an_image_folder_are_read(column: str, kind: str, tmp_path
     }
     folder = folder_with(tmp_path, ["a.png", "sub/b.png"], **{kind: contents[kind]})
 
-    rows, problems = read(read_metadata(folder))
+    rows, problems = read_by(read_metadata, folder)
 
     assert (dict(rows), problems) == ({"a.png": ('a "cat", asleep',), "sub/b.png": ("a dog",)}, [])
 
@@ -163,7 +159,7 @@ def test_every_sub_folder_may_have_a_table(tmp_path: Path) -> None:
     tables = {f"{split}/jsonl": lines({"file_name": "0.png", "text": split}) for split in ("train", "test")}
     folder = folder_with(tmp_path, ["train/0.png", "test/0.png"], **tables)
 
-    rows, problems = read(read_metadata(folder))
+    rows, problems = read_by(read_metadata, folder)
 
     assert (dict(rows), problems) == ({"train/0.png": ("train",), "test/0.png": ("test",)}, [])
 
@@ -176,7 +172,7 @@ def test_full_paths_mean_files_of_the_folder_also_after_a_move(column: str, plac
     path = {"here": root, "moved": Path("/nowhere"), "elsewhere": tmp_path / "elsewhere"}[place] / "a.png"
     folder = folder_with(root, ["a.png"], jsonl=lines({column: str(path), "caption": "a cat"}))
 
-    rows, problems = read(read_metadata(folder))
+    rows, problems = read_by(read_metadata, folder)
 
     assert not problems
     assert ("a.png" in dict(rows)) == (place != "elsewhere"), "another file of that name"
@@ -202,7 +198,7 @@ def test_full_paths_mean_files_of_the_folder_also_after_a_move(column: str, plac
     ],
 )
 def test_a_table_that_cannot_be_read_says_why(tables: dict[str, str], words: str, tmp_path: Path) -> None:
-    _, problems = read(read_metadata(folder_with(tmp_path, ["a.png"], **tables)))
+    _, problems = read_by(read_metadata, folder_with(tmp_path, ["a.png"], **tables))
     (problem,) = [problem for problem in problems if problem.fatal]
     assert words in str(problem)
 

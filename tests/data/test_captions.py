@@ -16,7 +16,7 @@ from simpletuner.data.captions import (
 )
 from simpletuner.data.discovery import Folder, Scan
 from simpletuner.data.files import LeftOutError
-from simpletuner.errors import Problems, result_of, within
+from simpletuner.errors import Problems
 
 
 def captions(
@@ -145,7 +145,8 @@ def test_shuffling_is_off_unless_asked_for() -> None:
 
 def filtered(caption: str, entries: Any) -> str:
     problems = Problems()
-    edit = problems.take(within("text", read_filters(entries)))
+    with problems.within("text") as of_text:
+        edit = read_filters(entries, of_text)
     assert not problems, problems
     assert edit is not None
     return edit(caption)[0]
@@ -168,12 +169,13 @@ def test_filters_take_texts_expressions_and_replacements(tmp_path: Path) -> None
 @pytest.mark.parametrize("value", [["s/(/x/"], [r"s/a/\1/"], [1], {"a": 1}, "nowhere.txt", "a\0b", "a\0b.json"])
 def test_filters_that_cannot_be_read_are_problems(value: Any) -> None:
     problems = Problems()
-    problems.take(within("text", read_filters(value)))
+    with problems.within("text") as of_text:
+        read_filters(value, of_text)
     assert [problem.where for problem in problems] == ["text.caption_filter_list"]
 
 
 def test_a_caption_that_is_filtered_away_is_reported(tmp_path: Path) -> None:
-    edit = result_of(read_filters(["house"]))
+    edit = read_filters(["house"], Problems())
     config = DatasetConfig(id="a", caption_strategy="filename")
     source = CaptionSource(config, Folder(tmp_path, {}), {}, (edit,) if edit else ())
     with pytest.raises(LeftOutError, match="caption_filter_list"):

@@ -19,7 +19,7 @@ from simpletuner.data.dataset import Dataset
 from simpletuner.data.entries import DataContext
 from simpletuner.data.files import LeftOutError
 from simpletuner.data.sample import Sample
-from simpletuner.errors import Problem, Problems, within
+from simpletuner.errors import Problem, Problems
 from simpletuner.models.kandinsky5.spec import KANDINSKY5_IMAGE, KANDINSKY5_VIDEO
 from tests import pictures
 from tests.clips import BROKEN, INTERLACED, SHOWN_OTHERWISE, write_clip, write_interlaced, write_plain
@@ -37,7 +37,9 @@ def rules_of(
 ) -> tuple[ClipRules | None, list[Problem]]:
     problems = Problems()
     config = DatasetConfig(id="films", dataset_type=dataset_type, video=VideoConfig(**video))
-    return problems.take(within(config.id, build_clip_rules(config, context))), problems
+    with problems.within(config.id) as of_dataset:
+        rules = build_clip_rules(config, context, of_dataset)
+    return rules, problems
 
 
 def build(
@@ -392,7 +394,7 @@ def test_both_names_of_the_rate(second: object, fatal: int, tmp_path: Path) -> N
     value = f'"{second}"' if isinstance(second, str) else second
     file.write_text(f'[{{"id": "films", "video": {{"frame_rate": 24, "framerate": {value}}}}}]')
     problems = Problems()
-    (entry,) = problems.take(read_datasets(file, placeholders={}))
+    (entry,) = read_datasets(file, problems, placeholders={})
     assert entry.video.frame_rate == 24 or fatal
     assert len([problem for problem in problems if problem.fatal]) == fatal
     assert not fatal or "given twice" in str(problems[0])

@@ -52,7 +52,7 @@ def not_files(folder: Path) -> list[Path]:
 
 def test_settings_are_read_from_regular_files_of_a_plausible_size_alone(tmp_path: Path) -> None:
     problems, paths = Problems(), not_files(tmp_path)
-    assert [problems.take(read_json(path)) for path in paths] == [None] * 4
+    assert [read_json(path, problems) for path in paths] == [None] * 4
     assert all("is not a regular file but a folder, a pipe" in each.message for each in problems[:3])
     assert problems[3].message == "has 1,073,741,825 bytes; the limit is 268,435,456."
 

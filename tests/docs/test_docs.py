@@ -32,6 +32,7 @@ from simpletuner.planning.checks import check_config, check_flavour, worth_repor
 from simpletuner.planning.prompts import read_library
 from tests.complaints import family_complaints
 from tests.docs.languages import FENCE, LANGUAGES
+from tests.reports import found_by
 from tests.workspace import DATASETS, Workspace
 
 ROOT = Path(__file__).parents[2]
@@ -80,21 +81,19 @@ def test_json_block_loads(text: str, tmp_path: Path, monkeypatch: pytest.MonkeyP
     content = json.loads(text)
     problems = Problems()
     if isinstance(content, list):
-        entries = problems.take(
-            read_datasets(path, placeholders={"model_family": "kandinsky5-image", "output_dir": "out"})
-        )
+        entries = read_datasets(path, problems, placeholders={"model_family": "kandinsky5-image", "output_dir": "out"})
         assert len(entries) == len([entry for entry in content if not entry.get("disabled")])
     elif content.keys() & all_options().keys():
-        layer = problems.take(read_json_layer(path))
+        layer = read_json_layer(path, problems)
         assert layer is not None
-        config = problems.take(resolve([Layer("required", list(REQUIRED.items())), layer]))
+        config = resolve([Layer("required", list(REQUIRED.items())), layer], problems)
         problems += [*check_config(config), *check_settings(config)]
     elif "algo" in content:
-        file = problems.take(read_lycoris(str(path), FAMILIES["kandinsky5-image"]))
+        file = read_lycoris(str(path), FAMILIES["kandinsky5-image"], problems)
         assert file is not None
-        problems += check_lycoris(file, {}, quantised=False)
+        problems += found_by(check_lycoris, file, {}, quantised=False)
     else:
-        assert [name for name, _ in problems.take(read_library(path))] == list(content)
+        assert [name for name, _ in read_library(path, problems)] == list(content)
     assert problems == []
 
 
@@ -104,8 +103,8 @@ def check_settings(config: RunConfig) -> list[Problem]:
     flavour = spec.flavour(config.model.model_flavour)
     return [
         *family_complaints(config, spec),
-        *worth_reporting(check_flavour(config, flavour), config),
-        *spec.checks.settings(config, flavour),
+        *worth_reporting(found_by(check_flavour, config, flavour), config),
+        *found_by(spec.checks.settings, config, flavour),
     ]
 
 

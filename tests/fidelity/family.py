@@ -33,7 +33,7 @@ def make_config(checkpoint: Path, task: str = "t2i", **settings: Any) -> RunConf
         **settings,
     }
     problems = Problems()
-    config = problems.take(resolve([Layer("test", list(values.items()))]))
+    config = resolve([Layer("test", list(values.items()))], problems)
     assert config is not None, problems
     return config
 

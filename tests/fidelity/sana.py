@@ -37,7 +37,7 @@ def make_sana_config(checkpoint: Path, **settings: Any) -> RunConfig:
     values["model_flavour"] = flavour_of(checkpoint)
     problems = Problems()
     layers = [Layer("test", list((values | settings).items()))]
-    config = problems.take(resolve(layers, SANA_VIDEO.defaults, SANA_VIDEO.fixed))
+    config = resolve(layers, problems, SANA_VIDEO.defaults, SANA_VIDEO.fixed)
     assert not [problem for problem in problems if problem.fatal], problems
     return config
 

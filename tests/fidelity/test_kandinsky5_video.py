@@ -48,7 +48,7 @@ def make_video_adapter(
     values = {"model_type": "lora", "model_family": "kandinsky5-video", "model_flavour": flavour.name}
     values |= {"pretrained_model_name_or_path": str(checkpoint), **settings}
     problems = Problems()
-    config = problems.take(resolve([Layer("test", list(values.items()))]))
+    config = resolve([Layer("test", list(values.items()))], problems)
     assert config is not None, problems
     source = ModelSource.from_config(KANDINSKY5_VIDEO, flavour, config)
     return Kandinsky5VideoAdapter(config, flavour, source, size)

@@ -122,7 +122,7 @@ def test_values_of_the_instruction_key(tmp_path: Path) -> None:
     for wrong in ("nowhere.txt", 7, [1], {"a": "b"}):
         problems = Problems()
         layer = Layer("f", [("model_type", "lora"), ("model_family", "sanavideo"), (key, wrong)])
-        assert problems.take(resolve([layer])).family.of(SanaOptions).sana_complex_human_instruction is True
+        assert resolve([layer], problems).family.of(SanaOptions).sana_complex_human_instruction is True
         assert [problem.where for problem in problems] == [key], wrong
 
 

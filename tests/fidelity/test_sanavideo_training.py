@@ -25,6 +25,7 @@ from simpletuner.training.state import Assembly, TrainingSpec
 from tests.closeness import MODEL, assert_all_close, assert_close
 from tests.fidelity.family import CPU
 from tests.fidelity.sana import make_sana_adapter, make_sana_config, stock_pipeline
+from tests.reports import found_by
 from tests.training.assembly import lora_of, write_lora
 
 ALL_LINEAR = SANA_VIDEO.lora_presets["all-linear"]
@@ -99,7 +100,7 @@ def test_lora_file_in_the_stock_pipeline(sana_checkpoint: Path, tmp_path: Path, 
     assert 0 < rounding_error(lora, torch.bfloat16) < 0.01
     pipeline = stock_pipeline(sana_checkpoint, task)
     modules = linear_modules({name: tuple(each.shape) for name, each in pipeline.transformer.named_parameters()})
-    assert list(check_lora_file("LoRA", path, modules, SANA_VIDEO.name)) == []
+    assert found_by(check_lora_file, "LoRA", path, modules, SANA_VIDEO.name) == []
     noisy = noisy_batch(sana_checkpoint, task)
     with torch.no_grad():
         base = adapter.predict(pipeline.transformer, noisy)

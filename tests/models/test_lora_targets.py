@@ -12,6 +12,7 @@ from simpletuner.errors import Problems
 from simpletuner.models.kandinsky5.spec import ALL_LINEAR, KANDINSKY5_IMAGE
 from simpletuner.models.lora_layers import check_targets, linear_modules, matching_modules, resolve_targets
 from simpletuner.weights.files import tensor_shapes
+from tests.reports import found_by
 
 DEFAULT = ["to_query", "to_key", "to_value"]
 
@@ -23,7 +24,7 @@ def modules(t2i_checkpoint: Path) -> dict[str, tuple[int, int]]:
 
 def resolve(value: Any) -> tuple[Any, list[str]]:
     problems = Problems()
-    return problems.take(resolve_targets(value, KANDINSKY5_IMAGE)), [str(each) for each in problems]
+    return resolve_targets(value, KANDINSKY5_IMAGE, problems), [str(each) for each in problems]
 
 
 def test_the_forms_of_a_selection(tmp_path: Path) -> None:
@@ -66,8 +67,8 @@ def test_all_linear_stays_inside_the_blocks(modules: dict[str, tuple[int, int]])
 
 
 def test_a_name_that_matches_nothing_is_told_with_the_nearest(modules: dict[str, tuple[int, int]]) -> None:
-    assert check_targets(modules, DEFAULT) == []
-    assert check_targets(modules, ALL_LINEAR) == []
-    (problem,) = check_targets(modules, ["to_query", "to_keys"])
+    assert found_by(check_targets, modules, DEFAULT) == []
+    assert found_by(check_targets, modules, ALL_LINEAR) == []
+    (problem,) = found_by(check_targets, modules, ["to_query", "to_keys"])
     assert problem.message == "'to_keys' matches no module of the transformer. Did you mean 'to_key'?"
-    assert len(check_targets(modules, "nothing")) == 1
+    assert len(found_by(check_targets, modules, "nothing")) == 1

@@ -23,6 +23,7 @@ from simpletuner.validation.runner import Renderer
 from tests.fidelity.family import CPU, make_adapter, make_config, picture
 from tests.fidelity.sana import make_sana_adapter, make_sana_config
 from tests.fidelity.test_kandinsky5_video import make_video_adapter
+from tests.reports import found_by
 from tests.tiny import make_checkpoint
 from tests.tiny_sana import make_sana_checkpoint
 from tests.workspace import Workspace
@@ -136,7 +137,7 @@ def test_a_size_that_the_stock_pipeline_does_not_render_is_told() -> None:
 
     def told(*sizes: tuple[int, int], checkpoint: str = published, **settings: Any) -> list[str]:
         config = make_config(Path(checkpoint), **settings)
-        found = [*KANDINSKY5_IMAGE.checks.sizes(config, KANDINSKY5_IMAGE.flavours[0], sizes, {})]
+        found = found_by(KANDINSKY5_IMAGE.checks.sizes, config, KANDINSKY5_IMAGE.flavours[0], sizes, {})
         assert not any(each.fatal for each in found)
         return [str(each) for each in found]
 

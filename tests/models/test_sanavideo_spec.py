@@ -18,6 +18,7 @@ from simpletuner.models.sanavideo.spec import SANA_VIDEO, SIZES
 from simpletuner.models.source import ModelSource
 from simpletuner.planning.build import settle_task
 from simpletuner.planning.checks import check_weights
+from tests.reports import found_by
 
 FLAVOUR = SANA_VIDEO.flavours[0]
 ROUTE = {"selection_ratio": 0.5, "start_layer_idx": 2, "end_layer_idx": -2}
@@ -28,8 +29,8 @@ def settle(**settings: Any) -> tuple[RunConfig, dict[str, Problem]]:
     problems = Problems()
     values = {"model_type": "lora", "model_family": "sanavideo", **settings}
     layers = [Layer("config.json", list(values.items()))]
-    config = problems.take(resolve(layers, SANA_VIDEO.defaults, SANA_VIDEO.fixed))
-    problems += SANA_VIDEO.checks.settings(config, FLAVOUR)
+    config = resolve(layers, problems, SANA_VIDEO.defaults, SANA_VIDEO.fixed)
+    SANA_VIDEO.checks.settings(config, FLAVOUR, problems)
     return config, {problem.where: problem for problem in problems}
 
 
@@ -156,7 +157,10 @@ class TestCheckpoint:
         (folder / part / "config.json").write_text(json.dumps(config))
         damaged = ModelSource.from_config(SANA_VIDEO, FLAVOUR, settle(pretrained_model_name_or_path=str(folder))[0])
         assert not damaged.problems()
-        return [*SANA_VIDEO.checks.checkpoint(FLAVOUR, damaged), *check_weights(SANA_VIDEO, FLAVOUR, damaged)]
+        return [
+            *found_by(SANA_VIDEO.checks.checkpoint, FLAVOUR, damaged),
+            *found_by(check_weights, SANA_VIDEO, FLAVOUR, damaged),
+        ]
 
     def test_a_whole_one(self, sana_checkpoint: Path, tmp_path: Path) -> None:
         assert not self.problems(sana_checkpoint, tmp_path, "vae")

@@ -15,18 +15,19 @@ import torch
 from safetensors.torch import load_file
 
 from simpletuner.config.load import Layer, resolve
-from simpletuner.errors import UserError, result_of
+from simpletuner.errors import Problems, UserError
 from simpletuner.models.kandinsky5.spec import KANDINSKY5_IMAGE
 from simpletuner.models.source import ModelSource
 from simpletuner.weights.files import WeightsError, pickled_shapes, tensor_shapes, weights_fault
 from simpletuner.weights.part import looks_like_path
+from tests.reports import found_by
 
 BASE = "pretrained_model_name_or_path"
 
 
 def source(**keys: str) -> ModelSource:
     values = {"model_type": "lora", "model_family": "kandinsky5-image", **keys}
-    config = result_of(resolve([Layer("test", list(values.items()))]))
+    config = resolve([Layer("test", list(values.items()))], Problems())
     return ModelSource.from_config(KANDINSKY5_IMAGE, KANDINSKY5_IMAGE.flavour(None), config)
 
 
@@ -110,11 +111,11 @@ def test_a_folder_that_looks_like_a_hub_name_is_a_folder(tmp_path: Path, monkeyp
     monkeypatch.chdir(tmp_path)
     assert not looks_like_path("models/tiny")
     named = source(pretrained_model_name_or_path="models/tinny")
-    assert [*named.doubts()] == []
+    assert [*found_by(named.doubts)] == []
     Path("models/tiny").mkdir(parents=True)
     assert looks_like_path("models/tiny")
     told = "there is no folder 'models/tinny', so it is taken for a model of the hub. Did you mean 'models/tiny'?"
-    assert [str(doubt) for doubt in named.doubts()] == [f"{BASE}: {told}"]
+    assert [str(doubt) for doubt in found_by(named.doubts)] == [f"{BASE}: {told}"]
 
 
 @pytest.mark.parametrize("location", ["org/na@me", "org/", "-org/name", "org/name-", "a b/c", f"org/{'x' * 200}"])

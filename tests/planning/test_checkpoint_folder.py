@@ -38,7 +38,7 @@ def make(output: Path, name: str, content: bytes = b"weights") -> Path:
 
 def select(wanted: str, output: Path) -> tuple[str | None, list[Problem]]:
     problems = Problems()
-    found = problems.take(select_checkpoint(wanted, output))
+    found = select_checkpoint(wanted, output, problems)
     return found.path.name if found else None, problems
 
 

@@ -9,20 +9,21 @@ from typing import Any
 import pytest
 
 from simpletuner.config.load import Layer, resolve
-from simpletuner.errors import Problems, result_of
+from simpletuner.errors import Problems
 from simpletuner.models.registry import FAMILIES
 from simpletuner.planning.build import find_family
 from simpletuner.planning.checkpoint_folder import Checkpoint, Identity, Manifest
 from simpletuner.planning.checks import check_config, check_flavour, check_total, worth_reporting
 from simpletuner.planning.resume import decide_seed
 from tests.complaints import family_complaints
+from tests.reports import found_by
 
 REQUIRED = {"model_type": "lora", "model_family": "kandinsky5-image"}
 
 
 def problems(**settings: Any) -> tuple[list[str], list[str]]:
     """Errors and warnings of a config with these settings."""
-    config = result_of(resolve([Layer("config.json", list({**REQUIRED, **settings}.items()))]))
+    config = resolve([Layer("config.json", list({**REQUIRED, **settings}.items()))], Problems())
     found = check_config(config)
     return [str(each) for each in found if each.fatal], [str(each) for each in found if not each.fatal]
 
@@ -112,8 +113,8 @@ def test_what_would_start_after_the_end(switch: dict[str, Any], key: str) -> Non
     for settings, total, expected in (
         ({**switch, key: 10}, 10, [key]), ({**switch, key: 9}, 10, []), ({key: 10, "validation_disable": True}, 10, [])
     ):  # fmt: skip
-        config = result_of(resolve([Layer("config.json", list({**REQUIRED, **settings}.items()))]))
-        found = list(check_total(config, total))
+        config = resolve([Layer("config.json", list({**REQUIRED, **settings}.items()))], Problems())
+        found = found_by(check_total, config, total)
         assert [each.where for each in found if not each.fatal] == expected
 
 
@@ -137,8 +138,8 @@ def test_placeholders_of_scripts(key: str, command: str, told: str) -> None:
 
 @pytest.mark.parametrize(("warmup", "total", "warned"), [(10, 10, True), (11, 10, True), (9, 10, False), (0, 0, False)])
 def test_a_warm_up_as_long_as_the_run(warmup: int, total: int, warned: bool) -> None:
-    config = result_of(resolve([Layer("config.json", list({**REQUIRED, "lr_warmup_steps": warmup}.items()))]))
-    found = list(check_total(config, total))
+    config = resolve([Layer("config.json", list({**REQUIRED, "lr_warmup_steps": warmup}.items()))], Problems())
+    found = found_by(check_total, config, total)
     assert bool(found) == warned
     assert not any(each.fatal for each in found)
 
@@ -148,7 +149,7 @@ def test_a_warm_up_as_long_as_the_run(warmup: int, total: int, warned: bool) -> 
 )
 def test_convolutions_that_no_vae_can_carry_over_time_are_refused(family: str, fatal: list[bool]) -> None:
     settings = {"model_type": "lora", "model_family": family, "vae_enable_temporal_roll": True}
-    config = result_of(resolve([Layer("config.json", list(settings.items()))]))
+    config = resolve([Layer("config.json", list(settings.items()))], Problems())
     found = [each for each in family_complaints(config, FAMILIES[family]) if each.where == "vae_enable_temporal_roll"]
     assert [each.fatal for each in found] == fatal
 
@@ -178,15 +179,16 @@ def test_a_seed_that_was_drawn_is_kept_when_the_run_goes_on(
 def test_distilled_flavours_are_previewed_as_they_sample(flavour: str, repository: str, steps: int) -> None:
     values = {"model_type": "lora", "model_family": "kandinsky5-video", "model_flavour": flavour}
     layer, problems = Layer("test", list(values.items())), Problems()
-    spec = problems.take(find_family([layer]))
+    spec = find_family([layer], problems)
     assert spec is not None
     chosen = spec.flavour(flavour)
     assert chosen.repository == f"kandinskylab/Kandinsky-5.0-{repository}-Diffusers"
-    config = problems.take(resolve([layer], spec.defaults, spec.fixed))
+    config = resolve([layer], problems, spec.defaults, spec.fixed)
     preview = config.validation
     assert (preview.validation_guidance, preview.validation_num_inference_steps) == (1.0, steps)
-    (warning,) = worth_reporting(check_flavour(config, chosen), config)
+    (warning,) = worth_reporting(found_by(check_flavour, config, chosen), config)
     assert "distilled" in str(warning)
     assert not warning.fatal
-    assert not [each for each in spec.checks.settings(config, chosen) if each.where == "validation_guidance"]
+    of_family = found_by(spec.checks.settings, config, chosen)
+    assert not [problem for problem in of_family if problem.where == "validation_guidance"]
     assert not problems

@@ -12,6 +12,7 @@ from simpletuner.data.buckets import Geometry
 from simpletuner.data.clips import ClipFacts
 from simpletuner.data.sample import Sample
 from simpletuner.planning.resume import _check_conversions, _check_kernels
+from tests.reports import found_by
 
 GEOMETRY = Geometry("1.0", (64, 64), (64, 64), (0, 0))
 CLIP = Sample("a", "a.mp4", Path("a"), "c" * 64, (64, 64), GEOMETRY, clip=ClipFacts(64, 64, 1, 24))
@@ -35,7 +36,7 @@ def test_a_resumed_run_warns_of_files_that_look_different(
     identity = SimpleNamespace(settings=settings)
     checkpoint: Any = SimpleNamespace(path=Path("checkpoint-8"), manifest=SimpleNamespace(identity=identity))
     dataset: Any = SimpleNamespace(id="a", samples=(sample,))
-    messages = [problem.message for problem in _check_conversions([dataset], checkpoint)]
+    messages = [problem.message for problem in found_by(_check_conversions, [dataset], checkpoint)]
     assert len(messages) == (said is not None)
     assert all(said in message for message in messages if said)
 
@@ -50,7 +51,7 @@ def test_a_resumed_run_warns_of_kernels_that_were_chosen_by_timing(
     (tmp_path / file).touch()
     identity = SimpleNamespace(versions={"simpletuner": version})
     checkpoint: Any = SimpleNamespace(path=tmp_path / "checkpoint-8", manifest=SimpleNamespace(identity=identity))
-    messages = [problem.message for problem in _check_kernels(tmp_path / "other", checkpoint)]
+    messages = [problem.message for problem in found_by(_check_kernels, tmp_path / "other", checkpoint)]
     message = (
         "checkpoint-8 was written by version 0.1.0, which chose attention kernels by timing. kernel_choices.json is no "
         "longer read, so the kernels may differ, and with them the rounding."

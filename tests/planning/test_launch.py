@@ -8,12 +8,13 @@ import pytest
 
 from simpletuner.config.load import Layer, resolve
 from simpletuner.distributed.world import World
-from simpletuner.errors import result_of
+from simpletuner.errors import Problems
 from simpletuner.models.registry import FAMILIES
 from simpletuner.models.source import ModelSource
 from simpletuner.planning.build import Plan
 from simpletuner.planning.checks import check_config, check_sequence
 from simpletuner.planning.environment import as_launched, may_shard
+from tests.reports import found_by
 
 SHARDED = {"num_processes": 4, "fsdp_enable": True}
 EXCLUDED: list[tuple[dict[str, Any], str]] = [
@@ -31,7 +32,7 @@ EXCLUDED: list[tuple[dict[str, Any], str]] = [
 
 def config(**settings: Any) -> Any:
     values = {"model_type": "lora", "model_family": "kandinsky5-video", **settings}
-    return result_of(resolve([Layer("config.json", list(values.items()))]))
+    return resolve([Layer("config.json", list(values.items()))], Problems())
 
 
 def told(**settings: Any) -> tuple[list[str], list[str]]:
@@ -64,7 +65,7 @@ def test_processes_that_torchrun_restarts_go_on_instead_of_starting_their_branch
     place = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}
     for name, value in {**place, "TORCHELASTIC_RESTART_COUNT": restarts}.items():
         monkeypatch.setenv(name, value)
-    launched = result_of(as_launched(config(resume_from_checkpoint="checkpoint-8")))
+    launched = as_launched(config(resume_from_checkpoint="checkpoint-8"), Problems())
     assert launched.run.resume_from_checkpoint == checkpoint
 
 
@@ -122,7 +123,7 @@ def test_processes_divide_heads_and_machines(
     settled = config(model_family=family.name, model_flavour=flavour, **launch)
     chosen = family.flavour(flavour)
     plan = Plan(settled, family, chosen, ModelSource.from_config(family, chosen, settled))
-    assert list(map(str, check_sequence(plan))) == ([f"sequence_parallel_size: {error}"] if error else [])
+    assert list(map(str, found_by(check_sequence, plan))) == ([f"sequence_parallel_size: {error}"] if error else [])
 
 
 def test_processes_that_share_tokens_get_the_same_samples() -> None:

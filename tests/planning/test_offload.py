@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from simpletuner.config.load import Layer, resolve
-from simpletuner.errors import result_of
+from simpletuner.errors import Problems
 from simpletuner.planning.checks import check_config
 
 REQUIRED = {"model_type": "lora", "model_family": "kandinsky5-image"}
@@ -16,7 +16,7 @@ REQUIRED = {"model_type": "lora", "model_family": "kandinsky5-image"}
 
 def told(**settings: Any) -> tuple[list[str], list[str]]:
     """Errors and warnings."""
-    config = result_of(resolve([Layer("config.json", list({**REQUIRED, **settings}.items()))]))
+    config = resolve([Layer("config.json", list({**REQUIRED, **settings}.items()))], Problems())
     found = check_config(config)
     return [str(each) for each in found if each.fatal], [str(each) for each in found if not each.fatal]
 

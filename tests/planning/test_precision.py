@@ -23,6 +23,7 @@ from simpletuner.planning.build import make_plan
 from simpletuner.planning.entries import make_catalogue
 from simpletuner.run.train import prepare_machine
 from tests.complaints import complaint, complaints, warnings
+from tests.reports import found_by
 from tests.workspace import Workspace
 
 KEYS = ("base_model_precision", "text_encoder_1_precision", "text_encoder_2_precision")
@@ -43,7 +44,7 @@ def test_every_name_is_understood_or_refused(key: str) -> None:
         if not refused:
             found = quantisation(name)
             assert found is None or found.name.partition("-")[0] == name.partition("-")[0]
-        assert all(problem.where == key for problem in check_packages(config))
+        assert all(problem.where == key for problem in found_by(check_packages, config))
 
 
 def test_a_bare_name_means_quanto() -> None:
@@ -129,7 +130,7 @@ def test_what_a_quantised_base_excludes(
 )
 def test_bases_that_cannot_be_multiplied(base: str, reason: str) -> None:
     config = PrecisionConfig(base_model_precision=base, quantized_matmul=True)
-    (problem,) = check_products(config)
+    (problem,) = found_by(check_products, config)
     assert str(problem).startswith(
         f"quantized_matmul: multiplies weights stored as int8-quanto, fp8-quanto, not '{base}': {reason}. Leave it out"
     )

@@ -18,7 +18,7 @@ from simpletuner.planning.prompts import BUILT_IN, collect_prompts, file_safe, f
 def collect(**settings: Any) -> tuple[list[tuple[str, str]], list[str]]:
     """Short names and prompts, and the problems."""
     problems = Problems()
-    prompts = problems.take(collect_prompts(ValidationConfig(**settings)))
+    prompts = collect_prompts(ValidationConfig(**settings), problems)
     return [(each.short_name, each.prompt) for each in prompts], [str(each) for each in problems]
 
 
@@ -30,9 +30,9 @@ def library(folder: Path, content: Any) -> str:
 
 def sizes(value: str, *, lenient: bool = False) -> tuple[list[tuple[int, int]], list[Problem]]:
     problems = Problems()
-    config = problems.take(build_group(ValidationConfig, {"validation_resolution": value}))
+    config = build_group(ValidationConfig, {"validation_resolution": value}, problems)
     wanted = config.validation_resolution or ()
-    return problems.take(fit_sizes(wanted, KANDINSKY5_IMAGE, lenient=lenient)), problems
+    return fit_sizes(wanted, KANDINSKY5_IMAGE, problems, lenient=lenient), problems
 
 
 def test_without_prompts_only_the_unconditional_sample() -> None:

@@ -14,6 +14,7 @@ from simpletuner.config.techniques import Route, TreadConfig
 from simpletuner.errors import Problems
 from simpletuner.models.registry import FAMILIES
 from tests.complaints import complaints
+from tests.reports import found_by
 from tests.workspace import Workspace
 
 check_routes = partial(TreadConfig().check_model, FAMILIES["kandinsky5-image"])
@@ -23,8 +24,8 @@ GOOD = {"selection_ratio": 0.5, "start_layer_idx": 0, "end_layer_idx": -1}
 def told(value: Any, blocks: int | None = 32) -> list[str]:
     """The problems of a `tread_config`."""
     problems = Problems()
-    routes = problems.take(build_group(TreadConfig, {"tread_config": value})).routes
-    return [str(each) for each in [*problems, *check_routes(routes, blocks)]]
+    routes = build_group(TreadConfig, {"tread_config": value}, problems).routes
+    return [str(each) for each in [*problems, *found_by(check_routes, routes, blocks)]]
 
 
 def route(first: int, last: int, ratio: float = 0.5) -> dict[str, Any]:
@@ -35,7 +36,7 @@ def test_the_guides_route() -> None:
     routes = TreadConfig.model_validate({"tread_config": {"routes": [route(2, -2)]}}).routes
     assert routes == (Route(0.5, 2, -2),)
     assert routes[0].among(32) == Route(0.5, 2, 30), "both ends included, negatives from the end"
-    assert list(check_routes(routes, 32)) == []
+    assert found_by(check_routes, routes, 32) == []
     assert told({"routes": [route(0, 3), route(4, 4, 0), route(-2, -1, 0.99)]}) == []
     assert told({"routes": [{"selection_ratio": "0.5", "start_layer_idx": "2", "end_layer_idx": -2.0}]}) == []
 

@@ -23,6 +23,7 @@ from simpletuner.weights.lora_names import LORA_FILE
 from simpletuner.weights.part import Part
 from tests.complaints import complaint, complaints, warnings
 from tests.fidelity.family import CPU, make_adapter
+from tests.reports import found_by
 from tests.workspace import DATASETS, Workspace
 
 Capture = pytest.CaptureFixture[str]
@@ -51,9 +52,9 @@ def plan_of(folder: Path, family: str) -> str:
     """The problems of a checkpoint, as the plan finds them."""
     spec, problems = FAMILIES[family], Problems()
     values = {"model_type": "lora", "model_family": family, "pretrained_model_name_or_path": str(folder)}
-    config = problems.take(resolve([Layer("test", list(values.items()))]))
+    config = resolve([Layer("test", list(values.items()))], problems)
     source = ModelSource.from_config(spec, spec.flavours[0], config)
-    return "\n".join(map(str, source.problems() or check_parts(spec, spec.flavours[0], source)))
+    return "\n".join(map(str, source.problems() or found_by(check_parts, spec, spec.flavours[0], source)))
 
 
 def without(words: str) -> Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]]:

@@ -35,6 +35,7 @@ from simpletuner.training import ema, optimizers
 from simpletuner.training.optimizers import KERNEL_KEYS, MuonWithAdamW, build_optimizer, sampling_weights
 from simpletuner.training.release import HostState
 from tests.peak import Peak
+from tests.reports import found_by
 
 NAMES = get_args(OptimizerName)
 # torchao compiles its step, and bitsandbytes keeps its 8-bit states on a GPU.
@@ -540,7 +541,7 @@ def test_numbers_reach_the_optimizer_in_order_of_strength() -> None:
 
 def problems(mixed_precision: str = "bf16", **keys: object) -> list[Problem]:
     """Without keys without effect that are not set."""
-    found = check_optimizer(OptimizerConfig(**keys), mixed_precision)
+    found = found_by(check_optimizer, OptimizerConfig(**keys), mixed_precision)
     return [each for each in found if each.where in keys or not isinstance(each, NoEffect)]
 
 

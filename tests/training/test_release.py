@@ -271,7 +271,7 @@ def test_what_needs_all_gradients_is_refused(settings: dict[str, Any], told: str
     values = {"model_type": "full", "model_family": "kandinsky5-image", **RELEASED}
     for more, messages in (({}, []), (settings, [told])):
         problems = Problems()
-        config = problems.take(resolve([Layer("config.json", list({**values, **more}.items()))]))
+        config = resolve([Layer("config.json", list({**values, **more}.items()))], problems)
         found = [str(each) for each in check_config(config) if each.where == "optimizer_release_gradients"]
         assert len(found) == len(messages), problems
         assert all(re.search(message, problem) for message, problem in zip(messages, found, strict=True))

@@ -12,7 +12,7 @@ from simpletuner.config.load import Layer, resolve
 from simpletuner.config.optimizers import peak_learning_rate
 from simpletuner.config.rates import learning_rate_at
 from simpletuner.config.schema import OptimizerConfig
-from simpletuner.errors import result_of
+from simpletuner.errors import Problems
 
 SCHEDULERS = get_args(OptimizerConfig.model_fields["lr_scheduler"].annotation)
 PEAK, END = 1e-3, 1e-5
@@ -90,5 +90,5 @@ def test_scaling_by_the_samples_of_a_step(key: str, rate: float) -> None:
     values = {"model_type": "lora", "model_family": "sanavideo", "learning_rate": 1e-4, **step}
     # Processes that share the tokens of samples count once.
     for shared in ({}, {"num_processes": 8, "sequence_parallel_size": 2}):
-        config = result_of(resolve([Layer("config.json", list((values | shared).items()))]))
+        config = resolve([Layer("config.json", list((values | shared).items()))], Problems())
         assert peak_learning_rate(config) == pytest.approx(rate)

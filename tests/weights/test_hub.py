@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from transformers import CLIPConfig, CLIPModel, CLIPTextConfig, CLIPTextModel
 
 from simpletuner.config.load import Layer, resolve
-from simpletuner.errors import UserError, result_of
+from simpletuner.errors import Problems, UserError
 from simpletuner.models.kandinsky5.spec import KANDINSKY5_IMAGE, KANDINSKY5_VIDEO
 from simpletuner.models.loading import load_whole
 from simpletuner.models.registry import FAMILIES
@@ -25,6 +25,7 @@ from simpletuner.planning.checks import check_weights
 from simpletuner.weights.hub import ask_hub, best_selection
 from simpletuner.weights.part import Part
 from tests.hub import FakeHub, Repository, used_hub
+from tests.reports import found_by
 from tests.tiny import make_checkpoint
 
 BASE = "kandinskylab/Kandinsky-5.0-T2V-Pro-sft-5s-Diffusers"
@@ -60,7 +61,7 @@ def downloaded(hub: FakeHub) -> set[str]:
 
 def source_of(spec: FamilySpec = KANDINSKY5_IMAGE, **keys: str) -> ModelSource:
     values = {"model_type": "lora", "model_family": spec.name, **keys}
-    config = result_of(resolve([Layer("test", list(values.items()))]))
+    config = resolve([Layer("test", list(values.items()))], Problems())
     return ModelSource.from_config(spec, spec.flavour(keys.get("model_flavour")), config)
 
 
@@ -274,4 +275,4 @@ class TestWholeModels:
         sizes = {key: text[key] for key in (*self.TEXT, "vocab_size", "max_position_embeddings")}
         CLIPModel(CLIPConfig(text_config=sizes, vision_config=self.VISION)).save_pretrained(folder / "text_encoder_2")
         source = source_of(pretrained_model_name_or_path=str(folder))
-        assert list(check_weights(KANDINSKY5_IMAGE, KANDINSKY5_IMAGE.flavours[0], source)) == []
+        assert found_by(check_weights, KANDINSKY5_IMAGE, KANDINSKY5_IMAGE.flavours[0], source) == []

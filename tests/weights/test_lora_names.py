@@ -16,6 +16,7 @@ from simpletuner.errors import UserError
 from simpletuner.models.lora_checks import check_init_lora, check_lora_file
 from simpletuner.training.lora_files import read_lora_file
 from simpletuner.weights.lora_names import METADATA_KEY
+from tests.reports import found_by
 
 A, B = "transformer.layer.lora_A.weight", "transformer.layer.lora_B.weight"
 ALPHA = "transformer.layer.alpha"
@@ -25,8 +26,8 @@ GOOD = {A: torch.ones(4, 8), B: torch.ones(8, 4)}
 def complaints(path: Path) -> list[str]:
     """What is wrong with a file to start from, which is wrong with one to render with, too."""
     config, layers = LoraConfig(init_lora=str(path), lora_rank=4), {"layer": (8, 8)}
-    start = [str(each) for each in check_init_lora(config, layers, ["layer"], "kandinsky5-image")]
-    further = [str(each) for each in check_lora_file("init_lora", path, layers, "kandinsky5-image")]
+    start = [str(each) for each in found_by(check_init_lora, config, layers, ["layer"], "kandinsky5-image")]
+    further = [str(each) for each in found_by(check_lora_file, "init_lora", path, layers, "kandinsky5-image")]
     assert start == further
     return start
 

@@ -20,6 +20,7 @@ from simpletuner.training.lora_files import read_lora_file
 from simpletuner.weights.lora_names import METADATA_KEY
 from simpletuner.weights.published_lora import FILES, find_lora, lora_file
 from tests.hub import repository_of_loras
+from tests.reports import found_by
 
 RANK = 4
 LAYERS = {"blocks.0.to_q": (8, 8), "blocks.1.to_q": (8, 8)}
@@ -65,9 +66,9 @@ def scales_in(path: Path) -> dict[str, float]:
 
 def complaint(path: Path) -> str:
     """The one problem of a file, which is the same for a LoRA to start from and one to render with."""
-    (applied,) = check_lora_file("init_lora", path, LAYERS, "kandinsky5-image")
+    (applied,) = found_by(check_lora_file, "init_lora", path, LAYERS, "kandinsky5-image")
     settings = LoraConfig(init_lora=str(path), lora_rank=RANK)
-    (start,) = check_init_lora(settings, LAYERS, ["to_q"], "kandinsky5-image")
+    (start,) = found_by(check_init_lora, settings, LAYERS, ["to_q"], "kandinsky5-image")
     assert (start.fatal, start.message) == (True, applied.message)
     return start.message
 
@@ -151,7 +152,7 @@ def test_a_dora_scale_per_input_is_refused(tmp_path: Path, magnitudes: tuple[int
     path = tmp_path / "lora.safetensors"
     save_file({**WEIGHTS, "transformer.blocks.0.to_q.dora_scale": torch.ones(magnitudes)}, path)
 
-    problems = [str(problem) for problem in check_lora_file("LoRA", path, LAYERS, "kandinsky5-image")]
+    problems = [str(problem) for problem in found_by(check_lora_file, "LoRA", path, LAYERS, "kandinsky5-image")]
 
     assert ["a magnitude per input" in problem for problem in problems] == ([] if per_output else [True])
 
@@ -175,7 +176,7 @@ def test_a_lora_to_start_from_must_fit_the_model(
 ) -> None:
     settings = LoraConfig(init_lora=str(write(tmp_path / "lora.safetensors")), lora_rank=RANK)
 
-    problems = list(check_init_lora(settings, layers, ["to_q"], "kandinsky5-image"))
+    problems = found_by(check_init_lora, settings, layers, ["to_q"], "kandinsky5-image")
 
     assert [words in problem.message for problem in problems if problem.fatal] == [True]
 

@@ -23,7 +23,7 @@ from simpletuner.annexes.figures import is_number
 from simpletuner.atomic import open_atomically
 from simpletuner.config.json_reader import read_json
 from simpletuner.config.paths import absence_of
-from simpletuner.errors import UserError, required, result_of, shorten
+from simpletuner.errors import Problems, UserError, shorten
 from simpletuner.headers import METADATA, join_header, read_head, read_header
 from simpletuner.models.lora_checks import read_shapes
 from simpletuner.planning.checkpoint_folder import NOTE_FILE, PIPELINE_FOLDER
@@ -116,7 +116,7 @@ def transformer_folder(source: Path) -> Path | None:
     if source.is_file():
         return None
     for folder in (source / PIPELINE_FOLDER / FOLDER, source / FOLDER, source):
-        config = result_of(read_json(folder / "config.json", dict)) or {}
+        config = read_json(folder / "config.json", Problems(), dict) or {}
         if "Transformer" in str(config.get("_class_name")):
             return folder
     return None
@@ -157,7 +157,7 @@ def convert_transformer(folder: Path, form: LoraForm, target: Path, strength: fl
 def _notes_of(folder: Path) -> dict[str, str]:
     """The note of a published pipeline around a transformer's folder; empty without one."""
     path = folder.parent / NOTE_FILE
-    return dict(result_of(read_json(path, dict)) or {}) if path.is_file() else {}
+    return dict(read_json(path, Problems(), dict) or {}) if path.is_file() else {}
 
 
 def _check_complete(folder: Path, files: Sequence[Path]) -> None:
@@ -172,7 +172,10 @@ def _check_complete(folder: Path, files: Sequence[Path]) -> None:
         raise UserError(f"{str(folder)!r} is incomplete: it lacks every weight.")
     wanted = set[str]()
     for index in folder.glob("*.safetensors.index.json"):
-        wanted.update(required(read_json(index, dict)).get("weight_map", {}))
+        report = Problems()
+        content = read_json(index, report, dict)
+        report.raise_if_fatal()
+        wanted.update(content.get("weight_map", {}))
     absent = sorted(wanted - names)
     if absent:
         raise UserError(f"{str(folder)!r} is incomplete: it lacks {shorten(absent)}.")
@@ -180,7 +183,9 @@ def _check_complete(folder: Path, files: Sequence[Path]) -> None:
 
 def convert_adapter(path: Path, form: LoraForm, target: Path, strength: float) -> None:
     """Write a LoRA, LoKr or LoHa in a form, with the strength multiplied into its weights."""
-    shapes = required(read_shapes(KEY, path))
+    report = Problems()
+    shapes = read_shapes(KEY, path, report)
+    report.raise_if_fatal()
     family, flavour = model_of(path)
     if form == "comfyui" and (obstacle := why_not_comfyui(family, flavour)):
         raise UserError(f"{str(path)!r}: {obstacle}")

@@ -325,7 +325,7 @@ def add_lycoris(
         ConfigError: the file cannot be read.
     """
     problems = Problems()
-    file = problems.take(read_lycoris(config.lycoris_config, spec))
+    file = read_lycoris(config.lycoris_config, spec, problems)
     if file is None:
         raise ConfigError(problems)
     logging.getLogger("LyCORIS").setLevel(logging.ERROR)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import fnmatch
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
@@ -18,7 +18,7 @@ from typing import Any
 from simpletuner.config.json_reader import read_json
 from simpletuner.config.lora import LoraConfig
 from simpletuner.config.option import Package, check_installed
-from simpletuner.errors import Problem, Problems, Reading, did_you_mean, result_of, warning
+from simpletuner.errors import Problems, did_you_mean
 from simpletuner.models.adapter_kinds import AdapterKind, Shapes
 from simpletuner.models.lora_layers import Targets, matching_modules
 from simpletuner.models.spec import FamilySpec
@@ -112,15 +112,15 @@ class LycorisFile:
         return {**alias, "bypass_mode": not settings["dora_wd"], **settings}
 
 
-def read_lycoris(path: str | None, spec: FamilySpec) -> Reading[LycorisFile | None]:
+def read_lycoris(path: str | None, spec: FamilySpec, report: Problems) -> LycorisFile | None:
     """The settings file; None after a problem."""
     if path is None:
-        yield Problem(KEY, "is required by lora_type lycoris.")
+        report.error(KEY, "is required by lora_type lycoris.")
         return None
-    content = yield from read_json(Path(path).expanduser())
+    content = read_json(Path(path).expanduser(), report)
     wrong = _malformed(content)
     if wrong and content is not None:  # otherwise read_json has reported the reason
-        yield Problem(KEY, f"{path!r}: {wrong}.")
+        report.error(KEY, f"{path!r}: {wrong}.")
     return None if wrong else LycorisFile(content, spec)
 
 
@@ -143,7 +143,7 @@ def _malformed(content: Any) -> str:
     return ""
 
 
-def check_lycoris(file: LycorisFile, shapes: Mapping[str, Shape], *, quantised: bool) -> Iterator[Problem]:
+def check_lycoris(file: LycorisFile, shapes: Mapping[str, Shape], report: Problems, *, quantised: bool) -> None:
     """Problems of a settings file.
 
     Args:
@@ -151,51 +151,51 @@ def check_lycoris(file: LycorisFile, shapes: Mapping[str, Shape], *, quantised: 
         quantised: whether the base model is quantised.
     """
     content, preset = file.content, file.preset
-    yield from _unknown(content, (*WHOLE, *UNUSED, *REFUSED_KEYS), "key")
-    yield from _unknown(preset, OF_PRESETS, "key of apply_preset")
+    _unknown(content, (*WHOLE, *UNUSED, *REFUSED_KEYS), "key", report)
+    _unknown(preset, OF_PRESETS, "key of apply_preset", report)
     for key in ("algo", "multiplier"):
         if key not in content:
-            yield Problem(KEY, f"{key} is missing.")
+            report.error(KEY, f"{key} is missing.")
     if not content.get("linear_dim") and not content.get("full_matrix"):
-        yield Problem(KEY, "linear_dim or full_matrix is missing.")
-    yield from _check_settings(content, quantised)
+        report.error(KEY, "linear_dim or full_matrix is missing.")
+    _check_settings(content, quantised, report)
     for entry in (value for key in MAPS for value in preset.get(key, {}).values()):
-        yield from _unknown(entry, (*OF_LAYERS, *UNUSED, *REFUSED_KEYS), "setting of an algo map")
-        yield from _check_settings({**content, **entry}, quantised)
-    yield from _check_classes(file, shapes)
+        _unknown(entry, (*OF_LAYERS, *UNUSED, *REFUSED_KEYS), "setting of an algo map", report)
+        _check_settings({**content, **entry}, quantised, report)
+    _check_classes(file, shapes, report)
 
 
-def _check_classes(file: LycorisFile, shapes: Mapping[str, Shape]) -> Iterator[Problem]:
+def _check_classes(file: LycorisFile, shapes: Mapping[str, Shape], report: Problems) -> None:
     preset, known = file.preset, f"The classes are: {', '.join(file.classes)}."
     named = dict.fromkeys((*preset.get("target_module", []), *preset.get("module_algo_map", {})))
     strange = [word for word in named if word not in file.classes]
     for word in strange:
         hint = did_you_mean(word, file.classes)
-        yield Problem(KEY, f"{word!r} is not a class with linear layers in {file.spec.title}.{hint} {known}")
+        report.error(KEY, f"{word!r} is not a class with linear layers in {file.spec.title}.{hint} {known}")
     if shapes and not strange and not file.layers(shapes):
-        yield Problem(KEY, f"apply_preset matches no linear layer of {file.spec.title}. {known}")
+        report.error(KEY, f"apply_preset matches no linear layer of {file.spec.title}. {known}")
 
 
-def _check_settings(settings: Mapping[str, Any], quantised: bool) -> Iterator[Problem]:
+def _check_settings(settings: Mapping[str, Any], quantised: bool, report: Problems) -> None:
     algo = settings.get("algo")
     if algo in REFUSED_ALGOS:
-        yield Problem(KEY, f"algo {algo!r} is not supported: {REFUSED_ALGOS[algo]}. Use one of {', '.join(ALGOS)}.")
+        report.error(KEY, f"algo {algo!r} is not supported: {REFUSED_ALGOS[algo]}. Use one of {', '.join(ALGOS)}.")
     elif algo is not None and algo not in ALGOS:
-        yield Problem(KEY, f"algo {algo!r} is not one of {', '.join(ALGOS)}.{did_you_mean(str(algo), ALGOS)}")
+        report.error(KEY, f"algo {algo!r} is not one of {', '.join(ALGOS)}.{did_you_mean(str(algo), ALGOS)}")
     for key, reason in REFUSED_KEYS.items():
         if settings.get(key):
-            yield Problem(KEY, f"{key} is not supported: {reason}.")
+            report.error(KEY, f"{key} is not supported: {reason}.")
     for key in filter(settings.get, UNUSED):
-        yield warning(KEY, f"{key} has no effect: only linear layers and 1x1 convolutions are adapted.")
+        report.warn(KEY, f"{key} has no effect: only linear layers and 1x1 convolutions are adapted.")
     for key, value in settings.items():
         if value is not None and (allowed := _why_not(key, value)):
-            yield Problem(KEY, f"{key} {value!r} is not {allowed}.")
+            report.error(KEY, f"{key} {value!r} is not {allowed}.")
     bypass, dora = settings.get("bypass_mode"), settings.get("dora_wd", False)
     if bypass and dora:
-        yield Problem(KEY, "dora_wd cannot be combined with bypass_mode: bypassing skips the decomposition.")
+        report.error(KEY, "dora_wd cannot be combined with bypass_mode: bypassing skips the decomposition.")
     elif quantised and (dora or bypass is False):
         reason = "a quantised base model needs bypass_mode true and no dora_wd: its weights are not read"
-        yield Problem(KEY, f"{reason}. Or set base_model_precision no_change.")
+        report.error(KEY, f"{reason}. Or set base_model_precision no_change.")
 
 
 def _why_not(key: str, value: Any) -> str:
@@ -211,11 +211,11 @@ def _why_not(key: str, value: Any) -> str:
     return f"a {'whole ' * whole}number from {lowest:.10g} to {highest:.10g}{', but not 0' * never_zero}"
 
 
-def _unknown(given: Mapping[str, Any], known: tuple[str, ...], what: str) -> Iterator[Problem]:
+def _unknown(given: Mapping[str, Any], known: tuple[str, ...], what: str, report: Problems) -> None:
     for key in given:
         if key not in known:
             hint = did_you_mean(key, known) or f" There are: {', '.join(known)}."
-            yield Problem(KEY, f"{key!r} is not a {what} of LyCORIS.{hint}")
+            report.error(KEY, f"{key!r} is not a {what} of LyCORIS.{hint}")
 
 
 Pair = tuple[int, int]
@@ -235,7 +235,7 @@ def loha(config: LoraConfig, spec: FamilySpec, targets: Targets, shapes: Shapes)
 
 def lycoris(config: LoraConfig, spec: FamilySpec, targets: Targets, shapes: Shapes) -> dict[str, int]:
     """Trained parameters by layer, for the layers that the settings file selects."""
-    file = result_of(read_lycoris(config.lycoris_config, spec))
+    file = read_lycoris(config.lycoris_config, spec, Problems())
     layers = file.layers(shapes) if file else {}
     return {name: _lycoris_numbers(shapes[name], settings) for name, settings in layers.items()}
 
@@ -289,18 +289,21 @@ def factorise(width: int, factor: int) -> Pair:
     return small, width // small
 
 
-def lycoris_layers(config: LoraConfig, spec: FamilySpec, shapes: Shapes, quantised: bool) -> Reading[list[str]]:
+def lycoris_layers(
+    config: LoraConfig, spec: FamilySpec, shapes: Shapes, quantised: bool, report: Problems
+) -> list[str]:
     """The layers that the settings file selects; none, with a problem, if it is invalid.
 
     Args:
         shapes: weight shapes by layer; empty if the transformer is not on this machine.
         quantised: whether the base model is quantised.
     """
-    faults = Problems(check_installed(LYCORIS, "lora_type", "lycoris"))
-    file = faults.take(read_lycoris(config.lycoris_config, spec))
+    faults = Problems()
+    check_installed(LYCORIS, "lora_type", "lycoris", faults)
+    file = read_lycoris(config.lycoris_config, spec, faults)
     if file is not None:
-        faults += check_lycoris(file, shapes, quantised=quantised)
-    yield from faults
+        check_lycoris(file, shapes, faults, quantised=quantised)
+    report.extend(faults)
     return [] if file is None or faults.are_fatal else list(file.layers(shapes))
 
 

@@ -237,7 +237,9 @@ def open_captioner(survey: Plan, events: EventStream) -> QwenCaptioner:
     absent = [source[role] for role in ENCODER if source[role].local_folder() is None]
     if absent:
         download(absent, events)
-        Problems(check_captioner(spec, source)).raise_if_fatal()
+        report = Problems()
+        check_captioner(spec, source, report)
+        report.raise_if_fatal()
     device = make_accelerator().device
     with events.phase("Loading the text encoder"):
         captioner: type[QwenCaptioner] = resolve_name(spec.words.captioner or "")

@@ -34,7 +34,7 @@ from simpletuner.data.file_index import FileFacts, inspect_files
 from simpletuner.data.file_names import CAPTION_SUFFIXES, index_partners, pair_key, partners_of
 from simpletuner.data.files import LARGEST_CAPTION, LeftOutError
 from simpletuner.data.sample import LedgerEntry, Rejected
-from simpletuner.errors import Problems, Reading, UserError, required, result_of, visible
+from simpletuner.errors import Problems, UserError, visible
 
 PATIENCE = 4.0  # seconds that a search may spend reading captions
 UNREADABLE = "?"  # not empty, so that an unreadable caption does not count as missing
@@ -134,13 +134,13 @@ class Library:
     @cached_property
     def masks(self) -> DatasetConfig | None:
         """The entry of the masks of this dataset; None if it has none."""
-        links = result_of(link_partners([self.context.fill(entry) for entry in self.entries], self.context))
+        links = link_partners([self.context.fill(entry) for entry in self.entries], self.context, Problems())
         return next((entry for entry in links.get(self.entry.id, []) if entry.conditioning_type in MASKS), None)
 
     @cached_property
     def excluded(self) -> frozenset[str]:
         """The files that the user has excluded."""
-        return result_of(discovery.read_excluded(self.entry))
+        return discovery.read_excluded(self.entry, Problems())
 
     @property
     def fixed(self) -> str:
@@ -410,7 +410,9 @@ def prefixing(trigger: str, *, whole: bool) -> Edit:
         ConfigError: the trigger is not a word or a few words on one line.
     """
     wording = Wording("short", trigger)
-    Problems(wording.problems()).raise_if_fatal()
+    report = Problems()
+    wording.check(report)
+    report.raise_if_fatal()
     begins = re.compile(rf"\s*(?:$|{re.escape(trigger.strip())}(?!\w))")
 
     def edit(name: str, text: str) -> str:
@@ -420,9 +422,9 @@ def prefixing(trigger: str, *, whole: bool) -> Edit:
     return _tidied(edit)
 
 
-def restoring(backup: Path) -> Reading[Edit]:
+def restoring(backup: Path, report: Problems) -> Edit:
     """Undo a batch of changes from its backup, even if an old text is not a valid caption."""
-    texts: Mapping[str, str] = (yield from read_json(backup, dict, "the captions of a dataset")) or {}
+    texts: Mapping[str, str] = read_json(backup, report, dict, "the captions of a dataset") or {}
     return lambda name, text: texts.get(name, text)
 
 
@@ -482,5 +484,7 @@ def exclude(config: DatasetConfig, names: AbstractSet[str], path: Path, *, out: 
         ConfigError: the list cannot be read; it is not changed.
     """
     with _writing:
-        excluded = required(read_excluded(config))
+        report = Problems()
+        excluded = read_excluded(config, report)
+        report.raise_if_fatal()
         write_json(path, sorted(excluded | names if out else excluded - names))

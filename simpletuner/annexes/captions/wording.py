@@ -48,10 +48,10 @@ class Wording:
     style: Style
     trigger: str = ""
 
-    def problems(self) -> Iterator[Problem]:
+    def check(self, report: Problems) -> None:
         """Check that the trigger is words on one line."""
         if len(self.trigger.splitlines()) > 1 or control_token(self.trigger):
-            yield Problem("--trigger", f"{self.trigger!r} is not a word or a few words on one line.")
+            report.error("--trigger", f"{self.trigger!r} is not a word or a few words on one line.")
 
     @property
     def lead(self) -> str:
@@ -81,7 +81,9 @@ def check_captions(survey: Plan, wording: Wording, wanted: str | None) -> None:
     Raises:
         ConfigError: the checkpoint has no captioner, the dataset does not exist, or the trigger is invalid.
     """
-    problems = Problems([*wording.problems(), *check_captioner(survey.spec, survey.source)])
+    problems = Problems()
+    wording.check(problems)
+    check_captioner(survey.spec, survey.source, problems)
     ids = [dataset.id for dataset in _described(survey.datasets)]
     if wanted is not None and wanted not in ids:
         message = f"{wanted!r} is not a local dataset of the configuration ({', '.join(ids)})."
@@ -89,14 +91,14 @@ def check_captions(survey: Plan, wording: Wording, wanted: str | None) -> None:
     problems.raise_if_fatal()
 
 
-def check_captioner(spec: FamilySpec, source: ModelSource) -> Iterator[Problem]:
+def check_captioner(spec: FamilySpec, source: ModelSource, report: Problems) -> None:
     """Check that the text encoder can describe pictures. A missing one is checked after its download."""
     if spec.words.captioner is None:
         message = f"the text encoder of {spec.title} cannot caption pictures; choose a Kandinsky 5 family."
-        yield Problem("model_family", message)
+        report.error("model_family", message)
         return
     problems = ModelSource({role: source[role] for role in ENCODER}).problems()
-    yield from problems
+    report.extend(problems)
     part = source["text_encoder"]
     names, settings = [] if problems else list(part.weight_shapes()), part.read_config() or {}
     has = {
@@ -106,7 +108,7 @@ def check_captioner(spec: FamilySpec, source: ModelSource) -> Iterator[Problem]:
     }
     lacks = [part for part, is_present in has.items() if not is_present]
     if names and lacks:
-        yield Problem(part.key, f"the text encoder in {part.location!r} has no {' and no '.join(lacks)}.")
+        report.error(part.key, f"the text encoder in {part.location!r} has no {' and no '.join(lacks)}.")
 
 
 def _described(datasets: Sequence[Dataset]) -> list[Dataset]:

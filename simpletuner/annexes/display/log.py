@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 from typing import TextIO
 
-from simpletuner.errors import required
+from simpletuner.errors import Problems
 from simpletuner.planning.environment import log_level
 from simpletuner.redaction import redact
 
@@ -38,7 +38,9 @@ def setup_logging(debug_file: Path | None = Path("debug.log"), process: str = ""
     Raises:
         ConfigError: the level is unknown.
     """
-    level = required(log_level())
+    report = Problems()
+    level = log_level(report)
+    report.raise_if_fatal()
     # Progress bars of other libraries would overwrite ours. The hub and others read this variable on import.
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     for name in BARS.keys() & sys.modules.keys():  # a calling program may have imported them

@@ -19,7 +19,7 @@ from simpletuner.config.optimizers import may_change
 from simpletuner.config.schema import CHOSEN, PLAIN_PRECISIONS, RunConfig
 from simpletuner.config.speed import graph_key, keeps_attention, plain_math
 from simpletuner.config.types import typed
-from simpletuner.errors import Problem
+from simpletuner.errors import Problem, Problems
 from simpletuner.planning.checks import conflicts
 from simpletuner.planning.environment import check_launch, check_offload, may_shard
 
@@ -63,7 +63,7 @@ def _after(budget: Budget, changes: Sequence[Change]) -> Budget:
     return reduce(lambda before, change: change.of(before), changes, budget)
 
 
-def check_fit(budget: Budget) -> Iterator[Problem]:
+def check_fit(budget: Budget, report: Problems) -> None:
     """Report a phase that does not fit, with the smallest change that helps.
 
     With `i_know_what_i_am_doing`, the problem is a warning.
@@ -83,7 +83,7 @@ def check_fit(budget: Budget) -> Iterator[Problem]:
         advice += " To run anyway, set i_know_what_i_am_doing."
     count = len(lacking) - 1
     more = f" ({count} more phase{'s do' if count > 1 else ' does'} not fit)" if count else ""
-    yield Problem("memory", f"{lacking[0]}{more}. {advice}", fatal, _settings_of(changes))
+    report.append(Problem("memory", f"{lacking[0]}{more}. {advice}", fatal, _settings_of(changes)))
 
 
 def _settings_of(changes: Sequence[Change]) -> dict[str, Any]:
@@ -213,7 +213,9 @@ def _shared_tokens(budget: Budget) -> Iterator[Change]:
     if budget.parts.spec.heads is None or size <= config.launch.sequence_parallel_size or not plain_math(config.speed):
         return
     change = Change({"sequence_parallel_size": size}, words=f"sequence_parallel_size {size}, with fewer samples a step")
-    if not any(problem.fatal for problem in conflicts(change.of(budget).config)):
+    report = Problems()
+    conflicts(change.of(budget).config, report)
+    if not report.are_fatal:
         yield change
 
 
@@ -385,7 +387,7 @@ REPLICATED: Mapping[str, Mapping[str, Any]] = {
 }
 
 
-def check_sharded_lora(budget: Budget) -> Iterator[Problem]:
+def check_sharded_lora(budget: Budget, report: Problems) -> None:
     """Warn about FSDP2 for a LoRA that would fit with DDP."""
     if not budget.config.launch.is_sharded or budget.config.model.model_type != "lora" or not budget.steps:
         return
@@ -397,11 +399,14 @@ def check_sharded_lora(budget: Budget) -> Iterator[Problem]:
             sent = f"{gigabytes(replicated.sent.total)} a step instead of {gigabytes(budget.sent.total)}"
             why = "to train a LoRA, FSDP2 gathers the whole model in every pass"
             message = f"{name} fits too, and each process sends {sent}: {why}."
-            yield Problem("fsdp_enable", message, fatal=False, remedy=values)
+            report.append(Problem("fsdp_enable", message, fatal=False, remedy=values))
             return
 
 
 def _is_allowed(config: RunConfig) -> bool:
     """Whether no setting excludes another one."""
-    problems = [*conflicts(config), *check_launch(config), *check_offload(config)]
-    return not any(problem.fatal for problem in problems)
+    report = Problems()
+    conflicts(config, report)
+    check_launch(config, report)
+    check_offload(config, report)
+    return not report.are_fatal

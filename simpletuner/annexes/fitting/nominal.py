@@ -17,7 +17,7 @@ from simpletuner.config.schema import RunConfig
 from simpletuner.config.sources import Arguments, dataset_file, resolve_alias
 from simpletuner.config.types import Size
 from simpletuner.data.clip_writer import write_mp4
-from simpletuner.errors import ConfigError, result_of
+from simpletuner.errors import ConfigError, Problems
 from simpletuner.models.registry import FAMILIES
 from simpletuner.models.spec import FamilySpec
 from simpletuner.planning.build import resolve_layers
@@ -67,10 +67,10 @@ def nominal_files(arguments: Arguments) -> Iterator[tuple[Arguments, str]]:
 
 def _read(arguments: Arguments) -> tuple[RunConfig, list[dict[str, Any]]]:
     """The configuration, and the entries of its dataset file; none if the file cannot be read."""
-    layers, folder = result_of(arguments.layers())
-    config = result_of(resolve_layers(layers, "train"))[0]
-    path = result_of(dataset_file(config.run.data_backend_config, folder))
-    entries = result_of(read_json(path, list)) or []
+    layers, folder = arguments.layers(Problems())
+    config = resolve_layers(layers, "train", Problems())[0]
+    path = dataset_file(config.run.data_backend_config, folder, Problems())
+    entries = read_json(path, Problems(), list) or []
     return config, [entry for entry in entries if isinstance(entry, dict)]
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import replace
 
@@ -30,7 +30,7 @@ from simpletuner.config.json_reader import check_unset
 from simpletuner.config.precision import check_capability, multiplied
 from simpletuner.config.sources import Arguments
 from simpletuner.distributed.world import launched
-from simpletuner.errors import ConfigError, Problem, Problems, Reading, counted, result_of, warning
+from simpletuner.errors import ConfigError, Problem, Problems, counted
 from simpletuner.models.source import ModelSource
 from simpletuner.planning.build import Plan, make_plan
 from simpletuner.planning.environment import existing, why_not_writable
@@ -59,29 +59,29 @@ def ready_plan(arguments: Arguments) -> Budget:
         ConfigError: lists all problems, including a run that does not fit.
     """
     problems, budget = arguments.problems, weigh_plan(arguments)
-    problems.extend(check_devices(budget.config.launch.local_processes))
-    problems.extend(check_unset([*budget.config.publish, *budget.config.webhooks], fatal=True))
-    problems.extend(_check_downloads(budget.plan.source))
+    check_devices(budget.config.launch.local_processes, problems)
+    check_unset([*budget.config.publish, *budget.config.webhooks], problems, fatal=True)
+    _check_downloads(budget.plan.source, problems)
     problems.raise_if_fatal()
     return budget
 
 
-def _check_downloads(source: ModelSource) -> Iterator[Problem]:
+def _check_downloads(source: ModelSource, report: Problems) -> None:
     """Report models that are not on this machine, and that the hub lacks or cannot be asked for."""
     absent = {part.location: part for part in source.parts.values() if part.local_folder() is None}
     for location, part in absent.items():
         if absence := part.absence():
-            yield Problem(part.key, f"{location!r} {absence}")
+            report.error(part.key, f"{location!r} {absence}")
 
 
-def check_devices(processes: int) -> Iterator[Problem]:
+def check_devices(processes: int, report: Problems) -> None:
     """Check that there is a device for every process. Skipped under a launcher, which may expose only one."""
     count = drivers.count_gpus()
     # 0 may mean that the driver does not respond, which torch reports.
     if 0 < count < processes and launched(os.environ) is None:
         gpus = counted(count, "GPU")
         message = f"{processes} processes need as many GPUs, but this machine has {gpus}."
-        yield Problem("num_processes", message)
+        report.error("num_processes", message)
 
 
 def weigh_plan(arguments: Arguments) -> Budget:
@@ -91,10 +91,11 @@ def weigh_plan(arguments: Arguments) -> Budget:
         ConfigError: other problems prevent a plan.
     """
     try:
-        budget = arguments.problems.take(weigh(make_plan(arguments), arguments.device))
+        budget = weigh(make_plan(arguments), arguments.problems, arguments.device)
     except ConfigError as error:
         raise ConfigError([_with_equivalent(each, arguments) for each in error.problems]) from None
-    slow = list(check_gpu(budget))
+    slow = Problems()
+    check_gpu(budget, slow)
     arguments.problems.extend(slow)
     return with_warnings(budget, [*slow, *budget.plan.warnings])
 
@@ -114,7 +115,7 @@ def _with_equivalent(problem: Problem, arguments: Arguments) -> Problem:
         settings = [*arguments.settings, *FOR_LORA.items(), *values.items()]
         with suppress(ConfigError):  # such as datasets that do not exist, which the error names already
             plan = make_plan(replace(arguments, settings=settings, problems=Problems()))
-            budget = result_of(weigh(plan, arguments.device))
+            budget = weigh(plan, Problems(), arguments.device)
             if budget.config.model.model_type == "full" and budget.device.is_gpu and budget.fits:
                 ways.setdefault("{} on the device and {} on the host".format(*map(gigabytes, budget.peaks)), change)
     advice = "; or ".join(f"{change}, which takes {memory}" for memory, change in ways.items())
@@ -124,7 +125,7 @@ def _with_equivalent(problem: Problem, arguments: Arguments) -> Problem:
     return replace(problem, message=f"{problem.message} This would fit: {advice}.", remedy=remedy)
 
 
-def weigh(plan: Plan, asked: AskedDevice = HERE) -> Reading[Budget]:
+def weigh(plan: Plan, report: Problems, asked: AskedDevice = HERE) -> Budget:
     """A plan with its estimate, and with what `offload: auto` and the other automatic settings choose.
 
     Args:
@@ -140,14 +141,21 @@ def weigh(plan: Plan, asked: AskedDevice = HERE) -> Reading[Budget]:
     if plan.config.offload.offload == "auto":
         budget = _chosen(budget)
     budget = with_faster_previews(budget)
-    judged = [*check_vendor(device), *check_decoding(budget), *check_fit(budget), *check_sharded_lora(budget)]
-    writings = [*find_writings(budget)]
-    judged += filter(None, (why_not_writable(each.what, each.folder) for each in writings))
-    judged += check_disk(budget.plan, writings)
+    judged = Problems()
+    check_vendor(device, judged)
+    check_decoding(budget, judged)
+    check_fit(budget, judged)
+    check_sharded_lora(budget, judged)
+    writings = list(find_writings(budget))
+    for writing in writings:
+        unwritable = why_not_writable(writing.what, writing.folder)
+        if unwritable is not None:
+            judged.append(unwritable)
+    check_disk(budget.plan, writings, judged)
     # Of another machine's GPU it is unknown which products it has.
     if multiplied(budget.config.precision) and not asked.is_elsewhere:
-        judged += check_capability(budget.config.precision, drivers.compute_capability())
-    yield from judged
+        check_capability(budget.config.precision, drivers.compute_capability(), judged)
+    report.extend(judged)
     return with_warnings(budget, [*budget.plan.warnings, *(problem for problem in judged if not problem.fatal)])
 
 
@@ -176,7 +184,7 @@ def _chosen(budget: Budget) -> Budget:
     return chosen
 
 
-def check_gpu(budget: Budget, *, yes: bool = False) -> Iterator[Problem]:
+def check_gpu(budget: Budget, report: Problems, *, yes: bool = False) -> None:
     """A warning about a published model without a GPU; `train` refuses it if consent is needed and not given.
 
     Args:
@@ -198,7 +206,7 @@ def check_gpu(budget: Budget, *, yes: bool = False) -> Iterator[Problem]:
     if needs_consent(budget) and not yes:
         advice += f" {CONSENT}"
     time = f"about {duration(seconds)} on the CPU, {duration(budget.step_seconds)} a step"
-    yield warning(MISSING_GPU, f"{why}: {time}.{advice}")
+    report.warn(MISSING_GPU, f"{why}: {time}.{advice}")
 
 
 # What is known of training on GPUs that are not NVIDIA's; docs/INSTALL.md has a table.
@@ -210,11 +218,11 @@ LITTLE_TRIED: Mapping[Backend, str] = {
 }
 
 
-def check_vendor(device: Device) -> Iterator[Problem]:
+def check_vendor(device: Device, report: Problems) -> None:
     """One sentence about a GPU on which the program was not tried."""
     if device.is_gpu and device.backend in LITTLE_TRIED:
         known = LITTLE_TRIED[device.backend]
-        yield warning("device", f"{device.name} ({TITLES[device.backend]}): {known}. See docs/INSTALL.md.")
+        report.warn("device", f"{device.name} ({TITLES[device.backend]}): {known}. See docs/INSTALL.md.")
 
 
 def needs_consent(budget: Budget) -> bool:

@@ -42,7 +42,7 @@ from simpletuner.config.sources import (
     read_config_file,
 )
 from simpletuner.distributed import requests
-from simpletuner.errors import UserError, did_you_mean, result_of
+from simpletuner.errors import Problems, UserError, did_you_mean
 from simpletuner.planning.lock import LOCK_FILE, STARTED_FILE, refuse_if_alive
 from simpletuner.redaction import redact, redact_settings
 from simpletuner.reporting.metrics import METRICS_FILE
@@ -280,7 +280,7 @@ def output_dir_of(file: Path) -> str:
     Raises:
         ConfigError: the file cannot be read.
     """
-    folder = result_of(canonical(result_of(read_config_file(file)))).get("output_dir")
+    folder = canonical(read_config_file(file, Problems()), Problems()).get("output_dir")
     return str(folder or all_options()["output_dir"].default)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -15,7 +14,7 @@ from simpletuner.annexes.page import control
 from simpletuner.annexes.page.files import Configuration
 from simpletuner.annexes.page.library import datasets_in
 from simpletuner.annexes.page.project import SANDBOX, Refusal, chosen_by, project_of
-from simpletuner.errors import Problem
+from simpletuner.errors import Problems
 from simpletuner.redaction import redact
 
 
@@ -29,7 +28,8 @@ async def show_datasets(request: Request) -> Response:
     name = request.query_params.get("config", "config")
     saved = Configuration.saved(project, name)
     _, outside, _ = await run_in_threadpool(saved.judge)
-    outside = outside or await run_in_threadpool(lambda: list(links_out(saved)))
+    if not outside:
+        await run_in_threadpool(links_out, saved, outside)
     if outside:
         raise Refusal(422, outside)
     with TemporaryDirectory(prefix="simpletuner-dataset-") as folder:
@@ -42,8 +42,8 @@ async def show_datasets(request: Request) -> Response:
         return HTMLResponse(page.read_bytes(), headers=SANDBOX)
 
 
-def links_out(saved: Configuration) -> Iterator[Problem]:
-    """Yield a problem for every dataset whose files or captions are behind a link that leaves the project."""
+def links_out(saved: Configuration, report: Problems) -> None:
+    """Report every dataset whose files or captions are behind a link that leaves the project."""
     entries, context = datasets_in(saved)
     for entry in map(context.fill, entries):
         if entry.type != "local" or not entry.instance_data_dir:
@@ -58,4 +58,4 @@ def links_out(saved: Configuration) -> Iterator[Problem]:
                 f"{linked[0]}{more} is behind a link out of the project. Start the server with --root and its folder, "
                 "or run `simpletuner dataset` in a terminal."
             )
-            yield Problem(entry.id, message)
+            report.error(entry.id, message)

@@ -40,7 +40,7 @@ from simpletuner.config.schema import all_options, main_name
 from simpletuner.data.clips import CLIP_SUFFIXES
 from simpletuner.data.file_names import CAPTION_SUFFIXES
 from simpletuner.data.pictures import PICTURE_SUFFIXES
-from simpletuner.errors import ConfigError, Problem, Problems, required, result_of
+from simpletuner.errors import ConfigError, Problem, Problems
 from simpletuner.planning.environment import why_not_writable
 from simpletuner.redaction import REFERENCE, SECRET_NAME, hide, redact, redact_settings
 
@@ -100,7 +100,7 @@ class Configuration:
     def datasets(self) -> Path:
         """The path of the dataset file, whether or not it exists."""
         path = self.values.get("data_backend_config")
-        file = result_of(sources.dataset_file(path if isinstance(path, str) else None, self.file.parent))
+        file = sources.dataset_file(path if isinstance(path, str) else None, self.file.parent, Problems())
         return self.project.folder / file
 
     @property
@@ -115,7 +115,7 @@ class Configuration:
         """The config.env beside the file."""
         return self.file.with_name("config.env")
 
-    def judge(self) -> tuple[Judgement, list[Problem], list[Problem]]:
+    def judge(self) -> tuple[Judgement, Problems, Problems]:
         """The judgement of the settings, problems of paths outside the project, and problems of the datasets that the
         page sent.
 
@@ -124,21 +124,23 @@ class Configuration:
         values, outside = self.project.without_outside(self.values)
         if self.environment.is_file():
             # Commands that use this config also read options from its config.env.
-            extra = result_of(sources.read_env_file(self.environment)).get(sources.EXTRA_ARGUMENTS, "")
+            extra = sources.read_env_file(self.environment, Problems()).get(sources.EXTRA_ARGUMENTS, "")
             beside = [
-                *result_of(sources.read_env_layer(self.environment)).values,
+                *sources.read_env_layer(self.environment, Problems()).values,
                 *sources.parse_arguments([], extra).settings,
             ]
             outside += self.project.without_outside(dict(beside))[1]
         judgement, problems = Draft(self.file).judge(values), Problems()
         names = {"model_family": judgement.spec.name, "output_dir": judgement.config.run.output_dir}
         if self.entries is not None:
-            datasets = problems.take(parse_datasets(self.entries, Path(sources.DATASET_FILE), names))
-        elif [*self.project.check_path("data_backend_config", str(self.datasets))]:
-            datasets = []
+            datasets = parse_datasets(self.entries, Path(sources.DATASET_FILE), names, problems)
+        elif self.project.may_access(str(self.datasets)):
+            datasets = read_datasets(self.datasets, Problems(), placeholders=names)
         else:
-            datasets = result_of(read_datasets(self.datasets, placeholders=names))
-        return judgement, [*outside, *self.project.check_dataset_paths(datasets)], problems
+            datasets = []
+        paths = Problems(outside)
+        self.project.check_dataset_paths(datasets, paths)
+        return judgement, paths, problems
 
     def write(self, folder: Path) -> list[str]:
         """Write the settings into an empty folder; returns the arguments with which a command uses them."""
@@ -259,7 +261,10 @@ def read(path: Path) -> Any:
     Raises:
         ConfigError: the file is unreadable, or rewriting it would lose content.
     """
-    return required(read_json(path))
+    report = Problems()
+    content = read_json(path, report)
+    report.raise_if_fatal()
+    return content
 
 
 def writable(project: Project, path: Path) -> Path:
@@ -300,7 +305,7 @@ def datasets_json(saved: Configuration) -> dict[str, Any]:
     """A dataset file as JSON for the page; the keys of problems begin with `FILE: ID`."""
     path, problems = saved.project.inside(saved.datasets, packaged=True), Problems()
     names = {key: str(saved.values.get(key)) for key in ("model_family", "output_dir")}
-    problems.take(read_datasets(path, placeholders=names))
+    read_datasets(path, problems, placeholders=names)
     entries = masked(read(path)) if path.is_file() else []
     return {"path": shown(saved.project, path), "entries": entries, "problems": problems_json(problems)}
 
@@ -311,7 +316,11 @@ def settings_in(path: Path) -> dict[str, Any]:
     Raises:
         ConfigError: the file is not a valid config.
     """
-    layer = required(sources.read_json_layer(path)) if path.is_file() else None
+    if not path.is_file():
+        return {}
+    report = Problems()
+    layer = sources.read_json_layer(path, report)
+    report.raise_if_fatal()
     return dict(layer.values) if layer else {}
 
 

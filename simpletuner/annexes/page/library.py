@@ -42,7 +42,7 @@ from simpletuner.data.file_names import composed, index_partners, pair_key, part
 from simpletuner.data.files import MediaError
 from simpletuner.data.pictures import PICTURE_SUFFIXES, decode
 from simpletuner.distributed.world import usable_cores
-from simpletuner.errors import Problem, UserError, required, result_of
+from simpletuner.errors import Problem, Problems, UserError
 from simpletuner.planning.build import settle_task
 from simpletuner.planning.environment import why_not_writable
 
@@ -63,7 +63,7 @@ def datasets_in(saved: Configuration) -> tuple[list[DatasetConfig], DataContext]
     if outside:
         raise Refusal(422, outside)
     names = {"model_family": judgement.spec.name, "output_dir": judgement.config.run.output_dir}
-    flavour, entries = settle_task(judgement.flavour, result_of(read_datasets(saved.datasets, placeholders=names)))
+    flavour, entries = settle_task(judgement.flavour, read_datasets(saved.datasets, Problems(), placeholders=names))
     return entries, DataContext.of(judgement.config, judgement.spec, flavour.task)
 
 
@@ -237,7 +237,10 @@ def edit_in(library: Library, body: Mapping[str, Any]) -> captions.Edit:
         return captions.prefixing(trigger, whole=library.entry.disable_multiline_split)
     if not captions.BACKUP.fullmatch(undo):
         raise Refusal(422, "Enter a text to find, or a trigger word.")
-    return required(captions.restoring(library.root / undo))
+    report = Problems()
+    edit = captions.restoring(library.root / undo, report)
+    report.raise_if_fatal()
+    return edit
 
 
 def start_captioning(request: Request, body: dict[str, Any]) -> Response:

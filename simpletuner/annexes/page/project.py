@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -26,7 +26,7 @@ from simpletuner.config.option import JSON_OR_FILE
 from simpletuner.config.schema import all_options
 from simpletuner.config.sources import EXAMPLES, example_names, resolve_alias
 from simpletuner.config.types import parse_path
-from simpletuner.errors import ConfigError, Problem, result_of
+from simpletuner.errors import ConfigError, Problem, Problems
 from simpletuner.redaction import redact
 
 EXAMPLE = "examples/"  # prefix of the names of packaged configs
@@ -146,33 +146,43 @@ class Project:
         named = sorted(path.parent.name for path in files)
         return [*(["config"] if has_main else []), *filter(CONFIG_NAME.fullmatch, named)]
 
-    def check_path(self, where: str, value: object) -> Iterator[Problem]:
+    def may_access(self, value: object) -> bool:
+        """Whether a value is no path, or one that may be accessed."""
+        report = Problems()
+        self.check_path("", value, report)
+        return not report
+
+    def check_path(self, where: str, value: object, report: Problems) -> None:
         """Check that a value, if it is a path, may be accessed; lists and objects are not paths."""
         if not isinstance(value, str) or value.lstrip()[:1] in ("[", "{"):
             return
         try:
             self.inside(str(resolve_alias(value)), packaged=True)
         except Refusal as refusal:
-            yield Problem(where, refusal.problems[0].message)
+            report.error(where, refusal.problems[0].message)
 
     def without_outside(self, values: Mapping[str, Any]) -> tuple[dict[str, Any], list[Problem]]:
         """The settings without paths that the page may not access, and a problem for every such path."""
-        kept, problems = dict[str, Any](), list[Problem]()
+        kept: dict[str, Any] = {}
+        problems = Problems()
         for key, value in values.items():
-            known = result_of(canonical(Layer("", [(key, value)]))).items()
-            outside = [each for name, path in known if name in path_keys() for each in self.check_path(name, path)]
+            outside = Problems()
+            for name, path in canonical(Layer("", [(key, value)]), Problems()).items():
+                if name in path_keys():
+                    self.check_path(name, path, outside)
+            if not outside:
+                kept[key] = value
             problems += outside
-            kept |= {} if outside else {key: value}
         return kept, problems
 
-    def check_dataset_paths(self, entries: Iterable[DatasetConfig]) -> Iterator[Problem]:
-        """Yield a problem for every dataset path that the page may not access."""
+    def check_dataset_paths(self, entries: Iterable[DatasetConfig], report: Problems) -> None:
+        """Report every dataset path that the page may not access."""
         for entry in entries:
             # A hub dataset's `owner/name` is checked as a path inside the project.
             for key in (*PATH_KEYS, "caption_filter_list", "dataset_name"):
-                yield from self.check_path(f"{entry.id}.{key}", vars(entry)[key])
+                self.check_path(f"{entry.id}.{key}", vars(entry)[key], report)
             if entry.parquet is not None:
-                yield from self.check_path(f"{entry.id}.parquet.path", entry.parquet.path)
+                self.check_path(f"{entry.id}.parquet.path", entry.parquet.path, report)
 
 
 @cache

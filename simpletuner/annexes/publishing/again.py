@@ -16,7 +16,7 @@ from simpletuner.config.paths import absence_of
 from simpletuner.config.publishing import PublishConfig, check_publishing
 from simpletuner.config.sources import Arguments
 from simpletuner.distributed.requests import signals_as_interrupt
-from simpletuner.errors import Problem, SimpleTunerError, UserError, result_of
+from simpletuner.errors import Problem, Problems, SimpleTunerError, UserError
 from simpletuner.planning.checkpoint_folder import find_checkpoints
 from simpletuner.planning.lock import lock_output
 
@@ -49,18 +49,20 @@ def recorded_settings(output_dir: Path, arguments: Arguments) -> tuple[PublishCo
         UserError: the folder contains no run, or a setting is invalid.
     """
     whole = find_checkpoints(output_dir)[0]
-    recorded = result_of(read_json(whole[-1].path / "config.json")) if whole else None
+    recorded = read_json(whole[-1].path / "config.json", Problems()) if whole else None
     if not isinstance(recorded, dict):
         found = f"{str(output_dir)!r} is not the output folder of a run: it has no checkpoint."
         raise UserError(found if output_dir.exists() else absence_of(output_dir))
     problems = arguments.problems
-    given, keys = problems.take(canonical(arguments.layer())), PublishConfig.model_fields.keys()
+    given, keys = canonical(arguments.layer(), problems), PublishConfig.model_fields.keys()
     for key in sorted(given.keys() - keys):
         problems.append(Problem(key, "has no effect: only settings of the section Publishing are used here."))
     old = {key: recorded[key] for key in keys & recorded.keys()}
     # This command uploads whatever `push_to_hub` was in training.
-    settings = problems.take(build_group(PublishConfig, {**old, **given, "push_to_hub": True}))
-    problems.extend(check_unset(settings, fatal=True))
-    problems.extend(each for each in check_publishing(settings, recorded["tracker_project_name"]) if each.fatal)
+    settings = build_group(PublishConfig, {**old, **given, "push_to_hub": True}, problems)
+    check_unset(settings, problems, fatal=True)
+    of_publishing = Problems()
+    check_publishing(settings, recorded["tracker_project_name"], of_publishing)
+    problems.extend(problem for problem in of_publishing if problem.fatal)
     problems.raise_if_fatal()
     return settings, recorded

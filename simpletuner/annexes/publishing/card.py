@@ -28,7 +28,7 @@ from simpletuner.config.json_reader import read_json
 from simpletuner.config.optimizers import learning_rate, optimizer_name
 from simpletuner.config.paths import home_path
 from simpletuner.config.precision import transformer_dtype
-from simpletuner.errors import result_of
+from simpletuner.errors import Problems
 from simpletuner.headers import METADATA, read_header
 from simpletuner.models.registry import load_adapter
 from simpletuner.models.usage import Usage
@@ -93,7 +93,7 @@ def describe_run(repository: str, plan: Plan, step: int, epoch: int) -> None:
 
 def read_notes(folder: Path) -> dict[str, Any]:
     """The metadata of a card: repository, step and summary; empty without a card."""
-    content = result_of(read_json(folder / SETTINGS_FILE)) if (folder / SETTINGS_FILE).is_file() else None
+    content = read_json(folder / SETTINGS_FILE, Problems()) if (folder / SETTINGS_FILE).is_file() else None
     return dict(content["_metadata"]) if isinstance(content, dict) else {}
 
 

@@ -38,7 +38,7 @@ def collect(
         forgiven = "allow_private_urls" if entry.allow_private_urls else ""
         store = Store(folder, wanted, context.defaults.retry_failed, forgiven, fetches)
         try:
-            offers[entry.id] = store, problems.take(LISTERS[entry.type](entry, store))
+            offers[entry.id] = store, LISTERS[entry.type](entry, store, problems)
         except UserError as error:
             kind: Kind | None = "unfetched" if isinstance(error, UnfetchedError) else None
             problems.append(Problem(entry.id, str(error), kind=kind))

@@ -30,28 +30,28 @@ from simpletuner.config.remote import CompositeImage, HubKeys, RowFilter
 from simpletuner.data.caption_tables import check_columns, first_texts, texts_in
 from simpletuner.data.files import LARGEST_CLIP, LARGEST_PICTURE, MediaError, check_regular, read_file
 from simpletuner.data.pictures import decode
-from simpletuner.errors import Problem, Reading, UserError, shorten, warning
+from simpletuner.errors import Problems, UserError, shorten
 from simpletuner.weights.hub import hub_fault
 
 WEB_PICTURE, WEB_CLIP = 10 << 20, 200 << 20  # bytes of one download
 SCHEME = re.compile(r"([a-z][a-z0-9+.-]+):", re.IGNORECASE)  # two letters or more: C:\ is a path
 
 
-def list_table(config: DatasetConfig, store: Store) -> Reading[Offer]:
+def list_table(config: DatasetConfig, store: Store, report: Problems) -> Offer:
     """The rows of a table; of rows with the same address, the last."""
-    table = yield from read_table(config)
+    table = read_table(config, report)
     rows = {address: caption for address, caption in table if address}
     where, repeated = f"{config.id}.csv_file", sum(bool(address) for address, _ in table) - len(rows)
     if repeated:
-        yield warning(where, f"{repeated} rows repeat the address of another row; the last one is used.")
+        report.warn(where, f"{repeated} rows repeat the address of another row; the last one is used.")
     if len(rows) + repeated < len(table):
         empty = [str(number) for number, (address, _) in enumerate(table, 1) if not address]
-        yield warning(where, f"rows without an address: {shorten(empty)}.")
+        report.warn(where, f"rows without an address: {shorten(empty)}.")
     items = [web_item(address, name_of(address), config, Path(config.csv_file or "").parent) for address in rows]
     return Offer(items, {address: (caption,) if caption else () for address, caption in rows.items()})
 
 
-def read_table(config: DatasetConfig) -> Reading[list[tuple[str, str]]]:
+def read_table(config: DatasetConfig, report: Problems) -> list[tuple[str, str]]:
     """(address, caption) of every row."""
     path, where = Path(config.csv_file or ""), f"{config.id}.csv_file"
     named = {"csv_url_column": config.csv_url_column, "csv_caption_column": config.csv_caption_column or ""}
@@ -59,15 +59,16 @@ def read_table(config: DatasetConfig) -> Reading[list[tuple[str, str]]]:
         # Spreadsheets write a byte order mark; `newline=""` keeps line breaks inside quoted captions.
         table = csv.DictReader(io.StringIO(read_file(path, LARGEST_PICTURE).decode("utf-8-sig"), newline=""))
         columns = list(table.fieldnames or ())
-        missing = list(check_columns(named, columns, config.id))
-        yield from missing
+        missing = Problems()
+        check_columns(named, columns, config.id, missing)
+        report.extend(missing)
         rows = [] if missing else list(table)
         address, caption = ([(row[column] or "").strip() for row in rows] for column in named.values())
         return list(zip(address, caption, strict=True))
     except MediaError as error:
-        yield Problem(where, f"{str(path)!r} {error}.")
+        report.error(where, f"{str(path)!r} {error}.")
     except (UnicodeDecodeError, csv.Error) as error:
-        yield Problem(where, f"{str(path)!r} is not a table in UTF-8: {error}.")
+        report.error(where, f"{str(path)!r} is not a table in UTF-8: {error}.")
     return []
 
 
@@ -143,15 +144,17 @@ class Rows:
     left_out: Mapping[int, str]
 
 
-def list_rows(config: DatasetConfig, store: Store) -> Reading[Offer]:
+def list_rows(config: DatasetConfig, store: Store, report: Problems) -> Offer:
     """The rows that pass `filter_func`; the dataset is loaded only if files are missing.
 
     Raises:
         UserError: the dataset does not exist, or access is denied.
         UnfetchedError: the dataset is not downloaded, and the hub must not be contacted.
     """
-    if missing := list(check_installed(DATASETS, f"{config.id}.type", "huggingface")):
-        yield from missing
+    missing = Problems()
+    check_installed(DATASETS, f"{config.id}.type", "huggingface", missing)
+    report.extend(missing)
+    if missing:
         return Offer([])
     commit = _commit(config, asks=store.fetches)
     identity = _digest(commit, config.model_dump(include=set(HubKeys.model_fields), mode="json"))
@@ -164,8 +167,10 @@ def list_rows(config: DatasetConfig, store: Store) -> Reading[Offer]:
         raise UnfetchedError("its rows are")
     table = _load(config, commit, store.root)
     facts = _facts(table, config)
-    if absent := list(_check_table(table, facts, config)):
-        yield from absent
+    absent = Problems()
+    _check_table(table, facts, config, absent)
+    report.extend(absent)
+    if absent:
         return Offer([])
     # A `datasets` table without columns has no rows, so empty rows stand for them.
     rows = _choose(facts if _columns(config) else ({} for _ in range(len(table))), config, identity)
@@ -254,11 +259,11 @@ def _facts(table: Any, config: DatasetConfig) -> Any:
     return table.select_columns(sorted(named & {*table.column_names})).flatten()
 
 
-def _check_table(table: Any, facts: Any, config: DatasetConfig) -> Iterator[Problem]:
+def _check_table(table: Any, facts: Any, config: DatasetConfig, report: Problems) -> None:
     """Problems with columns that keys name but the table does not have."""
     columns = [*table.column_names, *(name for name in facts.column_names if "." in name)]
     for key, column in [*_columns(config), _media(config)]:
-        yield from check_columns({key: column}, columns, config.id, "dataset")
+        check_columns({key: column}, columns, config.id, report, "dataset")
 
 
 def _choose(rows: Iterable[dict[str, Any]], config: DatasetConfig, identity: str) -> Rows:

@@ -45,8 +45,8 @@ class FolderCaptions:
         """Captions from metadata.jsonl and metadata.csv; empty if they cannot be used."""
         if not self.files.metadata:
             return {}
-        rows = self._problems.take(read_metadata(Folder(self.folder, {}, self.files)))
-        table = self._problems.take(match_rows(rows, self.files.files, ", ".join(self.files.metadata)))
+        rows = read_metadata(Folder(self.folder, {}, self.files), self._problems)
+        table = match_rows(rows, self.files.files, ", ".join(self.files.metadata), self._problems)
         if self._problems.are_fatal:
             return {}
         return {name: captions for name, captions in table.items() if captions}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shlex
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ from simpletuner.annexes.start.recipe import PURPOSES, RECIPES, TRIGGER, find_mo
 from simpletuner.annexes.start.verdict import Verdict, judge_new_run
 from simpletuner.annexes.wizard.talk import HELP, Talk
 from simpletuner.config.device import HERE, AskedDevice
-from simpletuner.errors import Problem, Problems, counted, not_one_of
+from simpletuner.errors import Problems, counted, not_one_of
 
 
 def ask(
@@ -44,8 +44,9 @@ def ask(
     talk.tell(f"{folder}: {media.describe()}")
     for note in media.notes():
         talk.refuse(note)
-    problems = Problems(_check_output(folder, name, settings))
-    problems.extend(_check(media, name, given, captions=captions))
+    problems = Problems()
+    _check_output(folder, name, settings, problems)
+    _check(media, name, given, problems, captions=captions)
     problems.raise_if_fatal()
     purposes = {purpose: RECIPES[purpose].title for purpose in PURPOSES[media.kind]}
     purpose = _choose(talk, "What should be learned?", purposes, given["purpose"])
@@ -90,45 +91,45 @@ def _ask_trigger(talk: Talk, purpose: str) -> str:
     return answer or TRIGGER
 
 
-def _check_output(folder: Path, name: str, settings: Mapping[str, object]) -> Iterator[Problem]:
+def _check_output(folder: Path, name: str, settings: Mapping[str, object], report: Problems) -> None:
     """Refuse to write the previews into the folder of the training files, usually the working folder."""
     output, inner = Path(str(settings.get("output_dir", f"output/{name}"))), folder.resolve()
     if output.resolve().is_relative_to(inner):
         way = f"cd {shlex.quote(str(inner.parent))} && simpletuner start {shlex.quote(inner.name)}"
-        yield Problem("", f"{output} is inside {folder}, so previews would be trained. Start outside of it: {way}")
+        report.error("", f"{output} is inside {folder}, so previews would be trained. Start outside of it: {way}")
 
 
-def _check(media: MediaFolder, name: str, given: Mapping[str, str | None], *, captions: bool) -> Iterator[Problem]:
+def _check(media: MediaFolder, name: str, given: Mapping[str, str | None], report: Problems, *, captions: bool) -> None:
     """All problems of the folder and the given answers, before the first question."""
     target = Path("config") / name
     if re.search(r"[/\\\x00-\x1f]", name):
-        yield Problem("", f"--name {name!r} is not the name of a folder.")
+        report.error("", f"--name {name!r} is not the name of a folder.")
     elif target.exists() or target.is_symlink():
         message = f"{target} exists already: continue with `simpletuner train env={shlex.quote(name)}`, or set --name."
-        yield Problem("", message)
+        report.error("", message)
     for option, names in (("purpose", PURPOSES[media.kind]), ("model", [*find_models(media.kind)])):
         if (value := given[option]) is not None and value not in names:
-            yield Problem("", f"--{option} {not_one_of(value, names)}")
+            report.error("", f"--{option} {not_one_of(value, names)}")
     for part in media.parts:
-        yield from _check_captions(part, given["model"], captions=captions)
+        _check_captions(part, given["model"], report, captions=captions)
 
 
-def _check_captions(media: MediaFolder, model: str | None, *, captions: bool) -> Iterator[Problem]:
+def _check_captions(media: MediaFolder, model: str | None, report: Problems, *, captions: bool) -> None:
     """Problems of missing captions, or of a model that cannot write them."""
     missing, captioned, models = len(media.uncaptioned), len(media.captioned), find_models(media.kind)
     if not missing:
         return
     if captions:
         if model in models and not writes_captions(models[model]):
-            yield Problem("", f"--caption: the text encoder of {model} cannot write captions; choose another model.")
+            report.error("", f"--caption: the text encoder of {model} cannot write captions; choose another model.")
         if media.captions.is_table:
             advice = "add the missing ones to the table, or write all captions into .txt files."
-            yield Problem("", f"--caption writes .txt files, and captions are read from a metadata table: {advice}")
+            report.error("", f"--caption writes .txt files, and captions are read from a metadata table: {advice}")
     elif captioned or media.sources:
         first = media.uncaptioned[0]
         advice = "writes them with the model's own Qwen2.5-VL, or put a .txt file of the same name beside each."
         message = f"no caption for {missing} of {missing + captioned} files ({first} is the first). --caption {advice}"
-        yield Problem("", message)
+        report.error("", message)
 
 
 def _as_json(settings: Mapping[str, object]) -> dict[str, Any]:

@@ -23,7 +23,7 @@ from simpletuner.config.load import canonical
 from simpletuner.config.schema import main_name, render_config
 from simpletuner.config.sources import DATASET_FILE, EXAMPLES_ALIAS, read_json_layer
 from simpletuner.config.types import typed
-from simpletuner.errors import ConfigError, Problems, Reading, UserError
+from simpletuner.errors import ConfigError, Problems, UserError
 from simpletuner.redaction import redact
 
 WELCOME = """\
@@ -95,7 +95,7 @@ def start_draft(file: Path, talk: Talk) -> Draft:
     if not file.exists() or not talk.confirm(f"{file} exists. Start from it?", default=True):
         return _new_draft(file, talk)
     problems = Problems()
-    draft = Draft(file, problems.take(load_values(file)))
+    draft = Draft(file, load_values(file, problems))
     for problem in (each for each in problems if not each.fatal):
         talk.refuse(str(problem))
     return _usable(draft, talk)
@@ -171,7 +171,7 @@ def ask_device(talk: Talk) -> AskedDevice:
             talk.say(f"    {DEVICE_HELP}", "cyan")
             continue
         problems = Problems()
-        device = problems.take(read_card_or_memory(answer))
+        device = read_card_or_memory(answer, problems)
         if not problems:
             return device
         talk.refuse("; ".join(problem.message for problem in problems))
@@ -257,16 +257,16 @@ def check_target(file: Path) -> None:
         raise UserError(f"{file} cannot be written: no permission in {folder}.")
 
 
-def load_values(file: Path) -> Reading[dict[str, Any]]:
+def load_values(file: Path, report: Problems) -> dict[str, Any]:
     """The values in a file, unexpanded, by the canonical names of their keys.
 
     Raises:
         ConfigError: the file cannot be read.
     """
-    layer = yield from read_json_layer(file)
+    layer = read_json_layer(file, report)
     if layer is None:
-        raise ConfigError([])
-    yield from canonical(layer)
+        raise ConfigError(report)
+    canonical(layer, report)
     named = [(main_name(written), value) for written, value in layer.values]
     # An empty value means the default; an empty resume_from_checkpoint starts a new run.
     return {key: value for key, value in named if value not in (None, "") or key == "resume_from_checkpoint"}

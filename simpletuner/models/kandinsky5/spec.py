@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import importlib.metadata
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ from typing import Any
 from simpletuner.config.json_reader import read_toml
 from simpletuner.config.schema import FamilyOptions, RunConfig
 from simpletuner.config.types import Size
-from simpletuner.errors import Problem
+from simpletuner.errors import Problems
 from simpletuner.models.kandinsky5.cost import (
     FAMILY,
     IMAGE_COST,
@@ -96,24 +96,24 @@ def _flavour(name: str, row: Mapping[str, Any]) -> Flavour:
     )
 
 
-def check_image(config: RunConfig, flavour: Flavour) -> Iterator[Problem]:
+def check_image(config: RunConfig, flavour: Flavour, report: Problems) -> None:
     """Problems and hints for Kandinsky 5 Image."""
     shift, guidance = config.flow.flow_schedule_shift, config.validation.validation_guidance
     if shift is not None and not 1 / 3 <= shift <= 5:
         message = f"{shift:g} is far from 1; this model trains unstably with extreme shifts."
-        yield Problem("flow_schedule_shift", message, fatal=False)
+        report.warn("flow_schedule_shift", message)
     if guidance is not None and guidance >= 7:
         message = f"{guidance:g} oversaturates pictures of this model; about 5 is right."
-        yield Problem("validation_guidance", message, fatal=False)
+        report.warn("validation_guidance", message)
     scale = config.family.of(KandinskyOptions).rope_scale
     if scale is not None:
         message = f"{write_rope_scale(scale)!r}: pictures are always sampled with 1,1,1; leave it at auto."
-        yield Problem("rope_scale", message)
+        report.error("rope_scale", message)
 
 
 def check_image_sizes(
-    config: RunConfig, flavour: Flavour, used: Sequence[Size], trained: Mapping[str, Sequence[Size]]
-) -> Iterator[Problem]:
+    config: RunConfig, flavour: Flavour, used: Sequence[Size], trained: Mapping[str, Sequence[Size]], report: Problems
+) -> None:
     """Warnings about preview sizes that the stock pipeline does not render by default."""
     others = [size for size in used if size not in IMAGE_SIZES]
     given = config.model.pretrained_model_name_or_path
@@ -124,38 +124,38 @@ def check_image_sizes(
             f"the stock pipeline cannot repeat previews of {_sizes(others)}: it takes the nearest of "
             f"{_sizes(IMAGE_SIZES)}. Choose one of these, or set the pipeline's resolutions to [(width, height)]."
         )
-        yield Problem("validation_resolution", message, fatal=False)
+        report.warn("validation_resolution", message)
 
 
-def check_video(config: RunConfig, flavour: Flavour) -> Iterator[Problem]:
+def check_video(config: RunConfig, flavour: Flavour, report: Problems) -> None:
     """Problems and hints for Kandinsky 5 Video."""
     guidance, frames = config.validation.validation_guidance, config.validation.validation_num_video_frames
     (low, high), batch_size = GUIDANCE_RANGE, config.schedule.train_batch_size
     if flavour.distilled and guidance not in (None, 1.0):
         message = f"{guidance:g}: {flavour.name} is distilled to sample without guidance, which is 1."
-        yield Problem("validation_guidance", message, fatal=False)
+        report.warn("validation_guidance", message)
     elif not flavour.distilled and guidance is not None and not low <= guidance <= high:
         message = f"{guidance:g}: below {low} or above {high} this model's clips turn black or noisy."
-        yield Problem("validation_guidance", message, fatal=False)
+        report.warn("validation_guidance", message)
     if flavour.task == "i2v" and frames is not None and frames < SHORTEST_I2V_PREVIEW:
         message = f"{frames}: the i2v pipeline returns NaN below {SHORTEST_I2V_PREVIEW} frames."
         remedy = {"validation_num_video_frames": SHORTEST_I2V_PREVIEW}
-        yield Problem("validation_num_video_frames", message, remedy=remedy)
+        report.error("validation_num_video_frames", message, remedy=remedy)
     if batch_size > 1:
         message = f"{batch_size}: clips need much memory; 1 with gradient accumulation is usual."
-        yield Problem("train_batch_size", message, fatal=False)
+        report.warn("train_batch_size", message)
 
 
 def check_video_sizes(
-    config: RunConfig, flavour: Flavour, used: Sequence[Size], trained: Mapping[str, Sequence[Size]]
-) -> Iterator[Problem]:
+    config: RunConfig, flavour: Flavour, used: Sequence[Size], trained: Mapping[str, Sequence[Size]], report: Problems
+) -> None:
     """Warnings about sizes that the stock pipeline samples with another RoPE scale than they are trained with."""
     explicit = config.family.of(KandinskyOptions).rope_scale
     scale = explicit or rope_scale_of_size(used[0] if used else None, flavour.name)
     others = [size for size in used if rope_scale_of_size(size, flavour.name) != scale]
     if others:
         message = f"{write_rope_scale(scale)} is trained; the pipeline samples {_sizes(others)} with another scale."
-        yield Problem("validation_resolution", message, fatal=False)
+        report.warn("validation_resolution", message)
     if explicit is not None:
         return  # an explicit scale is meant for every bucket
     for name, sizes in trained.items():
@@ -168,23 +168,23 @@ def check_video_sizes(
                 f"crop_aspect closest: {_sizes(strange[:1])} is sampled with RoPE scale {theirs}, and trained with "
                 f"{write_rope_scale(scale)}."
             )
-            yield Problem("rope_scale", message, fatal=False)
+            report.warn("rope_scale", message)
 
 
 def _sizes(sizes: Sequence[Size]) -> str:
     return ", ".join(f"{width}x{height}" for width, height in sizes)
 
 
-def check_checkpoint(flavour: Flavour, source: ModelSource) -> Iterator[Problem]:
+def check_checkpoint(flavour: Flavour, source: ModelSource, report: Problems) -> None:
     """Problems of parts on this machine that do not fit together."""
-    yield from check_channels(source, "in_visual_dim", "latent_channels")
+    check_channels(source, "in_visual_dim", "latent_channels", report)
     transformer, wanted = source["transformer"].read_config(), flavour.task in ("i2i", "i2v")
     has = bool(transformer and transformer.get("visual_cond"))
     if transformer is None or wanted == has or flavour.task == "t2v":  # t2v samples with either
         return
     kind, where = "takes" if has else "does not take", f"the transformer in {source['transformer'].location!r}"
     message = f"{flavour.name} does not fit: {where} {kind} a source picture (visual_cond is {str(has).lower()})."
-    yield Problem("model_flavour", message)
+    report.error("model_flavour", message)
 
 
 def pixel_grid(flavour: Flavour, source: ModelSource) -> int:

@@ -38,8 +38,9 @@ def parse_instruction(value: object) -> object:
 def _read_lines(path: Path) -> Any:
     if not os.path.isfile(path):  # noqa: PTH113 - Path.is_file raises for a text that no path can have
         raise ValueError("is neither true nor false nor a file")
-    problems, is_json = Problems(), path.suffix == ".json"
-    content = problems.take(read_json(path) if is_json else read_text(path))
+    problems = Problems()
+    is_json = path.suffix == ".json"
+    content: Any = read_json(path, problems) if is_json else read_text(path, problems)
     for problem in problems:
         if problem.fatal:
             raise ValueError(problem.message.removesuffix("."))

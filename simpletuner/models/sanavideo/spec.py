@@ -9,11 +9,10 @@ from __future__ import annotations
 import importlib.metadata
 import json
 import re
-from collections.abc import Iterator
 
 from simpletuner.config.datasets import DatasetConfig
 from simpletuner.config.schema import FamilyOptions, RunConfig
-from simpletuner.errors import Problem
+from simpletuner.errors import Problem, Problems
 from simpletuner.models.sanavideo.cost import COST, COST_720, FAMILY, LTX2, TEXT_LENGTH, TRANSFORMER_CLASS, WAN
 from simpletuner.models.sanavideo.options import SanaOptions
 from simpletuner.models.source import MODEL_KEY, VAE_KEY, ModelSource, check_channels
@@ -65,48 +64,48 @@ def text_fingerprint(options: FamilyOptions, flavour: Flavour) -> str:
     return f"{words}; motion score {own.sana_motion_score}"
 
 
-def check_video(config: RunConfig, flavour: Flavour) -> Iterator[Problem]:
+def check_video(config: RunConfig, flavour: Flavour, report: Problems) -> None:
     """Problems and hints for Sana Video."""
     named = f"video_{config.model.model_flavour} {config.model.pretrained_model_name_or_path}".lower()
     for reason in (reason for word, reason in NOT_SUPPORTED.items() if word in named):
-        yield Problem("model_flavour", f"cannot be trained: {reason}.")
+        report.error("model_flavour", f"cannot be trained: {reason}.")
     if config.tread.tread_config is not None:
         message = (
             "cannot be used with Sana Video: its feed-forward is a convolution over the whole grid of tokens, "
             "so no token can be dropped; remove the key."
         )
-        yield Problem("tread_config", message)
+        report.error("tread_config", message)
     frames = config.validation.validation_num_video_frames
     if frames is not None and frames > LONGEST_CLIP:
         message = f"{frames}: the model was trained with up to {LONGEST_CLIP} frames."
         remedy = {"validation_num_video_frames": LONGEST_CLIP}
-        yield Problem("validation_num_video_frames", message, fatal=False, remedy=remedy)
+        report.append(Problem("validation_num_video_frames", message, fatal=False, remedy=remedy))
     if config.caching.vae_dtype not in (None, "fp32"):
         message = f"{config.caching.vae_dtype!r}: the pipelines encode and decode in fp32, so latents will differ."
-        yield Problem("vae_dtype", message, fatal=False)
+        report.warn("vae_dtype", message)
 
 
-def check_checkpoint(flavour: Flavour, source: ModelSource) -> Iterator[Problem]:
+def check_checkpoint(flavour: Flavour, source: ModelSource, report: Problems) -> None:
     """Problems of parts on this machine that do not fit together."""
     vae, transformer = source["vae"].read_config() or {}, source["transformer"].read_config()
     is_wan = vae.get("_class_name") == WAN
-    yield from check_channels(source, "in_channels", "z_dim" if is_wan else "latent_channels")
+    check_channels(source, "in_channels", "z_dim" if is_wan else "latent_channels", report)
     # Every channel of the latents must be normalised; the other VAE has its statistics among its weights.
     for name in ("latents_mean", "latents_std") if is_wan else ():
         count = len(vae.get(name) or ())
         if count != vae.get("z_dim"):
             message = f"{count} values of {name} for {vae.get('z_dim')} channels."
-            yield Problem(VAE_KEY, f"the VAE in {source['vae'].location!r} has {message}")
+            report.error(VAE_KEY, f"the VAE in {source['vae'].location!r} has {message}")
     if transformer is None:
         return
     channels, width = transformer.get("in_channels"), transformer.get("caption_channels")
     if transformer.get("out_channels") not in (None, channels):
         message = f"the transformer takes {channels} channels but returns {transformer['out_channels']}."
-        yield Problem(MODEL_KEY, message)
+        report.error(MODEL_KEY, message)
     text_encoder = source["text_encoder"].read_config()
     if text_encoder is not None and text_encoder.get("hidden_size") != width:
         message = f"the text encoder is {text_encoder.get('hidden_size')} wide, the transformer reads {width}."
-        yield Problem("pretrained_gemma_model_name_or_path", message)
+        report.error("pretrained_gemma_model_name_or_path", message)
 
 
 COMPONENTS = {
