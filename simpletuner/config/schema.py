@@ -271,7 +271,7 @@ class EmaConfig(Group):
     ema_warmup_steps: Integer = option(0, ge=0)
     """Before this step, the average is a copy of the weights."""
     ema_device: Literal["cpu", "accelerator"] = option("cpu", requires=unless("ema_cpu_only"))
-    """Device of the average."""
+    """Device of the average. With cpu, every update copies the weights to the host."""
     ema_cpu_only: Flag = option(False, label="EMA CPU Only")
     """Keep and update the average on the CPU only."""
     ema_foreach_disable: Flag = option(False)

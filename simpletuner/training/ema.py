@@ -2,25 +2,18 @@
 
 An update is three float32 operations (difference, product, sum), each rounded once, so that the result is bit-identical
 on every device and with or without `torch._foreach_*`. `lerp_` does not guarantee this.
-
-An average in host memory is updated while training continues: a side stream copies the weights, a thread averages.
 """
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from functools import partial
-from itertools import islice
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
-from simpletuner.config.schema import SLOTS, EmaConfig
-from simpletuner.memory.offload.beside import SideStream
+from simpletuner.config.schema import EmaConfig
 from simpletuner.training.sharding import as_sharded, like, local
 
 AnyTensor = TypeVar("AnyTensor", bound=Tensor)
@@ -38,6 +31,7 @@ class Ema:
         device: the accelerator, used for `ema_device` accelerator unless `ema_cpu_only` is set.
 
     Attributes:
+        average: the average by name, float32, sharded like the parameters.
         decay_value: decay of the last update; 0 before the first.
     """
 
@@ -45,24 +39,12 @@ class Ema:
         self.config = config
         self.device = torch.device("cpu") if config.is_on_host else device
         self.decay_value = 0.0
+        self.average: dict[str, Tensor] = {}
+        for name, parameter in parameters.items():
+            copied = local(parameter.detach()).to(self.device, torch.float32, copy=True)
+            self.average[name] = like(copied, parameter)
         self._parameters = dict(parameters)
-        self._bundles = in_bundles(parameters.values())
         self._updates = 0
-        self._average = {
-            name: like(local(each.detach()).to(self.device, torch.float32, copy=True), each)
-            for name, each in parameters.items()
-        }
-        self._following = None
-        if config.is_on_host and device.type == "cuda":
-            sizes = (sum(local(each).numel() for each in bundle) for bundle in self._bundles)
-            self._following = Following(device, max(sizes, default=0))
-
-    @property
-    def average(self) -> dict[str, Tensor]:
-        """The average by name, float32, sharded like the parameters; waits for the last update."""
-        if self._following is not None:
-            self._following.wait()
-        return self._average
 
     @torch.no_grad()
     def update(self, global_step: int) -> None:
@@ -75,13 +57,11 @@ class Ema:
             return
         self.decay_value = self._decay(global_step)
         self._updates += 1
-        averages = map(local, self._average.values())
-        for bundle in self._bundles:
-            move = partial(self._move, [*islice(averages, len(bundle))], self.decay_value)
-            if self._following is None:
-                move(in_row(bundle).to(self.device))
-            else:
-                self._following.copy(in_row(bundle), move)
+        parameters = in_bundles(self._parameters.values())
+        averages = in_bundles(self.average.values())
+        for trained, averaged in zip(parameters, averages, strict=True):
+            row = in_row(trained).to(self.device).float()  # widened there: bf16 is half of the copy
+            self._move([local(average) for average in averaged], row)
 
     @contextmanager
     def applied(self) -> Iterator[None]:
@@ -126,9 +106,10 @@ class Ema:
         n = global_step - 1
         return min((1 + n) / (10 + n), self.config.ema_decay)
 
-    def _move(self, averages: list[Tensor], decay: float, flat: Tensor) -> None:
-        """Move the averages of a bundle towards its weights, which are overwritten."""
+    def _move(self, averages: list[Tensor], flat: Tensor) -> None:
+        """Move averages towards the weights in a row from `in_row`, which is overwritten."""
         weights = apart(flat, averages)
+        decay = self.decay_value
         # With rounding, a + (w - a) is not always w, but the first update must be an exact copy.
         if decay == 0:
             torch._foreach_copy_(averages, weights)
@@ -146,50 +127,9 @@ class Ema:
             local(parameter).copy_(local(weights[name]))
 
 
-class Following:
-    """Copies a GPU's weights to pinned host memory on a side stream, where a thread processes them.
-
-    Args:
-        device: device of the weights. Without CUDA, copies are synchronous.
-        room: numbers of the largest copy.
-    """
-
-    def __init__(self, device: torch.device, room: int) -> None:
-        self._side = SideStream(device)
-        self._rooms = deque(self._side.host_memory(4 * room, self).view(torch.float32) for _ in range(SLOTS))
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="ema")
-        self._works: deque[Future[None]] = deque()
-
-    def copy(self, flat: Tensor, work: Callable[[Tensor], None]) -> None:
-        """Copy float32 numbers and process the copy, in the order of the calls.
-
-        Blocks while all buffers are in use. Raises the exception of earlier work, if any.
-        """
-        if len(self._works) == SLOTS:
-            self._works.popleft().result()
-        self._rooms.rotate()
-        room = self._rooms[0][: len(flat)]
-        with self._side.after_compute():
-            room.copy_(flat, non_blocking=True)
-        if self._side.stream is not None:
-            flat.record_stream(self._side.stream)
-        self._works.append(self._thread.submit(_work_on, room, self._side.complete(), work))
-
-    def wait(self) -> None:
-        """Wait for all work, and raise its exception, if any."""
-        while self._works:
-            self._works.popleft().result()
-
-
-def _work_on(room: Tensor, arrived: torch.cuda.Event | None, work: Callable[[Tensor], None]) -> None:
-    if arrived is not None:
-        arrived.synchronize()
-    work(room)
-
-
 def in_row(bundle: Iterable[nn.Parameter]) -> Tensor:
-    """The weights of a bundle flattened into one float32 row, as a copy."""
-    return torch.cat([local(each.detach()).flatten().float() for each in bundle])
+    """The weights of a bundle flattened into one row, as a copy."""
+    return torch.cat([local(parameter.detach()).flatten() for parameter in bundle])
 
 
 def apart(flat: Tensor, shaped: Iterable[Tensor]) -> list[Tensor]:

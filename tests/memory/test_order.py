@@ -20,12 +20,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from simpletuner.config.schema import CachingConfig, EmaConfig, OffloadConfig, OptimizerConfig, PrecisionConfig
+from simpletuner.config.schema import CachingConfig, OffloadConfig, OptimizerConfig, PrecisionConfig
 from simpletuner.diffusion.batch import Batch, upload
 from simpletuner.memory.offload import attach, streamer
 from simpletuner.memory.offload.block_inputs import BlockInputs
 from simpletuner.speed.recomputation import enable_checkpointing
-from simpletuner.training import ema
 from simpletuner.training.loader import BatchLoader
 from simpletuner.training.release import GradientRelease, HostState
 from simpletuner.training.trained import Draft, copy_drafts, page_locked_copy
@@ -144,24 +143,6 @@ def loaded(gpu: LyingGpu) -> None:
         loader.close()
 
 
-def averaged(gpu: LyingGpu) -> None:
-    """An average on the host follows weights that the next step overwrites, in several copies through few rooms."""
-    parameters = {str(number): nn.Parameter(torch.randn(4, 4)) for number in range(3)}
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ema, "ThreadPoolExecutor", lambda workers, thread_name_prefix: Reader(gpu))
-        patch.setattr(ema, "BUNDLE", 16)
-        average = ema.Ema(parameters, EmaConfig(use_ema=True, ema_device="cpu"), GPU)
-        # Only now: the average would share the memory of what is on the device only in name.
-        for each in parameters.values():
-            each.data = each.data.to(GPU)
-        for step in range(1, 4):
-            with torch.no_grad():
-                for each in parameters.values():
-                    each.add_(0.1)
-            average.update(step)
-        assert all(each.isfinite().all() for each in average.average.values())
-
-
 def saved(gpu: LyingGpu) -> None:
     """A checkpoint is copied to page-locked memory, which a thread reads while the next step changes the weights."""
     weights = {str(number): torch.randn(4).to(GPU) for number in range(3)}
@@ -195,7 +176,6 @@ PROGRAMS: dict[str, Callable[[LyingGpu], None]] = {
     "disk": from_disk,
     "hosted": hosted,
     "loaded": loaded,
-    "averaged": averaged,
     "saved": saved,
     "decoded": decoded,
 }

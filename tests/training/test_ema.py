@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import copy
 import io
-import time
-from threading import Event
 from typing import Any
 
 import pytest
@@ -15,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from simpletuner.config.schema import EmaConfig
 from simpletuner.training import ema as ema_module
-from simpletuner.training.ema import Ema, Following
+from simpletuner.training.ema import Ema
 from tests.closeness import ELEMENTWISE, assert_close
 
 CPU, META = torch.device("cpu"), torch.device("meta")
@@ -113,48 +110,6 @@ def test_the_accelerator_does_not_change_a_bit(foreach_disable: bool, place: str
         train(weights, ema, 1, 30)
         averages.append(ema.average["a"].cpu())
     assert torch.equal(*averages)
-
-
-def following(weights: Parameters) -> Ema:
-    """An average that follows as beside a GPU, in bundles of one weight, by a thread that is slow."""
-    ema = Ema(weights, EmaConfig(), CPU)
-    ema._bundles = [[each] for each in weights.values()]
-    ema._following, move = Following(CPU, 300), ema._move
-    ema._move = lambda *inputs: (time.sleep(0.01), move(*inputs))  # type: ignore[assignment]
-    return ema
-
-
-def test_an_average_that_follows_in_a_thread_is_the_same() -> None:
-    """Although weights change while earlier ones still wait: two copies are on their way."""
-    averages = []
-    for make in (lambda weights: Ema(weights, EmaConfig(), CPU), following):
-        weights = parameters()
-        ema = make(weights)
-        train(weights, ema, 1, 5)
-        averages.append(copy.deepcopy(ema.state_dict()["average"]))
-        train(weights, ema, 6, 9)
-        with ema.applied():
-            averages.append({name: each.detach().clone() for name, each in weights.items()})
-    assert all(torch.equal(averages[first][name], averages[first + 2][name]) for first in (0, 1) for name in weights)
-
-
-def test_training_does_not_wait_for_the_thread() -> None:
-    weights = {"a": parameters()["a"]}
-    ema, may_go_on, started = following(weights), Event(), time.monotonic()
-    ema._move = lambda *inputs: may_go_on.wait(60)  # type: ignore[assignment]
-    ema.update(1)
-    ema.update(2)
-    may_go_on.set()
-    assert ema.average.keys() == {"a"}
-    assert time.monotonic() - started < 30
-
-
-def test_an_error_of_the_thread_ends_the_run() -> None:
-    ema = following(parameters())
-    ema._move = lambda *inputs: 1 / 0  # type: ignore[assignment]
-    ema.update(1)
-    with pytest.raises(ZeroDivisionError):
-        ema.update(2)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
