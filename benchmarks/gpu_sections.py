@@ -29,6 +29,7 @@ from simpletuner.errors import ConfigError
 from simpletuner.memory.quantisation.layers import QuantisedLinear, pack, use_quantised_products
 from simpletuner.models.blocks import AttentionKernel, torch_attention
 from simpletuner.models.registry import FAMILIES
+from simpletuner.planning.techniques.tread import TreadSpec
 from simpletuner.run.train import fix_order
 from simpletuner.speed.attention import activate_attention
 from simpletuner.speed.measure import fastest, host_to_device_bytes, matmul_flops
@@ -426,7 +427,7 @@ def tread(machine: Machine) -> Iterator[Line]:
     """Half of the tokens pass by all blocks but the outermost ones."""
     for size in (machine.video, machine.image):
         found: dict[str, Outcome] = {}
-        for name, techniques in (("all tokens", []), ("half the tokens", [Tread([routes_of(size)])])):
+        for name, techniques in (("all tokens", []), ("half the tokens", [Tread(TreadSpec([routes_of(size)]))])):
             yield from _measured(machine, size, {name: {}}, found, techniques)
         if size in MODELS:
             allowed = share_of_arithmetic(size, [routes_of(size)])

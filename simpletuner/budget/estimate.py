@@ -47,7 +47,7 @@ from simpletuner.models.cost import (
     TransformerCost,
     Work,
 )
-from simpletuner.planning.technique_specs import TechniqueCost, TechniqueSpec
+from simpletuner.planning.techniques.spec import TechniqueCost, TechniqueSpec
 
 AVERAGE = 4.0  # bytes per number of the moving average: float32
 # Bytes per number of the widest layer that quantised matmuls add to the peak (measured): float32 copies and sums.

@@ -32,7 +32,7 @@ from simpletuner.models.source import ModelSource, encoder_weights
 from simpletuner.models.spec import FamilySpec
 from simpletuner.planning.build import Plan
 from simpletuner.planning.entries import Listing, evaluated, feature_kinds, latent_storage
-from simpletuner.planning.technique_specs import TechniqueSpec
+from simpletuner.planning.techniques.spec import TechniqueSpec
 from simpletuner.weights.files import Shape
 from simpletuner.weights.part import Part
 

@@ -7,10 +7,10 @@ so they always agree.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Generic, Literal, Protocol, TypeVar
+from typing import TYPE_CHECKING, ClassVar, Generic, Literal, Protocol, TypeVar
 
 from simpletuner.caching.entry import list_keys
 from simpletuner.caching.keys import EncoderIdentity, FeatureKey, LatentKey, TextKey, checkpoint_identity, digest
@@ -19,10 +19,7 @@ from simpletuner.data.sample import Sample
 from simpletuner.models.vision import VisionEncoder
 
 if TYPE_CHECKING:
-    import torch
     from torch import Tensor
-
-    from simpletuner.models.adapter import FamilyAdapter, LatentEncoder
 
 
 FEATURES = "features"  # the tensor in an entry of features
@@ -47,29 +44,36 @@ class FeatureCost:
     memory: float = 0.0
 
 
-@dataclass(frozen=True)
 class FeatureKind:
     """Per-sample data that a technique needs, computed once and cached beside the latents.
 
+    The technique's class loads what computes it (`Technique.load_encoder`).
+
     Attributes:
-        name: key in `Batch.features`.
-        maker: dependencies besides the latents and the encoder's content, such as a size.
-        load: (adapter, loader of the VAE, device) -> encoder; called only if an entry is missing.
+        name: key in `Batch.features`, and the technique's name in the table of techniques.
         encoder: the model that computes the features.
-        cost: (frames, rows, columns of tokens) -> cost per sample.
         unneeded: ids of datasets that do not need the features.
         is_cached: computed once, before training; otherwise in every step, by the technique.
-        spared_by: settings that avoid storing the features; empty if the user has decided.
     """
 
-    name: str
-    maker: dict[str, str | float]
-    load: Callable[[FamilyAdapter, Callable[[], LatentEncoder], torch.device], FeatureEncoder]
+    name: ClassVar[str]
     encoder: VisionEncoder | None = None
-    cost: Callable[[int, int, int], FeatureCost] = lambda frames, rows, columns: FeatureCost()
     unneeded: frozenset[str] = frozenset()
     is_cached: bool = True
-    spared_by: Mapping[str, object] = field(default_factory=dict)
+
+    @property
+    def maker(self) -> Mapping[str, str | float]:
+        """Dependencies besides the latents and the encoder's content, such as a size."""
+        return {}
+
+    @property
+    def spared_by(self) -> Mapping[str, object]:
+        """Settings that avoid storing the features; empty if the user has decided."""
+        return {}
+
+    def cost(self, frames: int, rows: int, columns: int) -> FeatureCost:
+        """The cost of a sample, by its size in tokens."""
+        return FeatureCost()
 
     @cached_property
     def identity(self) -> tuple[tuple[str, str | float], ...]:
@@ -77,7 +81,7 @@ class FeatureKind:
         # By content, since another checkpoint may have the same name.
         place = self.encoder.local() if self.encoder else None
         content = {"encoder": checkpoint_identity(place)} if place else {}
-        return tuple(sorted((self.maker | content).items()))
+        return tuple(sorted({**self.maker, **content}.items()))
 
 
 @dataclass(slots=True, unsafe_hash=True)  # not frozen, for speed, like keys

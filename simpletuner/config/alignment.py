@@ -1,20 +1,13 @@
-"""Representation alignment (CREPA): keys, and the rules between them and other keys. Imports no torch."""
+"""Keys of representation alignment (CREPA), and values derived from them."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Literal
+from collections.abc import Mapping
+from typing import Literal
 
-from simpletuner.config.option import TechniqueGroup, beyond_last, common, option, when
+from simpletuner.config.option import TechniqueGroup, common, option, when
 from simpletuner.config.types import Flag, Integer, Number, Text
-from simpletuner.errors import Problems
-
-if TYPE_CHECKING:
-    from simpletuner.config.schema import RunConfig
-    from simpletuner.config.techniques import Route
-    from simpletuner.data.dataset import Dataset
-    from simpletuner.models.spec import FamilySpec
 
 PATCH = 14  # pixels per side of a patch of DINOv2
 
@@ -109,63 +102,6 @@ class CrepaConfig(TechniqueGroup):
         rows, columns = (int(side * math.sqrt(ratio) + 1e-9) for ratio in (height / width, width / height))
         return max(rows, 1), max(columns, 1)
 
-    def check(self, config: RunConfig, report: Problems) -> None:
-        """Report contradictions between keys."""
-        _check_source(self, config.is_explicit, report)
-        if self.crepa_scheduler != "constant" and 0 < self.crepa_decay_steps <= self.crepa_warmup_steps:
-            message = f"{self.crepa_decay_steps} is not after crepa_warmup_steps {self.crepa_warmup_steps}, where the"
-            report.warn("crepa_decay_steps", f"{message} decay begins: the weight drops in one step.")
-        side = self.crepa_encoder_image_size
-        if side % PATCH:
-            below = side // PATCH * PATCH
-            message = f"{side} is not a multiple of {PATCH}; the nearest are {below} and {below + PATCH}."
-            report.error("crepa_encoder_image_size", message)
-
-    def check_model(self, spec: FamilySpec, routes: Sequence[Route], blocks: int | None, report: Problems) -> None:
-        """Report a model without frames to align, and blocks that it lacks."""
-        if spec.media != "video":
-            report.error("crepa_enabled", f"aligns the frames of clips, but {spec.title} makes pictures.")
-        chosen = {"crepa_block_index": self.crepa_block_index}
-        if self.from_backbone:
-            chosen["crepa_teacher_block_index"] = self.crepa_teacher_block_index
-        beyond_last(chosen, blocks, report)
-
-    def check_datasets(self, config: RunConfig, datasets: Sequence[Dataset], report: Problems) -> None:
-        """Report datasets that are encoded during training, when the teacher is loaded."""
-        for dataset in (each.config for each in datasets if self.needs_encoder and each.config.is_trained):
-            reasons = {
-                "vae_cache_disable": dataset.vae_cache_disable,
-                "vae_cache_ondemand": config.caching.vae_cache_ondemand,
-                "vae_cache_clear_each_epoch": dataset.vae_cache_clear_each_epoch,
-            }
-            later = [key for key, is_on in reasons.items() if is_on]
-            # Caches are cleared between epochs, and features are then cached again along with the latents.
-            if later and later[0] != "vae_cache_clear_each_epoch" and self.crepa_cache != "off":
-                message = f"{self.crepa_cache!r} needs latents that are cached before training;"
-                report.error("crepa_cache", f"{message} with {later[0]} use off.")
-            if later and self.crepa_drop_vae_encoder:
-                message = f"with {later[0]} {dataset.id} is encoded during training, which needs that half;"
-                report.error("crepa_drop_vae_encoder", f"{message} remove one of them.")
-
     @property
     def late(self) -> Mapping[str, str]:
         return {"crepa_warmup_steps": "crepa_lambda is never reached"}
-
-
-def _check_source(crepa: CrepaConfig, is_explicit: Callable[[str], bool], report: Problems) -> None:
-    """Check for a single feature source, and for a teacher block after the student."""
-    source, flag = crepa.crepa_feature_source, crepa.crepa_use_backbone_features
-    # Only explicit keys can contradict each other.
-    both = is_explicit("crepa_feature_source") and is_explicit("crepa_use_backbone_features")
-    if both and flag != (source == "backbone"):
-        message = f"{source!r} contradicts crepa_use_backbone_features {str(flag).lower()}; remove one of them."
-        report.error("crepa_feature_source", message)
-    teacher, student = crepa.crepa_teacher_block_index, crepa.crepa_block_index
-    if not crepa.from_backbone:
-        return
-    if teacher is None or teacher == student:
-        unset = "is not set" if teacher is None else f"{teacher} is crepa_block_index, too"
-        report.error("crepa_teacher_block_index", f"{unset}: a block cannot be its own teacher; name a later one.")
-    elif student is not None and teacher < student:
-        message = f"{teacher} comes before crepa_block_index {student}; a teacher is a later block."
-        report.warn("crepa_teacher_block_index", message)

@@ -18,19 +18,13 @@ import shlex
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, TypedDict, Unpack, cast, get_args, get_origin
+from typing import Annotated, Any, ClassVar, Literal, TypedDict, Unpack, cast, get_args, get_origin
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
 from simpletuner.errors import Problem, Problems
-
-if TYPE_CHECKING:  # higher layers
-    from simpletuner.config.schema import RunConfig
-    from simpletuner.config.techniques import Route
-    from simpletuner.data.dataset import Dataset
-    from simpletuner.models.spec import FamilySpec
 
 # Above any sensible number of steps, weights or pixels: catches typos that would cost days or gigabytes.
 LARGEST_NUMBER = 1_000_000_000
@@ -121,32 +115,8 @@ class Group(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
 
-def beyond_last(chosen: Mapping[str, int | None], blocks: int | None, report: Problems) -> None:
-    """Report keys with the index of a block that the model does not have."""
-    for key, block in chosen.items():
-        if block is not None and blocks is not None and block >= blocks:
-            report.error(key, f"{block} is out of range: the model has {blocks} blocks, 0 to {blocks - 1}.")
-
-
 class TechniqueGroup(Group):
-    """The keys of a technique, and the checks that the plan makes; the defaults report nothing."""
-
-    def check(self, config: RunConfig, report: Problems) -> None:
-        """Report contradictions between settings."""
-        report.extend(())
-
-    def check_model(self, spec: FamilySpec, routes: Sequence[Route], blocks: int | None, report: Problems) -> None:
-        """Report what the model lacks or does not support.
-
-        Args:
-            routes: TREAD routes, ranges of blocks that some tokens skip.
-            blocks: number of visual blocks; None if the checkpoint is not on this machine.
-        """
-        report.extend(())
-
-    def check_datasets(self, config: RunConfig, datasets: Sequence[Dataset], report: Problems) -> None:
-        """Report missing data, and datasets that exclude the technique."""
-        report.extend(())
+    """The keys of a technique; its rules are in `planning.techniques`."""
 
     @property
     def late(self) -> Mapping[str, str]:

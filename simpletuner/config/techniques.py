@@ -1,27 +1,20 @@
 """Keys of techniques that change a training step: token routing (TREAD), loss terms (distance, masks, preservation) and
-scheduled sampling with ReflexFlow; derived values and checks. Imports no torch."""
+scheduled sampling with ReflexFlow; derived values. Imports no torch."""
 
 from __future__ import annotations
 
-import itertools
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from statistics import fmean
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, ConfigDict, Field
 
 from simpletuner.config.option import Group, TechniqueGroup, common, option, unless, when
 from simpletuner.config.types import Flag, Integer, Number, Text, parse_json_text
-from simpletuner.errors import NoEffect, Problem, Problems
-
-if TYPE_CHECKING:
-    from simpletuner.config.schema import RunConfig
-    from simpletuner.data.dataset import Dataset
-    from simpletuner.models.spec import FamilySpec
 
 
 @dataclass(frozen=True)
@@ -62,9 +55,6 @@ def _around_middle(share: float) -> dict[str, Any]:
 ROUTES: Mapping[str, Any] = {"none": None, "quarter": _around_middle(0.25), "half": _around_middle(0.5)}
 
 
-_problem = partial(Problem, "tread_config")
-
-
 class RouteGroup(Group):
     """The value of `tread_config`."""
 
@@ -83,40 +73,6 @@ class TreadConfig(TechniqueGroup):
     def routes(self) -> tuple[Route, ...]:
         """The ranges of blocks that tokens skip; empty without `tread_config`."""
         return () if self.tread_config is None else tuple(self.tread_config.routes)
-
-    def check_model(self, spec: FamilySpec, routes: Sequence[Route], blocks: int | None, report: Problems) -> None:
-        """Report ranges beyond the model's blocks, ranges that start after their end, and overlaps."""
-        inside: list[tuple[Route, Route]] = []  # (counted from the start, as written)
-        for route in routes:
-            # Indices from opposite ends cannot be compared without the number of blocks.
-            if blocks is None:
-                if (route.first < 0) == (route.last < 0) and route.first > route.last:
-                    report.append(_problem(f"the route from {route.written} starts after its end."))
-                continue
-            outside = {edge: None for edge in (route.first, route.last) if not -blocks <= edge < blocks}
-            for edge in outside:
-                message = f"the model has {blocks} blocks, so an index is between {-blocks} and {blocks - 1},"
-                report.append(_problem(f"{message} not {edge}."))
-            if outside:
-                continue
-            # Comparable only now: -1 and 31 may be the same block.
-            counted = route.among(blocks)
-            if counted.first > counted.last:
-                ends = f"(block {counted.first} of {blocks} to block {counted.last})"
-                report.append(_problem(f"the route from {route.written} {ends} starts after its end."))
-                continue
-            inside.append((counted, route))
-        _check_overlaps(inside, report)
-
-
-def _check_overlaps(routes: Sequence[tuple[Route, Route]], report: Problems) -> None:
-    """Report overlaps between routes, as pairs (counted from the start, as written)."""
-    # Sorted by start, overlapping routes are neighbours.
-    in_order = sorted(routes, key=lambda pair: pair[0].first)
-    for (one, first), (following, second) in itertools.pairwise(in_order):
-        if following.first <= one.last:
-            shared = f"block {following.first}" if following.first == one.last else f"blocks {following.first} and on"
-            report.append(_problem(f"the routes from {first.written} and {second.written} overlap ({shared})."))
 
 
 def count_kept(ratio: float, units: int) -> int:
@@ -190,12 +146,6 @@ class MaskedLossConfig(TechniqueGroup):
     )
     """Weight of a term that keeps the base model's prediction in black areas (LoRA only, one more forward pass)."""
 
-    def check_datasets(self, config: RunConfig, datasets: Sequence[Dataset], report: Problems) -> None:
-        """Report mask keys that have no effect without masks."""
-        if not any(dataset.masks for dataset in datasets if dataset.config.is_trained):
-            for key in filter(config.is_explicit, type(self).model_fields):
-                report.warn(key, "has no effect: no dataset that is trained has masks.")
-
 
 class PreservationConfig(TechniqueGroup):
     """Preservation"""
@@ -232,6 +182,10 @@ class PreservationConfig(TechniqueGroup):
         replaced, count = self._trigger.subn(lambda match: prompt, caption)
         return replaced if count else prompt
 
+    def names_subject(self, caption: str) -> bool:
+        """Whether a caption has the trigger."""
+        return bool(self._trigger.search(caption))
+
     @property
     def _trigger(self) -> re.Pattern[str]:
         """Matches the trigger as whole words in any letter case; without a trigger, matches nothing."""
@@ -239,23 +193,6 @@ class PreservationConfig(TechniqueGroup):
             return re.compile(r"(?!)")
         # Not \b, which fails next to punctuation, as in the trigger <me>.
         return re.compile(rf"(?<!\w){re.escape(self.preservation_trigger)}(?!\w)", re.IGNORECASE)
-
-    def check(self, config: RunConfig, report: Problems) -> None:
-        """Report a trigger without a prompt to replace it."""
-        if self.is_on and self.preservation_trigger and not self.preservation_prompt:
-            report.error("preservation_trigger", f"{self.preservation_trigger!r} needs a preservation_prompt.")
-
-    def check_datasets(self, config: RunConfig, datasets: Sequence[Dataset], report: Problems) -> None:
-        """Warn if captions lack the trigger, in which case the prompt replaces the whole caption."""
-        if not self.is_on or self.preservation_trigger is None:
-            return
-        preserving = [each for each in datasets if each.config.is_trained and not each.config.is_regularisation_data]
-        captions = (caption for each in preserving for sample in each.samples for caption in sample.captions)
-        named = [bool(self._trigger.search(caption)) for caption in captions]
-        if not all(named):
-            message = f"{self.preservation_trigger!r} is in {sum(named)} of {len(named)} captions"
-            rest = "; for the others preservation_prompt is the whole caption." if any(named) else "."
-            report.append(Problem("preservation_trigger", message + rest, fatal=not any(named)))
 
 
 PREFIX = "scheduled_sampling_"
@@ -349,16 +286,6 @@ class ScheduledSamplingConfig(TechniqueGroup):
         offsets = [self.offset_at((index + 0.5) / FINENESS) for index in range(FINENESS)]
         passes = fmean(offset + (self.compares_clean and offset > 0) for offset in offsets)
         return fmean(map(self.probability_at, steps)) * passes
-
-    def check(self, config: RunConfig, report: Problems) -> None:
-        """Report offsets beyond the preview sampler's steps or never used."""
-        offset, ramp = self.scheduled_sampling_max_step_offset, self.scheduled_sampling_ramp_steps
-        if offset and not self.is_on:
-            reason = "probabilities are 0" if ramp else f"{PROBABILITY} is 0"
-            report.append(NoEffect(OFFSET, f"has no effect: {reason}."))
-        steps = config.validation.validation_num_inference_steps
-        if steps is not None and offset > steps:
-            report.error(OFFSET, f"{offset} exceeds the {steps} steps of validation_num_inference_steps.")
 
     @property
     def late(self) -> Mapping[str, str]:

@@ -14,7 +14,16 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from simpletuner.caching.catalogue import AnyEntry, Catalogue, FeatureEntry, LatentEntry, Share, TextEntry, missing
+from simpletuner.caching.catalogue import (
+    AnyEntry,
+    Catalogue,
+    FeatureEncoder,
+    FeatureEntry,
+    LatentEntry,
+    Share,
+    TextEntry,
+    missing,
+)
 from simpletuner.caching.entry import DamagedEntryError, entry_path, read_entry
 from simpletuner.config.precision import quantisation, text_encoder_dtype, vae_dtype
 from simpletuner.config.schema import RunConfig
@@ -40,6 +49,7 @@ from simpletuner.planning.checks import check_block_numbers, check_parts
 from simpletuner.planning.entries import Listing, list_entries, make_catalogue
 from simpletuner.planning.length import check_schedule, plan_length
 from simpletuner.reporting.events import CACHING, EventStream, PhaseStarted
+from simpletuner.techniques.table import TECHNIQUES
 from simpletuner.training.assemble import make_accelerator
 from simpletuner.training.loader import in_loop
 from simpletuner.weights.part import Part
@@ -99,9 +109,13 @@ class Encoding:
             latents = read_or_restore(entry, self.restore)["latents"] if is_cached else self.encode(entry)
             return latents.to(self.device)
 
+        def load(entry: FeatureEntry) -> FeatureEncoder:
+            technique = TECHNIQUES[entry.kind.name]
+            load_vae = self._load_latent_encoder
+            return technique.load_encoder(entry.kind, self.adapter, load_vae, self.device)
+
         def work(bar: ProgressBar) -> Mapping[Any, str]:
-            vae = self._load_latent_encoder
-            fill_features(entries, lambda entry: entry.kind.load(self.adapter, vae, self.device), read, bar)
+            fill_features(entries, load, read, bar)
             return {}
 
         self._share(len(entries), world, "features", self.plan.spec.media_noun, "init_feature_cache", work)

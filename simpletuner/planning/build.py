@@ -35,7 +35,8 @@ from simpletuner.planning.environment import as_launched, as_rendered, check_env
 from simpletuner.planning.length import Length, check_schedule, data_origin, plan_length
 from simpletuner.planning.prompts import ValidationPrompt, collect_prompts, fit_sizes
 from simpletuner.planning.resume import check_resume, decide_seed, has_same_data
-from simpletuner.planning.technique_specs import TechniqueSpec, TrainedData, chosen_techniques
+from simpletuner.planning.techniques.spec import TechniqueSpec, TrainedData
+from simpletuner.planning.techniques.table import chosen_techniques
 from simpletuner.weights.part import Part
 
 # What a plan is for: a run, its caches, pictures from its result, a look at the datasets, or a form that is being

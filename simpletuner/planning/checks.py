@@ -38,7 +38,7 @@ from simpletuner.models.spec import FamilySpec, Flavour
 from simpletuner.planning import effects
 from simpletuner.planning.environment import check_folders, check_launch, check_offload, why_not_writable
 from simpletuner.planning.prompts import ValidationPrompt
-from simpletuner.planning.technique_specs import check_encoders
+from simpletuner.planning.techniques.table import check_encoders, ruling_techniques
 
 if TYPE_CHECKING:  # it checks by this module
     from simpletuner.planning.build import Plan, Purpose
@@ -216,7 +216,7 @@ def check_rest(config: RunConfig, report: Problems) -> None:
     if config.webhooks.hooks:
         check_webhooks(config.webhooks, report)
     check_unset([*config.publish, *config.webhooks], report, fatal=False)
-    for technique in config.techniques_in_use:
+    for technique in ruling_techniques(config):
         technique.check(config, report)
     check_encoders(config, report)
 
@@ -287,8 +287,8 @@ def check_block_numbers(config: RunConfig, spec: FamilySpec, source: ModelSource
     found = (source["transformer"].read_config() or {}).get(counts[-1]) if counts else None
     blocks = found if isinstance(found, int) else None
     routes = config.tread.routes if spec.token_blocks else ()
-    for technique in config.techniques_in_use:
-        technique.check_model(spec, routes, blocks, report)
+    for technique in ruling_techniques(config):
+        technique.check_model(config, spec, routes, blocks, report)
 
 
 def check_sequence(plan: Plan, report: Problems) -> None:
@@ -406,7 +406,7 @@ def check_datasets(plan: Plan, report: Problems) -> None:
     config, datasets = plan.config, plan.datasets
     _check_kinds(config, plan.trained, report)
     _check_previewed(config.validation.eval_dataset_id or [], datasets, report)
-    for technique in config.techniques_in_use:
+    for technique in ruling_techniques(config):
         technique.check_datasets(config, datasets, report)
     for dataset in datasets:
         _check_resolution(plan, dataset, report)

@@ -33,6 +33,7 @@ from simpletuner.redaction import redact_settings, redact_texts
 from simpletuner.reporting.events import EventStream
 from simpletuner.reporting.record import Recorded
 from simpletuner.run.companions import Companion
+from simpletuner.techniques.table import make_techniques
 from simpletuner.training.assemble import assemble
 from simpletuner.training.checkpoints import CheckpointWriter, load_checkpoint
 from simpletuner.training.ema import Ema
@@ -73,7 +74,7 @@ class Session:
         plan, config, encoding = caches.plan, caches.plan.config, caches.encoding
         events = encoding.events
         with events.phase("Loading the transformer", stage="init_load_base_model"):
-            techniques = [technique.build() for technique in plan.techniques]
+            techniques = make_techniques(plan.techniques)
             assembly = assemble(config, training_spec(plan), encoding.adapter, techniques, accelerator, world)
         # Starts from the initial weights; `load_checkpoint` replaces the average of a resumed run.
         if config.ema.use_ema:

@@ -2,7 +2,8 @@
 
 A micro-step calls `before_forward` of every technique, the forward pass, `extra_losses`, `weigh` and the backward pass,
 all within `acting`; then `extra_passes`. At its neutral setting, a technique is identical to plain training. The plan
-reads its `spec.TechniqueSpec`, which does not import torch. Code that only observes is a callback (`training.loop`).
+reads its `TechniqueSpec` (`planning.techniques`), which does not import torch. Code that only observes is a callback
+(`training.loop`).
 """
 
 from __future__ import annotations
@@ -16,10 +17,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from simpletuner.caching.catalogue import FeatureEncoder, FeatureKind
 from simpletuner.config.techniques import Route
 from simpletuner.diffusion.batch import Batch, NoisyBatch
 from simpletuner.distributed.world import World
 from simpletuner.models.adapter import BlockLayout, FamilyAdapter, LatentEncoder
+from simpletuner.planning.techniques.spec import TechniqueSpec
 
 if TYPE_CHECKING:
     from simpletuner.models.sequence import SequenceGroup
@@ -39,6 +42,9 @@ class Technique:
 
     routes: Sequence[Route] = ()
 
+    def __init__(self, spec: TechniqueSpec) -> None:
+        """Keep what training needs of the spec; every class takes the spec of its own name."""
+
     @property
     def name(self) -> str:
         """Name of its module and state in a checkpoint; a run has at most one technique per class."""
@@ -52,6 +58,13 @@ class Technique:
         torch's global generators are seeded for the technique, and restored afterwards.
         """
         self.site = site
+
+    @classmethod
+    def load_encoder(
+        cls, kind: FeatureKind, adapter: FamilyAdapter, load_vae: Callable[[], LatentEncoder], device: torch.device
+    ) -> FeatureEncoder:
+        """Load what computes the features of its spec, onto the device; called only if an entry is missing."""
+        raise NotImplementedError
 
     def module(self) -> nn.Module | None:
         """The technique's trained float32 weights, built in `attach`, or None.

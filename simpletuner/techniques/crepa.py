@@ -16,19 +16,22 @@ drops are missing from the grid and excluded from every mean.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import normalize, pad
 
-from simpletuner.caching.catalogue import FeatureKind
+from simpletuner.caching.catalogue import FeatureEncoder, FeatureKind
 from simpletuner.config.alignment import CrepaConfig
 from simpletuner.diffusion.batch import NoisyBatch, upload
+from simpletuner.models.adapter import FamilyAdapter, LatentEncoder
+from simpletuner.planning.techniques.crepa import CrepaSpec, TeacherFeatures
 from simpletuner.techniques.base import Predict, Site, Technique
+from simpletuner.techniques.teacher import load_teacher
 
 FEATURES = "crepa"
 
@@ -120,25 +123,23 @@ def neighbours_of(config: CrepaConfig, frames: int) -> dict[int, float]:
     return {shift: weight for distance, weight in weights.items() for shift in (-distance, distance)}
 
 
-@dataclass(eq=False)
 class Crepa(Technique):
-    """Adds the alignment loss.
+    """Adds the alignment loss."""
 
-    Attributes:
-        width: width of the encoder's features; features of a block are as wide as the model.
-        regularised: datasets whose target is the base model; they are not aligned.
-        total_steps: optimizer steps of the run, over which the weight decays.
-        kinds: the encoder's features.
-    """
+    def __init__(self, spec: CrepaSpec) -> None:
+        self.spec = spec
+        self.config = spec.config
+        self.width = spec.width
+        self._average: Tensor | None = None
+        self._is_off = False
+        self._log: dict[str, Tensor] = {}
 
-    config: CrepaConfig
-    width: int
-    regularised: frozenset[str]
-    total_steps: int
-    kinds: Sequence[FeatureKind] = ()
-    _average: Tensor | None = field(default=None, init=False)
-    _is_off: bool = field(default=False, init=False)
-    _log: dict[str, Tensor] = field(default_factory=dict, init=False)
+    @classmethod
+    def load_encoder(
+        cls, kind: FeatureKind, adapter: FamilyAdapter, load_vae: Callable[[], LatentEncoder], device: torch.device
+    ) -> FeatureEncoder:
+        assert isinstance(kind, TeacherFeatures)
+        return load_teacher(kind.encoder, kind.config, adapter, load_vae, device)
 
     def attach(self, site: Site) -> None:
         super().attach(site)
@@ -148,11 +149,16 @@ class Crepa(Technique):
         site.hidden.watch(self._student)
         if config.from_backbone:
             site.hidden.watch(self._teacher)
-        inner, outer = site.layout.width, site.layout.width if config.from_backbone else self.width
+        inner = site.layout.width
+        # Features of a block are as wide as the model.
+        outer = inner if config.from_backbone else self.width
         self._project: nn.Module = nn.Sequential(nn.LayerNorm(inner), nn.Linear(inner, outer))
         # With cached features, neither encoder nor VAE is needed on the device.
-        live = [kind for kind in self.kinds if not kind.is_cached]
-        self._encoders = [kind.load(site.adapter, site.load_latent_encoder, site.device) for kind in live]
+        self._encoders = []
+        for kind in self.spec.features:
+            if not kind.is_cached:
+                encoder = self.load_encoder(kind, site.adapter, site.load_latent_encoder, site.device)
+                self._encoders.append(encoder)
 
     def module(self) -> nn.Module:
         return self._project
@@ -163,8 +169,8 @@ class Crepa(Technique):
     def before_forward(self, noisy: NoisyBatch, predict: Predict) -> NoisyBatch:
         """Set the weight of this micro-step, and compute uncached features before activations take memory."""
         step, cutoff = noisy.place_for("CREPA").global_step, self.config.crepa_cutoff_step
-        is_aligned = noisy.batch.dataset_id not in self.regularised
-        self._scheduled = scheduled_weight(self.config, step, self.total_steps) if is_aligned else 0.0
+        is_aligned = noisy.batch.dataset_id not in self.spec.regularised
+        self._scheduled = scheduled_weight(self.config, step, self.spec.total_steps) if is_aligned else 0.0
         self._follow_threshold()
         self._is_cut = self._is_off or 0 < cutoff <= step
         if not self._encoders or not self._measures:

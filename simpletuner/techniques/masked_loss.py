@@ -14,9 +14,10 @@ from dataclasses import replace
 
 from torch import Tensor
 
-from simpletuner.config.techniques import LossConfig, MaskedLossConfig
+from simpletuner.config.techniques import LossConfig
 from simpletuner.diffusion.batch import NoisyBatch
 from simpletuner.diffusion.flow import elementwise_loss
+from simpletuner.planning.techniques.masked_loss import MaskedLossSpec
 from simpletuner.techniques.base import Predict, Technique
 
 # Lower bound of the divisor: a tiny mask would otherwise give a huge gradient.
@@ -26,8 +27,8 @@ SMALLEST_MEAN = 0.05
 class MaskedLoss(Technique):
     """Turns masks into loss weights, in a share of the batches."""
 
-    def __init__(self, config: MaskedLossConfig) -> None:
-        self._config = config
+    def __init__(self, spec: MaskedLossSpec) -> None:
+        self._config = spec.config
         self._prior: NoisyBatch | None = None
 
     def before_forward(self, noisy: NoisyBatch, predict: Predict) -> NoisyBatch:

@@ -20,14 +20,16 @@ import torch
 from torch import Tensor
 
 from simpletuner.diffusion.batch import NoisyBatch
+from simpletuner.planning.techniques.preservation import PreservationSpec, RegularisationSpec
 from simpletuner.techniques.base import ExtraPass, Predict, Technique
 
 
 class Preservation(Technique):
     """Adds the loss of an extra forward pass to micro-batches with alternative captions."""
 
-    def __init__(self, weight: float, probability: float) -> None:
-        self.weight, self.probability = weight, probability
+    def __init__(self, spec: PreservationSpec) -> None:
+        self.weight = spec.weight
+        self.probability = spec.probability
 
     def extra_passes(self, noisy: NoisyBatch) -> Sequence[ExtraPass]:
         embeds = noisy.batch.other_embeds
@@ -46,8 +48,8 @@ class Preservation(Technique):
 class Regularisation(Technique):
     """Replaces the target of samples from some datasets with the base model's prediction."""
 
-    def __init__(self, dataset_ids: frozenset[str]) -> None:
-        self.dataset_ids = dataset_ids
+    def __init__(self, spec: RegularisationSpec) -> None:
+        self.dataset_ids = spec.dataset_ids
 
     def before_forward(self, noisy: NoisyBatch, predict: Predict) -> NoisyBatch:
         if noisy.batch.dataset_id not in self.dataset_ids:

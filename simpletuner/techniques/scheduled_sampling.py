@@ -23,10 +23,10 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cosine_similarity
 
-from simpletuner.config.techniques import ScheduledSamplingConfig
 from simpletuner.diffusion.batch import NoisyBatch, upload
 from simpletuner.diffusion.flow import per_sample
 from simpletuner.diffusion.seeds import Place
+from simpletuner.planning.techniques.scheduled_sampling import ScheduledSamplingSpec
 from simpletuner.techniques.base import Predict, Site, Technique
 
 logger = logging.getLogger(__name__)
@@ -43,18 +43,13 @@ ADR, FLOW_LOSS = "reflexflow_adr", "reflexflow_flow_loss"
 
 
 class ScheduledSampling(Technique):
-    """Replaces inputs with rollouts of the model.
+    """Replaces inputs with rollouts of the model."""
 
-    Args:
-        steps: number of steps of the preview sampler, whose grid of noise levels the rollouts follow.
-        shift: shift of that scheduler, if it replaces the checkpoint's.
-        skipped: ids of datasets to skip, since their target is the base model.
-    """
-
-    def __init__(
-        self, config: ScheduledSamplingConfig, steps: int, shift: float | None, skipped: frozenset[str] = frozenset()
-    ) -> None:
-        self._config, self._steps, self._shift, self._skipped = config, steps, shift, skipped
+    def __init__(self, spec: ScheduledSamplingSpec) -> None:
+        self._config = spec.config
+        self._steps = spec.steps
+        self._shift = spec.shift
+        self._skipped = spec.skipped
         self._sampled: _Sampled | None = None
         self._watch = _Watch()
 

@@ -7,24 +7,21 @@ LoRA's strength, so a negative number trains the opposite direction. Gandikota e
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 from peft.tuners.tuners_utils import BaseTunerLayer
 
 from simpletuner.diffusion.batch import Batch
+from simpletuner.planning.techniques.slider import SliderSpec
 from simpletuner.techniques.base import Site, Technique
 
 
 class Slider(Technique):
-    """Multiplies the scale of the LoRA in micro-steps on slider datasets.
+    """Multiplies the scale of the LoRA in micro-steps on slider datasets."""
 
-    Args:
-        strengths: strength by dataset id; 1 for all other datasets.
-    """
-
-    def __init__(self, strengths: Mapping[str, float]) -> None:
-        self.strengths = strengths
+    def __init__(self, spec: SliderSpec) -> None:
+        self.strengths = spec.strengths
 
     def attach(self, site: Site) -> None:
         self._layers = [each for each in site.transformer.modules() if isinstance(each, BaseTunerLayer)]

@@ -23,14 +23,15 @@ from torch import Tensor, nn
 from simpletuner.config.techniques import Route, count_kept
 from simpletuner.diffusion.batch import Batch, NoisyBatch, upload
 from simpletuner.models.adapter import TokenRouting
+from simpletuner.planning.techniques.tread import TreadSpec
 from simpletuner.techniques.base import Predict, Site, Technique
 
 
 class Tread(Technique):
     """Routes tokens around blocks."""
 
-    def __init__(self, routes: Sequence[Route]) -> None:
-        self.routes = routes
+    def __init__(self, spec: TreadSpec) -> None:
+        self.routes = spec.routes
 
     def attach(self, site: Site) -> None:
         layout, spec = site.layout, site.adapter.spec

@@ -14,7 +14,7 @@ from simpletuner.budget.budget import Budget
 from simpletuner.budget.device import HOST_BASE
 from simpletuner.budget.estimate import sent_bytes
 from simpletuner.budget.workload import Bucket
-from simpletuner.planning.technique_specs import TechniqueCost
+from simpletuner.planning.techniques.spec import TechniqueCost
 from tests.annexes.test_fit import LEANEST, budget, gpu
 from tests.budget.test_device import LISTED, fake_smi
 from tests.reports import found_by

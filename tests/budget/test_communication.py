@@ -21,7 +21,7 @@ from simpletuner.budget.device import Device, rates_of
 from simpletuner.budget.estimate import Sent, StepModel, exchange_seconds, sent_bytes
 from simpletuner.config.launch import LaunchConfig
 from simpletuner.models.cost import Adapters, CostTable, TransformerCost
-from simpletuner.planning.technique_specs import TechniqueCost
+from simpletuner.planning.techniques.spec import TechniqueCost
 from tests.budget.test_estimate import make_config, under
 
 WIDTH, PROCESSES = 8, 4

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -13,11 +14,22 @@ from simpletuner.budget.estimate import Step, StepModel
 from simpletuner.config.techniques import Route, tokens_by_block
 from simpletuner.models.cost import BatchShape, TransformerCost
 from simpletuner.models.kandinsky5.cost import VIDEO_COST
-from simpletuner.planning.technique_specs import TechniqueCost, TechniqueSpec
-from simpletuner.techniques.base import Technique
+from simpletuner.planning.techniques.spec import TechniqueCost, TechniqueSpec
+from simpletuner.planning.techniques.tread import TreadSpec
 from tests.budget.test_estimate import KANDINSKY, lora, under
 
-GUIDES = TechniqueSpec(Technique, routes=(Route(0.5, 2, -2),))
+
+class Costly(TechniqueSpec):
+    """A technique of a given cost."""
+
+    def __init__(self, **extra: float) -> None:
+        self.extra: Any = extra
+
+    def cost(self, transformer: TransformerCost, batch: BatchShape) -> TechniqueCost:
+        return TechniqueCost(**self.extra)
+
+
+GUIDES = TreadSpec([Route(0.5, 2, -2)])
 H100 = Device("H100", None, None, True, rates_of("NVIDIA H100"), "")
 
 
@@ -62,7 +74,7 @@ def test_what_the_arithmetic_allows(size: str, limit: float) -> None:
 
 
 def test_no_share_left_out_changes_nothing(lite: TransformerCost, setup: StepModel) -> None:
-    neutral, load = replace(setup, techniques=(TechniqueSpec(Technique, routes=(Route(0.0, 2, -2),)),)), load_of("lite")
+    neutral, load = replace(setup, techniques=(TreadSpec([Route(0.0, 2, -2)]),)), load_of("lite")
     assert Step(neutral, load, H100).cost == Step(setup, load, H100).cost
     assert neutral.memory(load) == setup.memory(load)
 
@@ -79,12 +91,10 @@ def test_extra_passes(lite: TransformerCost, setup: StepModel, device: Device) -
     """They go through all tokens, with and without gradients."""
 
     def seconds(**extra: float) -> float:
-        spec = TechniqueSpec(Technique, cost=lambda transformer, load: TechniqueCost(**extra))
-        routed = replace(under(setup, enable_group_offload=True), techniques=(GUIDES, spec))
+        routed = replace(under(setup, enable_group_offload=True), techniques=(GUIDES, Costly(**extra)))
         return Step(routed, load_of("lite"), device).cost.seconds
 
-    once = TechniqueSpec(Technique, cost=lambda transformer, load: TechniqueCost(passes=0.25))
-    routed = replace(setup, techniques=(GUIDES, once))
+    routed = replace(setup, techniques=(GUIDES, Costly(passes=0.25)))
     assert routed.memory(load_of("lite")) == setup.memory(load_of("lite"))
     plain = seconds()
     whole = Step(under(setup, enable_group_offload=True), load_of("lite"), device).cost.seconds
@@ -102,7 +112,7 @@ def test_activations_are_those_of_the_kept_tokens(lite: TransformerCost, setup: 
     assert plain.inputs == 32 * one.held
     assert fewer.inputs == pytest.approx((32 - 28 / 2) * one.held)
     assert fewer.block == plain.block
-    everywhere = replace(setup, techniques=(TechniqueSpec(Technique, routes=(Route(0.5, 0, -1),)),)).memory(load)
+    everywhere = replace(setup, techniques=(TreadSpec([Route(0.5, 0, -1)]),)).memory(load)
     assert everywhere.block < 0.6 * plain.block, "no block has all tokens"
 
     plain, fewer = (under(each, gradient_checkpointing=False).memory(load) for each in (setup, routed))

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from simpletuner.annexes.processes.joining import connect, settle_meeting
 from simpletuner.config.alignment import CrepaConfig
 from simpletuner.distributed.world import World
+from simpletuner.planning.techniques.crepa import CrepaSpec
 from simpletuner.techniques.crepa import Crepa
 from tests.fidelity.test_kandinsky5_video import make_video_adapter
 from tests.training.sharded_run import CLIPPED, LEG, Case, Run
@@ -28,7 +29,7 @@ def aligned() -> Crepa:
     config = CrepaConfig(
         crepa_enabled=True, crepa_feature_source="backbone", crepa_block_index=0, crepa_teacher_block_index=1
     )
-    return Crepa(config, 0, frozenset(), total_steps=10)
+    return Crepa(CrepaSpec(config, total_steps=10))
 
 
 DDP = {"fsdp_enable": False, "use_ema": False, "optimizer": "torch-sgd", "lora_rank": 4}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +11,11 @@ import pytest
 from simpletuner.config.load import build_group
 from simpletuner.config.techniques import Route, TreadConfig
 from simpletuner.errors import Problems
-from simpletuner.models.registry import FAMILIES
+from simpletuner.planning.techniques.tread import check_routes
 from tests.complaints import complaints
 from tests.reports import found_by
 from tests.workspace import Workspace
 
-check_routes = partial(TreadConfig().check_model, FAMILIES["kandinsky5-image"])
 GOOD = {"selection_ratio": 0.5, "start_layer_idx": 0, "end_layer_idx": -1}
 
 

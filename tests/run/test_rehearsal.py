@@ -20,6 +20,7 @@ from simpletuner.config.schema import OffloadConfig
 from simpletuner.config.sources import parse_arguments
 from simpletuner.distributed.world import World
 from simpletuner.errors import UserError
+from simpletuner.planning.techniques.spec import TechniqueSpec
 from simpletuner.reporting.events import EventStream, Notice
 from simpletuner.run import rehearsal
 from simpletuner.run.session import Session
@@ -90,7 +91,7 @@ class Counting(Technique):
 
 
 def test_techniques_forget_it(t2i_checkpoint: Path) -> None:
-    assembly = make_assembly(t2i_checkpoint, Counting())
+    assembly = make_assembly(t2i_checkpoint, Counting(TechniqueSpec()))
     (technique,) = assembly.techniques
     with rehearsal.unchanged(assembly):
         technique.seen = 1  # type: ignore[attr-defined]

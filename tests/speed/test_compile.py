@@ -30,6 +30,7 @@ from simpletuner.models.kandinsky5 import blocks, nabla
 from simpletuner.models.kandinsky5.blocks import store_in_bf16
 from simpletuner.models.kandinsky5.cost import VIDEO_COST
 from simpletuner.models.sanavideo.video import CompiledOnGrid
+from simpletuner.planning.techniques.tread import TreadSpec
 from simpletuner.speed.compile import Case, CheckedForward, CompiledPiece, settle_compiler
 from simpletuner.speed.recomputation import checkpointed
 from simpletuner.techniques.tread import Tread
@@ -102,7 +103,7 @@ def test_few_graphs_serve_a_whole_run(t2i_checkpoint: Path, monkeypatch: pytest.
     """Seven buckets take three; masks and empty captions three more, previews another three; TREAD none."""
     trace_only(monkeypatch)
     compiled, eager = (
-        make_assembly(t2i_checkpoint, Tread([Route(0.5, 1, -1)]), **settings)
+        make_assembly(t2i_checkpoint, Tread(TreadSpec([Route(0.5, 1, -1)])), **settings)
         for settings in ({"dynamo_backend": "aot_eager", "dynamo_fullgraph": True}, {})
     )
 

@@ -12,7 +12,7 @@ from torch.nn.functional import cosine_similarity
 from simpletuner.caching.catalogue import FeatureKind
 from simpletuner.diffusion.batch import NoisyBatch
 from simpletuner.models.cost import BatchShape, TransformerCost
-from simpletuner.planning.technique_specs import TechniqueCost, TechniqueSpec
+from simpletuner.planning.techniques.spec import TechniqueCost, TechniqueSpec
 from simpletuner.techniques.base import Site, Technique
 
 CHANNELS, PATCH = 16, 2
@@ -30,18 +30,29 @@ class PatchTeacher:
         return tokens.flatten(1).T.contiguous()
 
 
-TEACHER = FeatureKind(
-    "teacher", {"encoder": "patch mean", "patch": PATCH}, lambda adapter, load_vae, device: PatchTeacher()
-)
+class PatchFeatures(FeatureKind):
+    name = "alignment"
+
+    @property
+    def maker(self) -> Mapping[str, str | float]:
+        return {"encoder": "patch mean", "patch": PATCH}
+
+
+TEACHER = PatchFeatures()
 
 
 class Alignment(Technique):
     """1 - cos(projector(hidden states of a block), teacher), over the tokens that are there."""
 
-    def __init__(self, block: int = 1, weight: float = 0.5) -> None:
-        self.block, self.weight = block, weight
+    def __init__(self, spec: TechniqueSpec | None = None, block: int = 1, weight: float = 0.5) -> None:
+        self.block = block
+        self.weight = weight
         self.shapes: list[torch.Size] = []
         self.average = 0.0
+
+    @classmethod
+    def load_encoder(cls, *loading: Any) -> PatchTeacher:
+        return PatchTeacher()
 
     def attach(self, site: Site) -> None:
         self.site, self.project = site, nn.Linear(site.layout.width, CHANNELS)  # float32, whatever the model is
@@ -73,11 +84,15 @@ class Alignment(Technique):
         self.average = state["average"]
 
 
-def alignment_cost(transformer: TransformerCost, load: BatchShape) -> TechniqueCost:
-    """The projector, its input in float32, and three products with it."""
-    tokens = load.samples * load.tokens
-    numbers = transformer.hidden * CHANNELS
-    return TechniqueCost(numbers + CHANNELS, 4.0 * tokens * transformer.hidden, 6.0 * tokens * numbers)
+class AlignmentSpec(TechniqueSpec):
+    name = "alignment"
+    features = (TEACHER,)
+
+    def cost(self, transformer: TransformerCost, batch: BatchShape) -> TechniqueCost:
+        """The projector, its input in float32, and three products with it."""
+        tokens = batch.samples * batch.tokens
+        numbers = transformer.hidden * CHANNELS
+        return TechniqueCost(numbers + CHANNELS, 4.0 * tokens * transformer.hidden, 6.0 * tokens * numbers)
 
 
-SPEC = TechniqueSpec(Alignment, features=(TEACHER,), cost=alignment_cost)
+SPEC = AlignmentSpec()

@@ -20,7 +20,9 @@ from simpletuner.diffusion.seeds import Place
 from simpletuner.models.adapter import TextRequest
 from simpletuner.models.cost import STOCK, BatchShape
 from simpletuner.models.kandinsky5.spec import KANDINSKY5_IMAGE
-from simpletuner.planning.technique_specs import chosen_techniques
+from simpletuner.planning.techniques.crepa import CrepaSpec
+from simpletuner.planning.techniques.table import chosen_techniques
+from simpletuner.planning.techniques.tread import TreadSpec
 from simpletuner.run.rehearsal import rehearse_micro_step
 from simpletuner.techniques.crepa import FEATURES, Crepa, Grid, align, neighbours_of, scheduled_weight
 from simpletuner.techniques.tread import Tread
@@ -40,7 +42,9 @@ BACKBONE = {"crepa_feature_source": "backbone", "crepa_teacher_block_index": 3}
 
 def crepa_of(regularised: frozenset[str] = frozenset(), **settings: Any) -> Crepa:
     config = CrepaConfig.model_validate({"crepa_enabled": True, "crepa_block_index": BLOCK, **settings})
-    return Crepa(config, WIDTH, regularised, total_steps=10)
+    crepa = Crepa(CrepaSpec(config, regularised, total_steps=10))
+    crepa.width = WIDTH
+    return crepa
 
 
 @pytest.fixture(scope="module")
@@ -122,7 +126,7 @@ def test_coordinates_are_aligned_perfectly(clips: Path, size: tuple[int, int], r
     )  # which the projector's normalisation leaves as they are, but for their length
     adapter: Any = make_video_adapter(clips, "t2v")
     transformer: Any = adapter.load_transformer(torch.float32)
-    tread, crepa = Tread([Route(0.5, 0, 2)]), crepa_of(crepa_adjacent_distance=0)
+    tread, crepa = Tread(TreadSpec([Route(0.5, 0, 2)])), crepa_of(crepa_adjacent_distance=0)
     techniques = (crepa, tread) if routed else (crepa,)
     site = make_site(adapter, transformer, *techniques)
     for technique in techniques:
@@ -235,7 +239,7 @@ def test_the_backbones_features_get_no_gradient(deep: Path, batch: Batch) -> Non
 
 @pytest.mark.parametrize("settings", [{}, {"crepa_spatial_align": False}, BACKBONE])
 def test_it_works_inside_a_route(deep: Path, batch: Batch, settings: dict[str, Any]) -> None:
-    assembly = make_assembly(deep, crepa_of(**settings), Tread([Route(0.5, 1, 2)]))
+    assembly = make_assembly(deep, crepa_of(**settings), Tread(TreadSpec([Route(0.5, 1, 2)])))
     losses = train(assembly, batch, 8)
     assert losses[-1]["crepa_alignment_score"] > losses[0]["crepa_alignment_score"] + 0.05
 

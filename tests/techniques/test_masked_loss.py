@@ -13,6 +13,7 @@ from simpletuner.config.techniques import LossConfig, MaskedLossConfig
 from simpletuner.diffusion.batch import Batch, NoisyBatch
 from simpletuner.diffusion.flow import diffusion_loss, hold_first_frame, make_noisy
 from simpletuner.diffusion.seeds import Place
+from simpletuner.planning.techniques.masked_loss import MaskedLossSpec
 from simpletuner.techniques.masked_loss import MaskedLoss
 from simpletuner.techniques.tread import Tread
 from simpletuner.training import step
@@ -41,7 +42,7 @@ def noisy_batch(mask: Tensor | None, *, i2v: bool = False) -> NoisyBatch:
 
 
 def loss_of(noisy: NoisyBatch, **settings: float) -> list[float]:
-    changed = MaskedLoss(MaskedLossConfig(**settings)).before_forward(noisy, no_forward)
+    changed = MaskedLoss(MaskedLossSpec(MaskedLossConfig(**settings))).before_forward(noisy, no_forward)
     losses: list[float] = diffusion_loss(torch.zeros(SHAPE), changed, LossConfig()).tolist()
     return losses
 
@@ -72,7 +73,7 @@ def test_unequal_batches_in_one_window_are_one_batch(
     ]
     found: list[dict[str, Tensor]] = []
     for window in ([whole], parts):
-        technique = MaskedLoss(MaskedLossConfig(**settings))
+        technique = MaskedLoss(MaskedLossSpec(MaskedLossConfig(**settings)))
         assembly = moved(t2i_checkpoint, technique, gradient_accumulation_steps=len(window), max_grad_norm=0)
         look = assembly.optimizer.register_step_pre_hook(lambda *given: found.append(gradients_of(assembly)))  # noqa: B023
         step.optimizer_step(assembly, Batches(*window), 0)
@@ -125,7 +126,7 @@ def test_neutral_masks_equal_plain_training(t2i_checkpoint: Path) -> None:
         (replace(batch, loss_mask=torch.zeros(2, 1, 1, 4, 4)), MaskedLossConfig(masked_loss_probability=0)),
     ]
     for case, config in cases:
-        loss, found = gradients(t2i_checkpoint, case, MaskedLoss(config))
+        loss, found = gradients(t2i_checkpoint, case, MaskedLoss(MaskedLossSpec(config)))
         assert loss == plain[0]
         assert all(torch.equal(gradient, plain[1][name]) for name, gradient in found.items())
 
@@ -137,7 +138,9 @@ def test_the_prior_keeps_black_areas_as_the_base_predicts_them(t2i_checkpoint: P
     totals = {}
     for weight in (0.0, 1.0, 3.0):
         config = MaskedLossConfig(masked_loss_prior=weight)
-        totals[weight], _ = gradients(t2i_checkpoint, replace(batch, loss_mask=mask), MaskedLoss(config))
+        totals[weight], _ = gradients(
+            t2i_checkpoint, replace(batch, loss_mask=mask), MaskedLoss(MaskedLossSpec(config))
+        )
     prior = totals[1.0] - totals[0.0]
     assert prior > 0
     assert totals[3.0] - totals[0.0] == pytest.approx(3 * prior, rel=1e-4)

@@ -16,10 +16,14 @@ from simpletuner.config.techniques import Route
 from simpletuner.diffusion.batch import Batch, NoisyBatch
 from simpletuner.diffusion.flow import hold_first_frame, make_noisy
 from simpletuner.planning.build import Plan
-from simpletuner.planning.technique_specs import chosen_techniques
+from simpletuner.planning.techniques.preservation import PreservationSpec
+from simpletuner.planning.techniques.spec import TechniqueSpec
+from simpletuner.planning.techniques.table import chosen_techniques
+from simpletuner.planning.techniques.tread import TreadSpec
 from simpletuner.run.rehearsal import rehearse_micro_step
 from simpletuner.techniques.base import Predict, Technique
 from simpletuner.techniques.preservation import Preservation
+from simpletuner.techniques.table import TECHNIQUES
 from simpletuner.techniques.tread import Tread
 from simpletuner.training import step
 from simpletuner.training.ema import Ema
@@ -143,7 +147,10 @@ def test_compiled_blocks_are_watched_run_again_and_run_without_gradients(deep: P
     torch.compiler.reset()
     batch = replace(batch, other_embeds=batch.embeds[::-1])
     expected, found = (
-        gradients_of(moved(deep, Rollout(), Alignment(), Preservation(1.0, 1.0), **settings), batch)
+        gradients_of(
+            moved(deep, Rollout(TechniqueSpec()), Alignment(), Preservation(PreservationSpec(1.0, 1.0)), **settings),
+            batch,
+        )
         for settings in ({}, {"dynamo_backend": "aot_eager"})
     )
     for name, gradient in expected.items():
@@ -153,8 +160,8 @@ def test_compiled_blocks_are_watched_run_again_and_run_without_gradients(deep: P
 @pytest.mark.parametrize("block", [1, 2])
 def test_it_sees_which_tokens_a_route_keeps(deep: Path, batch: Batch, block: int) -> None:
     """Also of the last block of the route, behind which all tokens are there again."""
-    aligned = Alignment(block)
-    gradients_of(make_assembly(deep, Tread([Route(0.5, 1, 2)]), aligned), batch)
+    aligned = Alignment(block=block)
+    gradients_of(make_assembly(deep, Tread(TreadSpec([Route(0.5, 1, 2)])), aligned), batch)
     assert aligned.shapes == [torch.Size([2, TOKENS // 2, WIDTH])]
     assert aligned.kept is not None
     assert aligned.kept.shape == (2, TOKENS // 2)
@@ -177,7 +184,7 @@ class Rollout(Technique):
 
 def test_forward_passes_without_gradients_are_left_alone(deep: Path, batch: Batch) -> None:
     aligned = Alignment()
-    gradients_of(make_assembly(deep, Rollout(), aligned), batch)
+    gradients_of(make_assembly(deep, Rollout(TechniqueSpec()), aligned), batch)
     assert len(aligned.shapes) == 1
 
 
@@ -195,6 +202,7 @@ def test_a_given_first_frame_stays_at_every_noise_level() -> None:
 def use_alignment(monkeypatch: pytest.MonkeyPatch, *, on: bool = True) -> None:
     """Switch the technique on for every plan from now on, or off."""
     specs = (SPEC,) if on else ()
+    monkeypatch.setitem(TECHNIQUES, SPEC.name, Alignment)
     monkeypatch.setattr(Plan, "techniques", property(lambda plan: chosen_techniques(plan.config) + specs))
 
 

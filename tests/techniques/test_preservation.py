@@ -17,6 +17,8 @@ from torch import Tensor
 from simpletuner.config.techniques import PreservationConfig, Route
 from simpletuner.diffusion.batch import Batch, NoisyBatch
 from simpletuner.diffusion.seeds import Place
+from simpletuner.planning.techniques.preservation import PreservationSpec
+from simpletuner.planning.techniques.tread import TreadSpec
 from simpletuner.techniques.base import Technique
 from simpletuner.techniques.preservation import Preservation
 from simpletuner.techniques.tread import Tread
@@ -32,7 +34,13 @@ from tests.workspace import DATASETS, Workspace
 
 CAPTIONS = ["a zorp", "two blue zorps", "a zorp on black", "zorp"]
 WEIGHT, SIDE = 3.0, 8
-ALWAYS: Callable[[], Preservation] = partial(Preservation, WEIGHT, 1.0)
+
+
+def always() -> Preservation:
+    """With the term in every micro-batch."""
+    return Preservation(PreservationSpec(WEIGHT, 1.0))
+
+
 ROUTES = [Route(0.5, 1, 2)]
 
 
@@ -81,12 +89,12 @@ def by_hand(checkpoint: Path, batch: Batch, *others: Technique) -> dict[str, Ten
     return {name: each.grad + plain.parameters[name].grad for name, each in assembly.parameters.items()}
 
 
-@pytest.mark.parametrize("techniques", [(), (partial(Tread, ROUTES),)], ids=["alone", "tread"])
+@pytest.mark.parametrize("techniques", [(), (partial(Tread, TreadSpec(ROUTES)),)], ids=["alone", "tread"])
 def test_the_gradient_is_the_hand_computed_one(
     deep: Path, batch: Batch, techniques: tuple[Callable[[], Technique], ...]
 ) -> None:
     expected = by_hand(deep, batch, *(build() for build in techniques))
-    found = gradients(moved(deep, *(build() for build in techniques), ALWAYS()), batch)
+    found = gradients(moved(deep, *(build() for build in techniques), always()), batch)
     assert distance(found, expected) < ROTATION
     assert distance(gradients(moved(deep), batch), expected) > 0.1, "it changes the gradient"
 
@@ -101,8 +109,8 @@ def test_the_gradient_is_the_hand_computed_one(
     ids=["checkpointed", "streamed", "inputs on the host"],
 )
 def test_memory_saving_changes_no_gradient(deep: Path, batch: Batch, settings: dict[str, Any]) -> None:
-    expected = gradients(moved(deep, Tread(ROUTES), ALWAYS()), batch)
-    assert distance(gradients(moved(deep, Tread(ROUTES), ALWAYS(), **settings), batch), expected) < ROTATION
+    expected = gradients(moved(deep, Tread(TreadSpec(ROUTES)), always()), batch)
+    assert distance(gradients(moved(deep, Tread(TreadSpec(ROUTES)), always(), **settings), batch), expected) < ROTATION
 
 
 def test_accumulation_equals_a_larger_batch(deep: Path, batch: Batch, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -121,7 +129,7 @@ def test_accumulation_equals_a_larger_batch(deep: Path, batch: Batch, monkeypatc
     ]  # fmt: skip
     runs = []
     for accumulation, given in ((1, [batch]), (2, pieces)):
-        assembly = moved(deep, ALWAYS(), gradient_accumulation_steps=accumulation, optimizer="torch-sgd")
+        assembly = moved(deep, always(), gradient_accumulation_steps=accumulation, optimizer="torch-sgd")
         report = step.optimizer_step(assembly, Batches(*given), 0)
         assert report.metrics["preservation_loss"] > 0
         assert report.passes == 3 * accumulation
@@ -129,9 +137,10 @@ def test_accumulation_equals_a_larger_batch(deep: Path, batch: Batch, monkeypatc
     assert distance(runs[1], runs[0]) < ROTATION
 
 
-@pytest.mark.parametrize("technique", [(Preservation, 0.0, 1.0), (Preservation, 1.0, 0.0)], ids=["weight", "share"])
-def test_zero_is_plain_training(deep: Path, batch: Batch, technique: Any) -> None:
-    plain, neutral = make_assembly(deep), make_assembly(deep, technique[0](*technique[1:]))
+@pytest.mark.parametrize("spec", [PreservationSpec(0.0, 1.0), PreservationSpec(1.0, 0.0)], ids=["weight", "share"])
+def test_zero_is_plain_training(deep: Path, batch: Batch, spec: PreservationSpec) -> None:
+    plain = make_assembly(deep)
+    neutral = make_assembly(deep, Preservation(spec))
     for assembly in (plain, neutral):
         for number in range(2):
             step.optimizer_step(assembly, Batches(batch), number)
@@ -141,11 +150,11 @@ def test_zero_is_plain_training(deep: Path, batch: Batch, technique: Any) -> Non
 @pytest.mark.parametrize(
     "settings", [{}, {"base_model_precision": "int8-quanto"}, {"mixed_precision": "bf16"}, {"lora_dropout": 0.5}]
 )
-@pytest.mark.parametrize("techniques", [list, lambda: [Tread(ROUTES)]], ids=["", "tread"])
+@pytest.mark.parametrize("techniques", [list, lambda: [Tread(TreadSpec(ROUTES))]], ids=["", "tread"])
 def test_a_lora_that_does_nothing_has_nothing_to_preserve(
     deep: Path, batch: Batch, settings: dict[str, Any], techniques: Callable[[], list[Technique]]
 ) -> None:
-    assembly = make_assembly(deep, *techniques(), ALWAYS(), gradient_checkpointing=True, **settings)
+    assembly = make_assembly(deep, *techniques(), always(), gradient_checkpointing=True, **settings)
     metrics = step.optimizer_step(assembly, Batches(batch), 0).metrics
     assert metrics["preservation_loss"] == 0.0
     later = step.optimizer_step(assembly, Batches(batch), 1).metrics
@@ -155,7 +164,7 @@ def test_a_lora_that_does_nothing_has_nothing_to_preserve(
 
 def test_one_graph_at_a_time(deep: Path, batch: Batch) -> None:
     """Forward and recomputation of the blocks, the base, and forward and recomputation of the second pass."""
-    assembly = make_assembly(deep, ALWAYS(), gradient_checkpointing=True)
+    assembly = make_assembly(deep, always(), gradient_checkpointing=True)
     seen: list[tuple[int, bool]] = []
     blocks = assembly.adapter.block_layout(assembly.transformer).visual_blocks
     for number, block in enumerate(blocks):
@@ -168,7 +177,7 @@ def test_one_graph_at_a_time(deep: Path, batch: Batch) -> None:
 
 
 def stub(probability: float = 1.0) -> Preservation:
-    technique = Preservation(1.0, probability)
+    technique = Preservation(PreservationSpec(1.0, probability))
     site: Any = SimpleNamespace(disabled=nullcontext)
     technique.attach(site)
     return technique

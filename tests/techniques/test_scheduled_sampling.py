@@ -19,6 +19,8 @@ from simpletuner.diffusion.batch import Batch, NoisyBatch
 from simpletuner.diffusion.flow import make_noisy
 from simpletuner.diffusion.seeds import Place
 from simpletuner.models.adapter import PreviewRequest, TextRequest
+from simpletuner.planning.techniques.preservation import RegularisationSpec
+from simpletuner.planning.techniques.scheduled_sampling import ScheduledSamplingSpec
 from simpletuner.techniques.preservation import Regularisation
 from simpletuner.techniques.scheduled_sampling import (
     DOMINANT,
@@ -50,7 +52,7 @@ def config_of(**settings: Any) -> ScheduledSamplingConfig:
 
 
 def technique_for(adapter: Any, transformer: nn.Module | None = None, **settings: Any) -> ScheduledSampling:
-    technique = ScheduledSampling(config_of(**settings), STEPS, None)
+    technique = ScheduledSampling(ScheduledSamplingSpec(config_of(**settings), STEPS, None))
     technique.attach(make_site(adapter, transformer or adapter.load_transformer(torch.float32)))
     return technique
 
@@ -162,7 +164,7 @@ def test_paths_follow_the_grid() -> None:
 
 
 def test_the_last_step_has_the_order_of_the_others() -> None:
-    technique, path = ScheduledSampling(config_of(sampler="dpm"), STEPS, None), [0.9, 0.7, 0.5]
+    technique, path = ScheduledSampling(ScheduledSamplingSpec(config_of(sampler="dpm"), STEPS, None)), [0.9, 0.7, 0.5]
     solver, state = technique._solver(path), torch.zeros(1)
     for sigma, below in pairwise(path):
         first_order = state + (below - sigma) * sigma**2
@@ -173,7 +175,7 @@ def test_the_last_step_has_the_order_of_the_others() -> None:
 @pytest.mark.parametrize("settings", [{"max_step_offset": 0}, {"probability": 0.0}, {"start_step": 9}])
 def test_switched_off_it_is_plain_training(t2i_checkpoint: Path, batch: Batch, settings: dict[str, Any]) -> None:
     found = []
-    for techniques in ([], [ScheduledSampling(config_of(**settings), STEPS, None)]):
+    for techniques in ([], [ScheduledSampling(ScheduledSamplingSpec(config_of(**settings), STEPS, None))]):
         assembly = make_assembly(t2i_checkpoint, *techniques, lora_dropout=0.1)
         for number in range(2):
             step.optimizer_step(assembly, Batches(batch), number)
@@ -182,7 +184,9 @@ def test_switched_off_it_is_plain_training(t2i_checkpoint: Path, batch: Batch, s
 
 
 def gradients_of(checkpoint: Path, batch: Batch, **settings: Any) -> dict[str, Tensor]:
-    assembly = make_assembly(checkpoint, ScheduledSampling(config_of(max_step_offset=2), STEPS, None), **settings)
+    assembly = make_assembly(
+        checkpoint, ScheduledSampling(ScheduledSamplingSpec(config_of(max_step_offset=2), STEPS, None)), **settings
+    )
     losses = Losses()
     step.micro_loss(assembly, step.noisy_batch(assembly, batch, 0, 0), losses).backward()
     assert losses[0].extra["reflexflow_adr"] > 0.1
@@ -232,8 +236,10 @@ def test_forward_passes_of_techniques_drop_nothing_and_draw_nothing(t2i_checkpoi
 def test_regularisation_data_is_left_alone(t2i_checkpoint: Path, batch: Batch) -> None:
     known = replace(batch, dataset_id="known")
     losses = []
-    for techniques in ([], [ScheduledSampling(config_of(), STEPS, None, frozenset(["known"]))]):
-        assembly = make_assembly(t2i_checkpoint, *techniques, Regularisation(frozenset(["known"])))
+    skipping = ScheduledSampling(ScheduledSamplingSpec(config_of(), STEPS, None, frozenset(["known"])))
+    regularisation = Regularisation(RegularisationSpec(frozenset(["known"])))
+    for techniques in ([], [skipping]):
+        assembly = make_assembly(t2i_checkpoint, *techniques, regularisation)
         losses.append(step.micro_loss(assembly, step.noisy_batch(assembly, known, 0, 0), Losses()))
     assert torch.equal(*losses)
 
@@ -282,7 +288,7 @@ class TestReflexFlow:
         torch.testing.assert_close(rectification, 3 * misdirections(noisy, prediction).mean())
 
     def test_its_share_of_the_loss_is_logged(self, t2i_checkpoint: Path, batch: Batch) -> None:
-        technique = ScheduledSampling(config_of(probability=0.5), STEPS, None)
+        technique = ScheduledSampling(ScheduledSamplingSpec(config_of(probability=0.5), STEPS, None))
         assembly = make_assembly(t2i_checkpoint, technique, learning_rate=0.0)
         found = step.optimizer_step(assembly, Batches(batch), 3).metrics
         adr, loss = found["reflexflow_adr"], found["reflexflow_flow_loss"]

@@ -13,6 +13,8 @@ from safetensors.torch import load_file
 from simpletuner.diffusion.batch import Batch
 from simpletuner.models.lora_layers import matching_modules
 from simpletuner.models.registry import FAMILIES
+from simpletuner.planning.techniques.preservation import PreservationSpec
+from simpletuner.planning.techniques.slider import SliderSpec
 from simpletuner.techniques.preservation import Preservation
 from simpletuner.techniques.slider import Slider
 from simpletuner.training import step
@@ -45,7 +47,7 @@ def test_the_lora_acts_with_the_strength_of_its_dataset(
         for name, parameter in other.parameters.items():
             parameter.mul_(STRENGTH if ".lora_B." in name else 1.0)
     expected = gradients(other, batch)
-    slider = moved(t2i_checkpoint, Slider({"old": STRENGTH, "new": 1.0}), lora_alpha=8, **settings)
+    slider = moved(t2i_checkpoint, Slider(SliderSpec({"old": STRENGTH, "new": 1.0})), lora_alpha=8, **settings)
     found = gradients(slider, batch)
     assert distance(
         found, {name: each * (STRENGTH if ".lora_B." in name else 1) for name, each in expected.items()}
@@ -62,7 +64,9 @@ def test_compiled_blocks_follow_the_strength(t2i_checkpoint: Path, batch: Batch)
     found, expected = (
         gradients(
             moved(
-                t2i_checkpoint, Slider({"old": STRENGTH, "new": 1.0}), Preservation(1.0, 1.0),
+                t2i_checkpoint,
+                Slider(SliderSpec({"old": STRENGTH, "new": 1.0})),
+                Preservation(PreservationSpec(1.0, 1.0)),
                 gradient_accumulation_steps=len(ends), **settings,
             ),
             *ends,
@@ -74,7 +78,9 @@ def test_compiled_blocks_follow_the_strength(t2i_checkpoint: Path, batch: Batch)
 
 def test_neutral_datasets_are_plain_training(t2i_checkpoint: Path, batch: Batch) -> None:
     neutral = replace(batch, dataset_id="neutral")
-    found, plain = (gradients(moved(t2i_checkpoint, *given), neutral) for given in ([Slider({"old": -1.0})], []))
+    found, plain = (
+        gradients(moved(t2i_checkpoint, *given), neutral) for given in ([Slider(SliderSpec({"old": -1.0}))], [])
+    )
     assert all(torch.equal(found[name], plain[name]) for name in plain)
 
 
@@ -82,7 +88,7 @@ def test_neutral_datasets_are_plain_training(t2i_checkpoint: Path, batch: Batch)
 def test_the_strength_is_restored(
     t2i_checkpoint: Path, batch: Batch, monkeypatch: pytest.MonkeyPatch, part: str
 ) -> None:
-    slider = Slider({"old": STRENGTH})
+    slider = Slider(SliderSpec({"old": STRENGTH}))
     assembly = moved(t2i_checkpoint, slider)
     usual = [dict(layer.scaling) for layer in slider._layers]
     during: list[float] = []

@@ -17,7 +17,7 @@ from transformers import Dinov2Config, Dinov2Model, Dinov2WithRegistersConfig, D
 from simpletuner.config.alignment import CrepaConfig
 from simpletuner.models.kandinsky5.video import HunyuanLatentEncoder
 from simpletuner.models.vision import ENCODERS, VisionEncoder
-from simpletuner.techniques import teacher
+from simpletuner.techniques import crepa, teacher
 from simpletuner.techniques.teacher import FrameTeacher, rename_weights
 from tests.complaints import complaint, complaints, warnings
 from tests.fidelity.family import CPU
@@ -156,7 +156,7 @@ def test_a_run_computes_each_clip_once_and_resumes_exactly(
         return count
 
     monkeypatch.setattr(HunyuanLatentEncoder, "decode", counted("decode", HunyuanLatentEncoder.decode))
-    monkeypatch.setattr(teacher, "load_teacher", counted("load", teacher.load_teacher))
+    monkeypatch.setattr(crepa, "load_teacher", counted("load", crepa.load_teacher))
     runs = [make_workspace(tmp_path / name, t2v, "t2v-lite-sft-5s") for name in ("straight", "live")]
     for run in runs:
         run.write_config(**settings_of(encoder, crepa_similarity_threshold=0.9))

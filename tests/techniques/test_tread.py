@@ -20,6 +20,8 @@ from simpletuner.diffusion.seeds import Place
 from simpletuner.models.adapter import TextRequest
 from simpletuner.models.kandinsky5.image import tile_order
 from simpletuner.models.kandinsky5.nabla import sparse_params
+from simpletuner.planning.techniques.masked_loss import MaskedLossSpec
+from simpletuner.planning.techniques.tread import TreadSpec
 from simpletuner.speed.recomputation import enable_checkpointing
 from simpletuner.techniques.masked_loss import MaskedLoss
 from simpletuner.techniques.tread import Tread, draw_kept
@@ -123,7 +125,7 @@ class Plainly:
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_routes_are_what_they_say(deep: Path, batch: Batch, checkpointing: bool) -> None:
     alike = replace(batch, embeds=[batch.embeds[0]] * 2)  # without padding, which single samples would not have
-    adapter, tread = make_adapter(deep), Tread(ROUTES)
+    adapter, tread = make_adapter(deep), Tread(TreadSpec(ROUTES))
     transformer: Any = adapter.load_transformer(torch.float32)
     tread.attach(make_site(adapter, transformer))
     if checkpointing:
@@ -141,7 +143,7 @@ def test_routes_are_what_they_say(deep: Path, batch: Batch, checkpointing: bool)
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_block_sparse_models_lose_whole_tiles(nabla: Path, checkpointing: bool) -> None:
     adapter, transformer, noisy = load_nabla(nabla)
-    tread = Tread([Route(0.5, 1, -2)])
+    tread = Tread(TreadSpec([Route(0.5, 1, -2)]))
     tread.attach(make_site(adapter, transformer))
     if checkpointing:
         layout = adapter.block_layout(transformer)
@@ -167,7 +169,7 @@ def test_the_order_of_tiles_is_the_models() -> None:
 
 
 def test_blocks_of_a_route_see_fewer_tokens(deep: Path, batch: Batch) -> None:
-    assembly = make_assembly(deep, Tread(ROUTES), gradient_checkpointing=True)
+    assembly = make_assembly(deep, Tread(TreadSpec(ROUTES)), gradient_checkpointing=True)
     seen: list[tuple[int, int]] = []
     blocks = assembly.adapter.block_layout(assembly.transformer).groups["visual_transformer_blocks"]
     for number, block in enumerate(blocks):
@@ -186,7 +188,10 @@ def test_blocks_of_a_route_see_fewer_tokens(deep: Path, batch: Batch) -> None:
 
 
 def test_ratio_0_is_plain_training(deep: Path, batch: Batch) -> None:
-    assemblies = [make_assembly(deep, *given) for given in ((), (Tread([Route(0.0, 0, -1)]),), (Tread(ROUTES),))]
+    assemblies = [
+        make_assembly(deep, *given)
+        for given in ((), (Tread(TreadSpec([Route(0.0, 0, -1)])),), (Tread(TreadSpec(ROUTES)),))
+    ]
     for assembly in assemblies:
         for number in range(2):
             step.optimizer_step(assembly, Batches(batch), number)
@@ -196,7 +201,7 @@ def test_ratio_0_is_plain_training(deep: Path, batch: Batch) -> None:
 
 
 def test_nothing_is_routed_without_gradients(deep: Path, batch: Batch) -> None:
-    adapter, tread = make_adapter(deep), Tread(ROUTES)
+    adapter, tread = make_adapter(deep), Tread(TreadSpec(ROUTES))
     transformer, noisy = adapter.load_transformer(torch.float32), noisy_of(batch)
     with torch.no_grad():
         plain = adapter.predict(transformer, noisy)
@@ -214,7 +219,7 @@ def test_nothing_is_routed_without_gradients(deep: Path, batch: Batch) -> None:
 def test_checkpointing_and_accumulation_change_no_gradient(deep: Path, batch: Batch) -> None:
     found = []
     for settings in ({}, {"gradient_checkpointing": True}, {"gradient_checkpointing_interval": 2}):
-        tread = Tread(ROUTES)
+        tread = Tread(TreadSpec(ROUTES))
         assembly = make_assembly(deep, tread, **{"gradient_checkpointing": False, **settings})
         kept = []
         for micro_step in range(2):
@@ -241,7 +246,7 @@ def test_compiled_blocks(deep: Path, batch: Batch) -> None:
         if compiled:
             for block in transformer.visual_transformer_blocks:
                 block.forward = torch.compile(block.forward, backend=count, dynamic=False)
-        tread = Tread(ROUTES)
+        tread = Tread(TreadSpec(ROUTES))
         tread.attach(make_site(adapter, transformer))
         for global_step in range(3):
             noisy = tread.before_forward(noisy_of(batch, replace(PLACE, global_step=global_step)), no_forward)
@@ -252,7 +257,7 @@ def test_compiled_blocks(deep: Path, batch: Batch) -> None:
 
 
 def test_kept_tokens_follow_from_the_place_in_the_run(deep: Path, batch: Batch) -> None:
-    adapter, tread = make_adapter(deep), Tread(ROUTES)
+    adapter, tread = make_adapter(deep), Tread(TreadSpec(ROUTES))
     tread.attach(make_site(adapter, adapter.load_transformer(torch.float32)))
 
     def kept(place: Place, block: int = 1) -> Tensor:
@@ -302,9 +307,9 @@ def test_what_the_loss_mask_shows_is_kept(deep: Path, batch: Batch, share: float
     mask[0, ..., 3, 5] = 1  # in the token of row 1 and column 2
     mask[1, ..., 6:8, :] = 0.7  # the tokens of row 3
     mask[1, ..., 0, 0] = 0.4
-    adapter, tread = make_adapter(deep), Tread([Route(ratio, 0, 1)])
+    adapter, tread = make_adapter(deep), Tread(TreadSpec([Route(ratio, 0, 1)]))
     tread.attach(make_site(adapter, adapter.load_transformer(torch.float32)))
-    masked = MaskedLoss(MaskedLossConfig(masked_loss_probability=share))
+    masked = MaskedLoss(MaskedLossSpec(MaskedLossConfig(masked_loss_probability=share)))
     shown = []
     for number in range(10):
         noisy = noisy_of(replace(batch, loss_mask=mask), replace(PLACE, global_step=number))
@@ -319,7 +324,7 @@ def test_what_the_loss_mask_shows_is_kept(deep: Path, batch: Batch, share: float
 @pytest.mark.parametrize("frames", [1, 4])
 def test_the_given_first_frame_is_kept(nabla: Path, frames: int) -> None:
     adapter, transformer, _ = load_nabla(nabla)
-    tread = Tread([Route(0.5, 0, 1)])
+    tread = Tread(TreadSpec([Route(0.5, 0, 1)]))
     tread.attach(make_site(adapter, transformer))
     latents = torch.randn(1, 16, frames, 32, 32)
     clip = Batch(latents, [], ["x"], condition=latents[:, :, :1])
@@ -355,4 +360,4 @@ def test_not_for_sana(sana_checkpoint: Path) -> None:
 
     adapter = make_sana_adapter(sana_checkpoint)
     with pytest.raises(ValueError, match="Sana Video does not support token routing"):
-        Tread(ROUTES).attach(make_site(adapter, adapter.load_transformer(torch.float32)))
+        Tread(TreadSpec(ROUTES)).attach(make_site(adapter, adapter.load_transformer(torch.float32)))

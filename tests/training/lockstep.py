@@ -16,8 +16,10 @@ from simpletuner.annexes.processes.joining import connect, settle_meeting
 from simpletuner.diffusion.batch import Batch
 from simpletuner.distributed.world import World
 from simpletuner.errors import NonFiniteError
-from simpletuner.planning.technique_specs import TrainedData, chosen_techniques
+from simpletuner.planning.techniques.spec import TrainedData
+from simpletuner.planning.techniques.table import chosen_techniques
 from simpletuner.techniques.base import Technique
+from simpletuner.techniques.table import make_techniques
 from simpletuner.training.sharding import local
 from tests.fidelity.family import make_config
 from tests.training.sharded_run import Batches, Case, Run
@@ -71,7 +73,7 @@ def techniques_of(checkpoint: Path, names: Sequence[str], settings: Mapping[str,
     regularised = {KNOWN: 0.5} if "regularisation" in names else {}
     strengths = {KNOWN: -1.0, "new": 1.0} if "slider" in names else {}
     masked = float("masked loss" in names)
-    return [spec.build() for spec in chosen_techniques(config, TrainedData(20, regularised, strengths, masked))]
+    return make_techniques(chosen_techniques(config, TrainedData(20, regularised, strengths, masked)))
 
 
 def train(

@@ -16,6 +16,7 @@ from benchmarks.variants import Variant
 from simpletuner.config.techniques import Route
 from simpletuner.models.kandinsky5 import nabla
 from simpletuner.models.registry import FAMILIES
+from simpletuner.planning.techniques.tread import TreadSpec
 from simpletuner.reporting.step_figures import row_of
 from simpletuner.techniques.tread import Tread
 from simpletuner.training import step
@@ -38,7 +39,7 @@ from tests.training.test_step import Batches
     ],
 )
 def test_a_meter_counts_the_same(size: str, routes: list[Route]) -> None:
-    techniques = [Tread(routes)] if routes else []
+    techniques = [Tread(TreadSpec(routes))] if routes else []
     variant = Variant(size, "cpu", {"gradient_checkpointing": False, "speed": "reference"}, techniques)
     assembly = variant.assembly
     assert assembly.sample_flops is not None
@@ -65,7 +66,10 @@ def test_real_models(size: str, teraflops: float) -> None:
 
 
 def test_tokens_that_pass_by_are_not_counted() -> None:
-    told = {ratio: Variant("tiny", "cpu", {}, [Tread([Route(ratio, 0, -1)])]).step().flops for ratio in (0.0, 0.5)}
+    told = {
+        ratio: Variant("tiny", "cpu", {}, [Tread(TreadSpec([Route(ratio, 0, -1)]))]).step().flops
+        for ratio in (0.0, 0.5)
+    }
     assert told[0.0] == Variant("tiny", "cpu", {}).step().flops
     assert told[0.0] is not None
     assert told[0.5] is not None

@@ -20,6 +20,8 @@ from benchmarks.models import RandomAdapter, lora_targets, make_accelerator, mak
 from simpletuner.config.techniques import MaskedLossConfig, Route
 from simpletuner.diffusion.batch import Batch
 from simpletuner.models.kandinsky5.nabla import sparse_params
+from simpletuner.planning.techniques.masked_loss import MaskedLossSpec
+from simpletuner.planning.techniques.tread import TreadSpec
 from simpletuner.techniques.base import Technique
 from simpletuner.techniques.masked_loss import MaskedLoss
 from simpletuner.techniques.tread import Tread
@@ -52,11 +54,11 @@ class Watched(TorchDispatchMode):
 
 
 def masked() -> list[Technique]:
-    return [MaskedLoss(MaskedLossConfig()), Tread([Route(0.5, 0, -1)])]
+    return [MaskedLoss(MaskedLossSpec(MaskedLossConfig())), Tread(TreadSpec([Route(0.5, 0, -1)]))]
 
 
 @pytest.mark.parametrize(
-    "techniques", [list, lambda: [Tread([Route(0.5, 0, -1)])], masked], ids=["all tokens", "half", "masked"]
+    "techniques", [list, lambda: [Tread(TreadSpec([Route(0.5, 0, -1)]))], masked], ids=["all tokens", "half", "masked"]
 )
 @pytest.mark.parametrize("settings", [{}, {"speed": "reference"}], ids=["fast", "reference"])
 @pytest.mark.parametrize("size", ["tiny", "tiny-video", "tiny-sana"])

@@ -16,6 +16,7 @@ from simpletuner.data.sampler import PlannedBatch, Sampler
 from simpletuner.diffusion.batch import Batch
 from simpletuner.distributed.world import World
 from simpletuner.encoding.read import BatchReader
+from simpletuner.planning.techniques.tread import TreadSpec
 from simpletuner.techniques.tread import Tread
 from simpletuner.training.noise import add_noise
 from simpletuner.training.state import Assembly
@@ -90,7 +91,7 @@ def part(batch: Batch, which: slice) -> Batch:
 
 @pytest.mark.parametrize("settings", [{}, {"disable_segmented_timestep_sampling": True}])
 def test_noise_is_that_of_one_process(t2i_checkpoint: Path, settings: dict[str, Any]) -> None:
-    tread = Tread([Route(0.5, 1, 1)])
+    tread = Tread(TreadSpec([Route(0.5, 1, 1)]))
     assembly = make_assembly(t2i_checkpoint, tread, noise_offset=0.1, input_perturbation=0.1, **settings)
     batch = make_batch(t2i_checkpoint, ["a", "b", "c", "d"], side=8)
     whole = drawn(assembly, batch, tread, ONE[0])

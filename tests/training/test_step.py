@@ -13,6 +13,7 @@ from torch import Tensor
 
 from simpletuner.config.schema import OptimizerConfig
 from simpletuner.diffusion.batch import Batch, NoisyBatch
+from simpletuner.planning.techniques.spec import TechniqueSpec
 from simpletuner.techniques.base import Technique
 from simpletuner.training import step
 from simpletuner.training.guard import clip_gradients, gradient_size, not_finite
@@ -130,11 +131,11 @@ class Doubled(Technique):
 def test_techniques_come_in_through_their_doors(t2i_checkpoint: Path) -> None:
     batch = make_batch(t2i_checkpoint, CAPTIONS)
     plain = make_assembly(t2i_checkpoint)
-    neutral = replace(make_assembly(t2i_checkpoint), techniques=[Technique()])
+    neutral = replace(make_assembly(t2i_checkpoint), techniques=[Technique(TechniqueSpec())])
     assert weights_after(plain, batch).keys() == weights_after(neutral, batch).keys()
     for name, parameter in plain.parameters.items():
         assert torch.equal(parameter, neutral.parameters[name]), "a technique with closed doors is plain training"
-    doubled = replace(make_assembly(t2i_checkpoint), techniques=[Doubled()])
+    doubled = replace(make_assembly(t2i_checkpoint), techniques=[Doubled(TechniqueSpec())])
     metrics = step.optimizer_step(doubled, Batches(batch), 0).metrics
     assert metrics["extra"] == 1.5
     assert metrics["optimization_loss"] == pytest.approx(2 * metrics["train_loss"] + 1.5)
