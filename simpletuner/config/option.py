@@ -358,6 +358,11 @@ class Package:
     module: str
     requirement: str
 
+    @property
+    def install(self) -> str:
+        """The command that installs it."""
+        return f"pip install {shlex.quote(self.requirement)}"
+
 
 def is_installed(module: str) -> bool:
     """Whether a module such as `flash_attn.cute` is installed. Imports nothing, since most packages import torch."""
@@ -373,5 +378,4 @@ def check_installed(package: Package, key: str, value: str, report: Problems) ->
     """Report a value whose package is not installed."""
     if not is_installed(package.module):
         name = re.split("[<>=]", package.requirement)[0]
-        install = f"pip install {shlex.quote(package.requirement)}"
-        report.error(key, f"{value!r} needs the package {name}, which is not installed: {install}")
+        report.error(key, f"{value!r} needs the package {name}, which is not installed: {package.install}")

@@ -15,7 +15,7 @@ from simpletuner.errors import NoEffect, Problems, not_one_of
 COMPILE_MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
 GRAPH_MODES = ("reduce-overhead", "max-autotune")  # modes with CUDA graphs
 # Keys that affect only our implementation of blocks.
-BLOCK_KEYS = (*(key for key in SpeedConfig.model_fields if key.startswith("speed_")), "attention_mechanism")
+BLOCK_KEYS = ("speed_plain_math", "speed_keep_attention", "speed_bf16_modulation", "attention_mechanism")
 # Keys that have an effect only if blocks are compiled.
 COMPILE_KEYS = ("dynamo_mode", "dynamo_fullgraph", "dynamo_dynamic", "validation_torch_compile")
 

@@ -10,18 +10,23 @@ import configparser
 import netrc
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from importlib.util import find_spec
 from pathlib import Path
+from typing import Annotated
 from urllib.parse import urlsplit
 
-from simpletuner.config.option import Group, common
-from simpletuner.config.types import Text
+from pydantic import BeforeValidator
+
+from simpletuner.config.option import Group, Package, common, is_installed
+from simpletuner.config.types import Text, parse_text
 from simpletuner.errors import Problems, not_one_of
 
-# Install commands by tracker; the package is named after the tracker.
-PACKAGES = {"wandb": "pip install wandb", "tensorboard": "pip install 'tensorboard>=2.18,<3'"}
+# The package of every tracker; None: it needs no package. Their classes are in annexes/trackers.py.
+PACKAGES: Mapping[str, Package | None] = {
+    "wandb": Package("wandb", "wandb"),
+    "tensorboard": Package("tensorboard", "tensorboard>=2.18,<3"),
+}
 NOT_AVAILABLE_YET = ("comet_ml", "swanlab")
 KNOWN = (*PACKAGES, *NOT_AVAILABLE_YET, "simpletuner", "none", "all")
 DEFAULT_ADDRESS = "https://api.wandb.ai"
@@ -29,14 +34,25 @@ OUTSIDE = re.compile(r"/|(.*/)?\.\.(/|\Z)", re.DOTALL)  # an absolute path, or o
 MODES_WITHOUT_LOGIN = ("offline", "dryrun", "disabled")  # dryrun is the former name of offline
 
 
+def parse_folder_name(value: object) -> object:
+    """A name that becomes a folder in `logging_dir`; slashes make subfolders."""
+    name = str(parse_text(value))
+    if OUTSIDE.match(name):
+        raise ValueError("points outside logging_dir; it is a name, with no '..' and no '/' in front")
+    return name
+
+
+FolderName = Annotated[str, BeforeValidator(parse_folder_name)]
+
+
 class TrackingConfig(Group):
     """Tracking"""
 
     report_to: Text = common("none")
     """wandb, tensorboard, simpletuner (local files, always written), all, none, or a list of names."""
-    tracker_project_name: Text = common("simpletuner")
+    tracker_project_name: FolderName = common("simpletuner")
     """Project name for trackers."""
-    tracker_run_name: Text = common("simpletuner-testing")
+    tracker_run_name: FolderName = common("simpletuner-testing")
     """Run name for trackers."""
 
 
@@ -55,7 +71,7 @@ def check_trackers(config: TrackingConfig, report: Problems) -> None:
     names = tracker_names(config.report_to)
     for name in names:
         if name in NOT_AVAILABLE_YET:
-            report.error("report_to", f"{name!r} is not available yet; choose wandb, tensorboard or none.")
+            report.error("report_to", f"{name!r} is not available yet; choose {', '.join(PACKAGES)} or none.")
         elif name not in KNOWN:
             report.error("report_to", not_one_of(name, KNOWN))
     if "none" in names and len(set(names)) > 1:
@@ -65,10 +81,6 @@ def check_trackers(config: TrackingConfig, report: Problems) -> None:
         if name in names and (reason := why_missing(name)):
             report.warn("report_to", reason)
     _check_wandb_name(config.tracker_project_name, names, report)
-    # Names become folders in `logging_dir`.
-    for key, name in config.model_dump(exclude={"report_to"}).items():
-        if OUTSIDE.match(name):
-            report.error(key, f"{name!r} points outside logging_dir; it is a name, with no '..' and no '/' in front.")
 
 
 def _check_wandb_name(project: str, names: Sequence[str], report: Problems) -> None:
@@ -85,8 +97,9 @@ def _check_wandb_name(project: str, names: Sequence[str], report: Problems) -> N
 
 def why_missing(name: str) -> str | None:
     """Why a known tracker cannot work here; None if it can."""
-    if find_spec(name) is None:
-        return f"{name} is not installed ({PACKAGES[name]}); training continues without it."
+    package = PACKAGES[name]
+    if package is not None and not is_installed(package.module):
+        return f"{name} is not installed ({package.install}); training continues without it."
     if name == "wandb" and not has_wandb_login():
         return "wandb is not logged in (`wandb login`); training continues without it."
     return None

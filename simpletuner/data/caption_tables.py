@@ -22,6 +22,8 @@ from simpletuner.data.discovery import Folder
 from simpletuner.data.file_names import composed
 from simpletuner.errors import Problems, counted, did_you_mean, shorten
 
+# Keys of the object parquet that name a column.
+COLUMN_KEYS = ("filename_column", "caption_column", "fallback_caption_column", "width_column", "height_column")
 PYARROW = Package("pyarrow", "pyarrow>=21,<27")
 NAME_COLUMN = "file_name"
 PATH_COLUMNS = ("image_path", "video_path")
@@ -104,7 +106,8 @@ def _check_table(path: Path, config: ParquetConfig, report: Problems) -> None:
     except (OSError, ValueError) as error:  # base classes of pyarrow's errors
         report.error("parquet.path", f"{str(path)!r} is not a parquet file: {error}.")
         return
-    named = {key: value for key, value in config.model_dump().items() if key.endswith("_column") and value}
+    columns = {key: getattr(config, key) for key in COLUMN_KEYS}
+    named = {key: column for key, column in columns.items() if column}
     check_columns(named, known, "parquet", report)
 
 

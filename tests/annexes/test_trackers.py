@@ -12,9 +12,11 @@ from PIL import Image
 
 from simpletuner.annexes import trackers
 from simpletuner.annexes.trackers import TrackedRun, Tracker, TrackerEvents, open_trackers
-from simpletuner.config.schema import TrackingConfig
-from simpletuner.config.trackers import WANDB_REFUSED, check_trackers, has_wandb_login
+from simpletuner.config.load import build_group
+from simpletuner.config.schema import TrackingConfig, all_options
+from simpletuner.config.trackers import PACKAGES, WANDB_REFUSED, check_trackers, has_wandb_login, why_missing
 from simpletuner.data.clip_writer import write_mp4
+from simpletuner.errors import Problems
 from simpletuner.reporting.events import EventStream, MediaRendered, PhaseEnded, PhaseStarted, StateChanged, StepReport
 from simpletuner.reporting.metrics import MediaRecord
 from simpletuner.reporting.step_figures import row_of
@@ -67,10 +69,32 @@ def test_a_missing_login_is_a_warning_and_no_prompt(tmp_path: Path, caplog: pyte
 
 
 def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr("simpletuner.config.trackers.find_spec", lambda name: None)
+    monkeypatch.setattr("simpletuner.config.trackers.is_installed", lambda module: False)
     [problem] = found_by(check_trackers, TrackingConfig(report_to="tensorboard"))
     assert "pip install 'tensorboard>=" in problem.message
     assert list(open_trackers("all", run_in(tmp_path))) == []
+
+
+def test_every_tracker_has_a_class_a_row_and_a_place_in_the_help() -> None:
+    assert trackers.TRACKERS.keys() == PACKAGES.keys()
+    explained = all_options()["report_to"].help
+    assert [name for name in PACKAGES if name not in explained] == []
+
+
+def test_a_tracker_may_need_no_package(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr("simpletuner.config.trackers.PACKAGES", {"plain": None})
+    monkeypatch.setattr(trackers, "TRACKERS", {"plain": lambda run: run.project})
+    assert why_missing("plain") is None
+    assert [name for name, _ in open_trackers("plain", run_in(tmp_path))] == ["plain"]
+
+
+@pytest.mark.parametrize("key", ["tracker_project_name", "tracker_run_name"])
+@pytest.mark.parametrize("name", ["/tmp/runs", "../runs", "runs/../.."])
+def test_a_name_that_leaves_logging_dir_is_refused(key: str, name: str) -> None:
+    problems = Problems()
+    build_group(TrackingConfig, {key: name}, problems)
+    told = "points outside logging_dir; it is a name, with no '..' and no '/' in front."
+    assert [str(problem) for problem in problems] == [f"{key}: {name!r} {told}"]
 
 
 def test_where_a_wandb_login_may_come_from(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
