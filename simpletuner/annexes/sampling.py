@@ -13,6 +13,7 @@ from simpletuner.caching.keys import hash_file
 from simpletuner.config.json_reader import read_json
 from simpletuner.config.load import Layer, canonical
 from simpletuner.config.paths import absence_of, home_path
+from simpletuner.config.records import without_removed
 from simpletuner.config.schema import CHOSEN, NOT_SET_BY_USER
 from simpletuner.config.sources import Arguments, Located, configured, locate
 from simpletuner.data.buckets import Geometry
@@ -263,7 +264,7 @@ def _layers(request: SampleRequest, weights: Sampled, run: Checkpoint | None, re
     if run is not None:
         for name in selectors:
             report.error(name, f"has no effect: the settings are those of the run {run.path.parent}.")
-        return [*layers, _layer_of(run)]
+        return [*layers, _layer_of(run, report)]
     if lora is not None:
         family, flavour = model_in_header(lora)
         if family and flavour:
@@ -293,18 +294,20 @@ def plan_evaluation(run: Path, arguments: Arguments) -> Plan:
         ConfigError: the run can no longer be planned, for example because its files are gone.
     """
     last = _checkpoints(run)[-1]
-    content = {**dict(_layer_of(last, without=()).values), "output_dir": str(last.path.parent)}
+    settings = dict(_layer_of(last, Problems(), without=()).values)
+    content = {**settings, "output_dir": str(last.path.parent)}
     plan = make_plan(Arguments(collect=arguments.collect, base=configured(content)))
     return replace(plan, datasets=[data for data in plan.datasets if not data.config.is_trained], prompts=[])
 
 
-def _layer_of(run: Checkpoint, without: Sequence[str] = (*CACHES, "output_dir")) -> Layer:
-    """The explicit settings of a run, without its folders."""
+def _layer_of(run: Checkpoint, report: Problems, without: Sequence[str] = (*CACHES, "output_dir")) -> Layer:
+    """The explicit settings of a run, without its folders and without what earlier versions had."""
     path, origins = run.path / "config.json", run.manifest.identity.origins
     settings = read_json(path, Problems(), dict) or {}  # the checkpoint is complete, so the file is valid
     keys = {key for key, origin in origins.items() if origin not in NOT_SET_BY_USER} - {*without}
     keys |= {key for key in CHOICES_KEPT if origins.get(key) == CHOSEN}
-    return Layer(str(path), [(key, settings[key]) for key in keys])
+    chosen = {key: value for key, value in settings.items() if key in keys}
+    return Layer(str(path), list(without_removed(chosen, str(path), report).items()))
 
 
 def _check_pictures(flavour: Flavour, report: Problems, *, given: bool) -> None:

@@ -14,11 +14,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from simpletuner.caching.keys import checkpoint_identity, digest
+from simpletuner.config.absent import REMOVED_IN
 from simpletuner.config.json_reader import read_json
 from simpletuner.config.lora import LoraConfig
 from simpletuner.config.optimizers import OPTIMIZERS, optimizer_name, optimizer_settings, trained_precision
 from simpletuner.config.paths import home_path
 from simpletuner.config.precision import compute_dtypes, quantisation
+from simpletuner.config.records import LAST_WITH, trained_with_removed
 from simpletuner.config.schema import RunConfig
 from simpletuner.config.types import typed
 from simpletuner.data.dataset import Dataset
@@ -30,6 +32,7 @@ from simpletuner.models.source import ModelSource
 from simpletuner.planning.checkpoint_folder import Checkpoint, Identity, select_checkpoint
 from simpletuner.planning.environment import allows_other_batch_size
 from simpletuner.planning.lineage import find_branch
+from simpletuner.weights.lora_names import LORA_FILE
 
 if TYPE_CHECKING:  # it resumes by this module
     from simpletuner.planning.build import Plan
@@ -88,20 +91,33 @@ def check_resume(plan: Plan, report: Problems) -> Checkpoint | None:
     _check_start(plan.config.lora, checkpoint, recorded, report)
     _check_weights(plan.source, checkpoint, report)
     _check_kernels(plan.output_dir, checkpoint, report)
-    # Another model_type needs another output_dir anyway; its settings would only add lines.
-    if identity.model_type == model_type:
+    removed = trained_with_removed(recorded)
+    if removed:
+        report.error("resume_from_checkpoint", _cannot_continue(checkpoint, removed))
+    # Either way the run needs another output_dir; its changed settings would only add lines.
+    elif identity.model_type == model_type:
         _check_settings(mathematics(plan), checkpoint, report)
     return checkpoint
 
 
 def _check_kernels(output_dir: Path, checkpoint: Checkpoint, report: Problems) -> None:
     """Warn of other rounding if version 0.1.0 chose attention kernels by timing, as it did on GPUs only."""
-    if checkpoint.manifest.identity.versions.get("simpletuner") != "0.1.0":
+    if checkpoint.manifest.identity.versions.get("simpletuner") != LAST_WITH:
         return
     if any((folder / TIMED_KERNELS).exists() for folder in (output_dir, checkpoint.path.parent)):
         message = f"{checkpoint.path.name} was written by version 0.1.0, which chose attention kernels by timing."
         consequence = f"{TIMED_KERNELS} is no longer read, so the kernels may differ, and with them the rounding."
         report.warn("resume_from_checkpoint", f"{message} {consequence}")
+
+
+def _cannot_continue(checkpoint: Checkpoint, removed: Sequence[str]) -> str:
+    """The message about a run that was trained with what this version no longer has."""
+    start = f"init_lora={checkpoint.path / LORA_FILE}"
+    if checkpoint.manifest.identity.model_type == "full":
+        start = f"pretrained_transformer_model_name_or_path={checkpoint.path}"
+    message = f"{checkpoint.path} was trained with {', '.join(removed)}, removed in {REMOVED_IN}. "
+    message += f"Finish that run with simpletuner {LAST_WITH}, "
+    return message + f"or start a new one from its weights: another output_dir, and {start}."
 
 
 def _check_batch(config: RunConfig, checkpoint: Checkpoint, report: Problems) -> None:

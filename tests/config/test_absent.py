@@ -40,14 +40,22 @@ def foreign_defaults() -> dict[str, Any]:
     return {key: value for key, value in simpletuner_defaults().items() if key not in ours}
 
 
-# While a mechanism is being removed, its key may already have a row.
-REMOVED = {key: row for key, row in removed_keys("config").items() if key not in option_names()}
+REMOVED = removed_keys("config")
 SWITCHES = [key for key, row in REMOVED.items() if not row.part_of]
 DETAILS = [key for key, row in REMOVED.items() if row.part_of]
 
 
 def test_no_key_is_ours_and_theirs() -> None:
     assert not instead_of("config").keys() & option_names().keys()
+
+
+def test_no_removed_key_or_word_is_still_there() -> None:
+    assert not REMOVED.keys() & option_names().keys()
+    assert not removed_keys("datasets").keys() & dataset_options().keys()
+    for key, rows in removed_values("config").items():
+        assert not rows.keys() & {*option_names()[key].choices}
+    for key, rows in removed_values("datasets").items():
+        assert not rows.keys() & {*dataset_options()[key].choices}
 
 
 def test_a_key_of_simpletuner_at_its_own_default_asks_for_nothing() -> None:
@@ -123,7 +131,7 @@ def test_a_key_whose_default_was_on_is_off_only_there() -> None:
 
 def test_a_removed_word_of_a_key_is_refused_with_what_to_do_instead() -> None:
     for key, rows in removed_values("config").items():
-        for word in rows.keys() - {*option_names()[key].choices}:
+        for word in rows:
             assert f"{word!r} was removed in 0.2.0: " in told(key, word).message
 
 

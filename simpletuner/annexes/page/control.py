@@ -32,6 +32,7 @@ from simpletuner.annexes.payloads import EVENTS_FILE, last_id
 from simpletuner.annexes.runs import ACTIVE, CONSOLE_FILE, PROMPT, Run
 from simpletuner.atomic import write_json
 from simpletuner.config.load import canonical
+from simpletuner.config.records import without_removed
 from simpletuner.config.schema import all_options
 from simpletuner.config.sources import (
     DATASET_FILE,
@@ -208,6 +209,7 @@ class Runs:
         # Secrets that were given to the run are not copied into a file.
         given = {key: value for key, value in run.settings.items() if redact_settings({key: value}) == {key: value}}
         settings = datasets | Configuration.saved(self.project, run.config, given).values
+        settings = without_removed(settings, str(file), Problems())
         write_json(file, {**settings, "init_lora": str(run.folder / LORA_FILE), "output_dir": f"output/{name}"})
         return name
 

@@ -16,8 +16,9 @@ from typing import Any
 from pydantic import TypeAdapter, ValidationError
 
 from simpletuner.annexes.fitting.ready import ready_plan
-from simpletuner.config.sources import Arguments
-from simpletuner.errors import UserError, shorten
+from simpletuner.config.records import without_removed
+from simpletuner.config.sources import Arguments, Located, located_at, read_config_file
+from simpletuner.errors import Problems, UserError, shorten
 from simpletuner.planning.build import Plan
 from simpletuner.planning.checkpoint_folder import Checkpoint, find_checkpoints
 from simpletuner.planning.length import data_origin
@@ -81,8 +82,8 @@ def prepare(folder: Path, arguments: Arguments) -> tuple[Failure, Plan]:
         raise UserError(f"--replay uses the settings of the failed run; leave out {', '.join(arguments.selectors)}.")
     kept = failure.checkpoint and Path(failure.checkpoint).is_dir()  # it may have been removed since
     settings = [("resume_from_checkpoint", failure.checkpoint if kept else "latest"), *arguments.settings]
-    selectors = {"config_path": str(folder / CONFIG_FILE)}
-    plan = ready_plan(replace(arguments, settings=settings, selectors=selectors)).plan
+    base = _settings_of(folder / CONFIG_FILE, arguments.problems)
+    plan = ready_plan(replace(arguments, settings=settings, base=base)).plan
     if (launch := plan.config.launch).num_processes > 1:
         size = launch.data_processes * plan.config.schedule.train_batch_size
         whole = " sequence_parallel_size=1" if launch.sequence_parallel_size > 1 else ""
@@ -93,6 +94,13 @@ def prepare(folder: Path, arguments: Arguments) -> tuple[Failure, Plan]:
     # Even if the data has changed, the order of samples continues; `changes` reports the differences.
     plan = replace(plan, config=config, resume=checkpoint_before(plan, failure.step - 1), same_data=True)
     return failure, replace(plan, origin=data_origin(plan))
+
+
+def _settings_of(config: Path, report: Problems) -> Located:
+    """The settings of the failed run, without what earlier versions had."""
+    layer = read_config_file(config, report)
+    values = without_removed(dict(layer.values), str(config), report)
+    return located_at(config, report, replace(layer, values=list(values.items())))
 
 
 def checkpoint_before(plan: Plan, step: int) -> Checkpoint | None:

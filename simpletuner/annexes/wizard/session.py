@@ -20,6 +20,7 @@ from simpletuner.atomic import write_atomically
 from simpletuner.budget.device import find_device
 from simpletuner.config.device import HERE, AskedDevice, read_card_or_memory
 from simpletuner.config.load import canonical
+from simpletuner.config.records import without_removed
 from simpletuner.config.schema import main_name, render_config
 from simpletuner.config.sources import DATASET_FILE, EXAMPLES_ALIAS, read_json_layer
 from simpletuner.config.types import typed
@@ -258,7 +259,7 @@ def check_target(file: Path) -> None:
 
 
 def load_values(file: Path, report: Problems) -> dict[str, Any]:
-    """The values in a file, unexpanded, by the canonical names of their keys.
+    """The values in a file, unexpanded, by the canonical names of their keys; without keys of earlier versions.
 
     Raises:
         ConfigError: the file cannot be read.
@@ -267,9 +268,11 @@ def load_values(file: Path, report: Problems) -> dict[str, Any]:
     if layer is None:
         raise ConfigError(report)
     canonical(layer, report)
-    named = [(main_name(written), value) for written, value in layer.values]
+    # `canonical` has named what is left out.
+    named = {main_name(written): value for written, value in layer.values}
+    values = without_removed(named, str(file), Problems())
     # An empty value means the default; an empty resume_from_checkpoint starts a new run.
-    return {key: value for key, value in named if value not in (None, "") or key == "resume_from_checkpoint"}
+    return {key: value for key, value in values.items() if value not in (None, "") or key == "resume_from_checkpoint"}
 
 
 def save(file: Path, text: str) -> None:

@@ -1,0 +1,172 @@
+"""Runs of version 0.1.0 in this version: they are continued, sampled, compared, replayed and listed.
+
+`runs-0.1.0.zip` holds two short runs of the demo, written by the last commit of 0.1.0, each with a step that failed.
+`plain` set removed keys to their defaults; `layersync` was trained with two removed mechanisms.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+from starlette.testclient import TestClient
+
+from simpletuner.annexes.page.project import Project
+from simpletuner.annexes.page.serve import create_app
+from simpletuner.annexes.wizard.session import load_values
+from simpletuner.config.absent import removed_keys
+from simpletuner.config.records import LAST_WITH, trained_with_removed, without_removed
+from simpletuner.config.schema import option_names
+from simpletuner.config.sources import EXAMPLES
+from simpletuner.errors import Problems
+from tests.workspace import Workspace
+
+RUNS = Path(__file__).parents[1] / "data" / "runs-0.1.0.zip"
+CONFIG = "runs/plain/failures/step-5/config.json"
+FAILURE = "runs/{}/failures/step-5"
+GONE = "speed_fused_lora, layersync_enabled, layersync_student_block, layersync_teacher_block were removed in 0.2.0"
+
+Capture = pytest.CaptureFixture[str]
+
+
+@pytest.fixture
+def old(tmp_path: Path) -> Workspace:
+    """A folder with both runs, and the demo's model and pictures where their configs look for them."""
+    with zipfile.ZipFile(RUNS) as archive:
+        archive.extractall(tmp_path / "runs")
+    (tmp_path / "config").mkdir()
+    (tmp_path / "config" / "examples").symlink_to(EXAMPLES)
+    return Workspace(tmp_path)
+
+
+def test_a_run_that_used_nothing_that_is_gone_continues(old: Workspace, capsys: Capture) -> None:
+    assert old.train("--config", CONFIG, "max_train_steps=5") == 0
+
+    shown = capsys.readouterr().out
+    assert "Continuing from checkpoint-4" in shown
+    assert "layersync_enabled: was removed in 0.2.0: " in shown
+    assert [row["step"] for row in old.metrics("runs/plain")] == [1, 2, 3, 4, 5]
+
+
+def test_a_run_that_was_trained_with_what_is_gone_is_not_continued(old: Workspace, capsys: Capture) -> None:
+    before = sorted(old.path("runs/layersync").rglob("*"))
+
+    assert old.train("--config", CONFIG, "output_dir=runs/layersync") == 2
+
+    error = capsys.readouterr().err
+    assert "checkpoint-4 was trained with speed_fused_lora true, layersync_enabled true, removed in 0.2.0." in error
+    assert f"Finish that run with simpletuner {LAST_WITH}" in error
+    assert "another output_dir, and init_lora=runs/layersync/checkpoint-4/pytorch_lora_weights.safetensors" in error
+    assert sorted(old.path("runs/layersync").rglob("*")) == before
+
+
+def test_a_new_run_starts_from_the_weights_of_one_that_cannot_continue(old: Workspace) -> None:
+    weights = "runs/layersync/checkpoint-4/pytorch_lora_weights.safetensors"
+    assert old.run("plan", "--config", CONFIG, "output_dir=runs/new", f"init_lora={weights}") == 0
+
+
+def test_a_result_is_sampled_and_what_is_gone_is_named_once(old: Workspace, capsys: Capture) -> None:
+    assert old.run("sample", "runs/layersync", "--prompt", "a big glimmer") == 0
+
+    assert capsys.readouterr().out.count(GONE) == 1
+    assert len([*old.path("samples").glob("*.png")]) == 1
+
+
+def test_checkpoints_are_compared_and_what_is_gone_is_named_once(old: Workspace, capsys: Capture) -> None:
+    assert old.run("sweep", "runs/layersync") == 0
+
+    assert capsys.readouterr().out.count(GONE) == 1
+    assert old.path("runs/layersync/sweep/sheet.png").is_file()
+
+
+def test_a_failed_step_is_repeated(old: Workspace, capsys: Capture) -> None:
+    assert old.train("--replay", FAILURE.format("plain")) == 0
+
+    assert "Step 5 does not fail this time." in capsys.readouterr().out
+
+
+def test_a_failed_step_is_not_repeated_without_what_it_was_trained_with(old: Workspace, capsys: Capture) -> None:
+    assert old.train("--replay", FAILURE.format("layersync")) == 2
+
+    error = capsys.readouterr().err
+    assert f"Finish that run with simpletuner {LAST_WITH}" in error
+
+
+@pytest.fixture
+def page(old: Workspace) -> TestClient:
+    """The page of a folder that has the configs of both runs, too."""
+    for name in ("plain", "layersync"):
+        old.path(f"config/{name}").mkdir()
+        shutil.copy(old.path(f"{FAILURE.format(name)}/config.json"), old.path(f"config/{name}/config.json"))
+    return TestClient(create_app(Project(old.folder)))
+
+
+def test_the_page_lists_the_runs_with_their_steps(page: TestClient) -> None:
+    runs = page.get("/api/metrics/training/runs").json()
+
+    assert {run["config"]["name"]: run["progress"]["current"] for run in runs} == {"plain": 4, "layersync": 4}
+
+
+def test_the_page_makes_a_new_run_from_the_weights_without_what_is_gone(page: TestClient, old: Workspace) -> None:
+    (run,) = (run for run in page.get("/api/metrics/training/runs").json() if run["config"]["name"] == "layersync")
+
+    answer = page.post("/api/training/new", json={"run": run["run"], "name": "again"})
+
+    assert answer.status_code == 201, answer.text
+    settings = json.loads(old.path("config/again/config.json").read_text())
+    assert not {"layersync_enabled", "speed_fused_lora"} & settings.keys()
+    assert settings["init_lora"].endswith("runs/layersync/pytorch_lora_weights.safetensors")
+
+
+def test_a_config_is_edited_without_what_is_gone(old: Workspace) -> None:
+    values = load_values(old.path(f"{FAILURE.format('layersync')}/config.json"), Problems())
+
+    assert not {"layersync_enabled", "speed_fused_lora"} & values.keys()
+    assert values["lora_rank"] == 1
+
+
+def test_a_full_fine_tune_is_started_anew_from_its_transformer(old: Workspace, capsys: Capture) -> None:
+    checkpoint = old.path("runs/layersync/checkpoint-4")
+    manifest = json.loads((checkpoint / "manifest.json").read_text())
+    manifest["identity"]["model_type"] = "full"
+    (checkpoint / "manifest.json").write_text(json.dumps(manifest))
+
+    assert old.train("--config", CONFIG, "output_dir=runs/layersync", "model_type=full") == 2
+
+    assert "pretrained_transformer_model_name_or_path=runs/layersync/checkpoint-4." in capsys.readouterr().err
+
+
+def test_every_key_of_the_earlier_version_is_known_or_answered(old: Workspace) -> None:
+    recorded = json.loads(old.path("runs/plain/checkpoint-4/config.json").read_text())
+
+    gone = {key: value for key, value in recorded.items() if key not in option_names()}
+
+    assert gone.keys() <= removed_keys("config").keys()
+    assert [key for key, value in gone.items() if not removed_keys("config")[key].asks_for_nothing(value)] == []
+
+
+def test_a_record_loses_keys_and_values_that_are_gone() -> None:
+    recorded = {"optimizer": "soap", "lora_rank": 4, "--layersync-enabled": True}
+
+    report = Problems()
+    assert without_removed(recorded, "config.json", report) == {"lora_rank": 4}
+    (problem,) = report
+    assert str(problem) == "config.json: optimizer soap, layersync_enabled were removed in 0.2.0 and left out."
+
+
+@pytest.mark.parametrize(
+    ("recorded", "needed"),
+    [
+        ({"optimizer": "soap"}, ["optimizer soap"]),
+        ({"mixflow_enabled": True, "mixflow_gamma": 0.9}, ["mixflow_enabled true"]),
+        ({"mixflow_enabled": False, "mixflow_gamma": 0.9}, []),
+        ({"validation_adapter_path": "owner/style"}, []),
+        ({"optimizer": "adamw", "seed": 1}, []),
+    ],
+)
+def test_a_run_needs_only_what_its_steps_depended_on(recorded: dict[str, Any], needed: list[str]) -> None:
+    assert trained_with_removed(recorded) == needed
