@@ -1,13 +1,13 @@
 """Kernels of dense self-attention from packages (`attention_mechanism`).
 
-Without one, torch takes the first of its own kernels that supports a call, in a fixed order: flash attention (16 bits,
-no mask, compute capability 8.0), memory-efficient attention, plain products. `prepare_machine` disables cuDNN.
+Without one, torch takes the first of its own kernels that supports a call, in a fixed order: flash
+attention (16 bits, no mask, compute capability 8.0), memory-efficient attention, plain products.
+`prepare_machine` disables cuDNN.
 """
 
 from __future__ import annotations
 
 import pkgutil
-from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -27,13 +27,13 @@ from simpletuner.models.blocks import AttentionKernel, torch_attention
 
 
 def activate_attention(config: PrecisionConfig, device: torch.device) -> None:
-    """Check that `attention_mechanism` runs on a device, and give torch the flash attention that it names.
+    """Give torch the flash attention that `attention_mechanism` names, before weights are loaded.
 
-    FlashAttention 3 and 4 replace torch's own in the whole process, under the names of torch's operations. Therefore
-    activation checkpointing keeps their results like torch's.
+    FlashAttention 3 and 4 replace torch's own in the whole process, under the names of torch's
+    operations. Therefore activation checkpointing keeps their results like torch's.
 
     Raises:
-        ConfigError: the device or dtype is not supported, or the package does not work.
+        ConfigError: the package does not support the device or the dtype, or does not work.
     """
     if current_flash_attention_impl() is not None:  # of an earlier run in this process
         restore_flash_attention_impl()
@@ -41,12 +41,30 @@ def activate_attention(config: PrecisionConfig, device: torch.device) -> None:
     package = ATTENTION_PACKAGES.get(mechanism)
     if package is None:
         return
-    problems = [
-        Problem("attention_mechanism", f"{mechanism!r} {message} Use diffusers.")
-        for message in _unsupported(package, transformer_dtype(config), device)
-    ]
-    if problems:
-        raise ConfigError(problems)
+    fault = _unsupported(package, transformer_dtype(config), device)
+    fault = fault or _load(mechanism, package)
+    if fault:
+        raise ConfigError([Problem("attention_mechanism", f"{mechanism!r} {fault} Use diffusers.")])
+
+
+def _unsupported(package: AttentionPackage, dtype: str, device: torch.device) -> str:
+    """Why a package cannot be used for a device and a dtype; empty if it can."""
+    if device.type != "cuda" or dtype == "fp32":
+        return "needs a CUDA GPU and mixed_precision bf16."
+    if not package.capabilities:
+        return ""
+    needed = " or ".join(f"{number}.x" for number in package.capabilities)
+    # ROCm reports numbers of its own as compute capabilities.
+    if torch.version.hip:
+        return f"needs an NVIDIA GPU of compute capability {needed}, not an AMD GPU."
+    major, minor = torch.cuda.get_device_capability(device)
+    if major not in package.capabilities:
+        return f"needs an NVIDIA GPU of compute capability {needed}, not {major}.{minor}."
+    return ""
+
+
+def _load(mechanism: str, package: AttentionPackage) -> str:
+    """Import a package and register what torch shall run; returns why that failed, or nothing."""
     try:
         if package.torch_name:
             activate_flash_attention_impl(package.torch_name)
@@ -54,23 +72,8 @@ def activate_attention(config: PrecisionConfig, device: torch.device) -> None:
             attention_kernel(mechanism)
     # Built for another torch or CUDA, or another version than expected.
     except (ImportError, OSError, RuntimeError, AttributeError) as error:
-        message = f"{mechanism!r} is installed, but cannot be used ({error}). Use diffusers."
-        raise ConfigError([Problem("attention_mechanism", message)]) from error
-
-
-def _unsupported(package: AttentionPackage, dtype: str, device: torch.device) -> Iterator[str]:
-    """What a package lacks for a device and a dtype."""
-    if device.type != "cuda" or dtype == "fp32":
-        yield "needs a CUDA GPU and mixed_precision bf16."
-        return
-    if not package.capabilities:
-        return
-    major, minor = torch.cuda.get_device_capability(device)
-    # ROCm reports numbers of its own under the same name.
-    if torch.version.hip or major not in package.capabilities:
-        name = "an AMD GPU" if torch.version.hip else f"{major}.{minor}"
-        needed = " or ".join(f"{number}.x" for number in package.capabilities)
-        yield f"needs an NVIDIA GPU of compute capability {needed}, not {name}."
+        return f"is installed, but cannot be used ({error})."
+    return ""
 
 
 def attention_kernel(mechanism: str) -> AttentionKernel:

@@ -187,6 +187,14 @@ def test_full_float32_of_a_gpu_is_part_of_the_latents_keys(
     assert ("tf32" in catalogue.vae.text) is (expected is False)
 
 
+def test_cudnn_computes_no_attention(workspace: Workspace) -> None:
+    """Its gradients of masked attention may be NaN."""
+    torch.backends.cuda.enable_cudnn_sdp(True)
+    with workspace.inside():
+        prepare_machine(make_plan(parse_arguments([])))
+    assert not torch.backends.cuda.cudnn_sdp_enabled()
+
+
 @pytest.mark.parametrize("trains", [True, False])
 @pytest.mark.parametrize(("ahead", "expected"), [(True, True), (False, False)])
 def test_nothing_changes_torchs_settings_beside_training(

@@ -1,7 +1,7 @@
 """NABLA, Kandinsky's block-sparse attention, for training.
 
-Queries and keys are grouped in tiles of 64 tokens. Each tile of queries attends to the tiles of keys selected by a
-coarse map of averaged scores, and to a window around itself.
+Queries and keys are grouped in tiles of 64 tokens. Each tile of queries attends to the tiles of
+keys selected by a coarse map of averaged scores, and to a window around itself.
 """
 
 from __future__ import annotations
@@ -19,21 +19,27 @@ from simpletuner.models.kandinsky5.flex import Attend, exempt
 from simpletuner.models.kandinsky5.options import TILE, TILE_SIDE
 from simpletuner.models.kandinsky5.tile_attention import choose_attend
 
+# Settings of the checkpoint that the stock processor reads, without their prefix `attention_`.
+COPIED = ("P", "wT", "wW", "wH", "add_sta", "method")
+
 
 def window_mask(
     frames: int, rows: int, columns: int, config: dict[str, Any], device: torch.device | None = None
 ) -> Tensor:
-    """The window of visible tiles by distance in time, height and width: bool, `1 1 N N` with N tiles.
+    """The window of visible tiles, by distance in time, height and width: bool, `1 1 N N`, N tiles.
 
     Args:
         rows, columns: tiles per frame: latent height and width divided by 16.
         device: where the mask is created; copying it there would synchronise with the device.
     """
-    sides = ((frames, config["attention_wT"]), (rows, config["attention_wH"]), (columns, config["attention_wW"]))
+    axes = {"attention_wT": frames, "attention_wH": rows, "attention_wW": columns}
     mask = torch.ones((1, 1), dtype=torch.bool, device=device)
-    for count, window in sides:  # each tile of the axes before, then of this one
+    for key, count in axes.items():
         place = torch.arange(count, device=device)
-        mask = torch.kron(mask, (place[:, None] - place).abs() <= window // 2)
+        is_near = (place[:, None] - place).abs() <= config[key] // 2
+        # A pair of tiles is in the window if it is near along every axis. Tiles are in raster
+        # order, where the last axis varies fastest, as in a Kronecker product.
+        mask = torch.kron(mask, is_near)
     return mask[None, None]
 
 
@@ -42,7 +48,7 @@ def sparse_params(latents_shape: tuple[int, ...], config: dict[str, Any], device
     _, frames, height, width, _ = latents_shape
     rows, columns = height // 2, width // 2
     return {
-        **{name: config[f"attention_{name}"] for name in ("P", "wT", "wW", "wH", "add_sta", "method")},
+        **{name: config[f"attention_{name}"] for name in COPIED},
         "attention_type": config["attention_type"],
         "sta_mask": window_mask(frames, rows // TILE_SIDE, columns // TILE_SIDE, config, device),
         "to_fractal": True,
@@ -54,25 +60,30 @@ def sparse_params(latents_shape: tuple[int, ...], config: dict[str, Any], device
 def tile_mask(query: Tensor, key: Tensor, window: Tensor, mass: float) -> Tensor:
     """Which key tiles each query tile attends to: bool, `B H N N`, from `B S H D`.
 
-    Tiles are ranked by the softmax over tile means. The lowest that together hold 1 - `mass` are dropped, then the
-    window is added.
+    Tiles are ranked by the softmax over tile means. The lowest that together hold 1 - `mass` are
+    dropped, then the window is added.
     """
     means = [x.transpose(1, 2).unflatten(2, (-1, TILE)).mean(-2) for x in (query, key)]  # B H N D
-    scores = torch.softmax(means[0] @ means[1].transpose(-2, -1) / math.sqrt(query.shape[-1]), dim=-1)
-    values, order = scores.sort(-1)
+    products = means[0] @ means[1].transpose(-2, -1)
+    scores = torch.softmax(products / math.sqrt(query.shape[-1]), dim=-1)
+    values, order = scores.sort(-1)  # ascending
     kept = values.cumsum(-1) >= 1 - mass
+    # From the order of the scores to that of the tiles.
     return torch.empty_like(kept).scatter_(-1, order, kept) | window
 
 
 class TileAttention:
-    """Sparse attention of a transformer; its processors share the implementation chosen for the device."""
+    """Sparse attention of a transformer, shared by its processors."""
 
     def __init__(self) -> None:
         self._attend: dict[int, Attend] = {}  # by number of heads, which processes may share
         self._visible: TileCounts = {}
 
     def settle(self, device: torch.device, dtype: torch.dtype, head_dim: int, heads: int) -> None:
-        """Choose an implementation now, outside all blocks: compilation and checkpointing must not trace the test."""
+        """Choose an implementation before the first step.
+
+        Inside a block, compilation and checkpointing would trace the self-test.
+        """
         self._attend[heads] = choose_attend(device, dtype, head_dim, heads)
 
     def __call__(self, query: Tensor, key: Tensor, value: Tensor, params: dict[str, Any]) -> Tensor:
@@ -99,7 +110,15 @@ class TileAttention:
 
 
 def install(transformer: nn.Module) -> TileAttention:
-    """Let the visual self-attentions attend to NABLA's tiles; returns the attention that they share."""
+    """Let the visual self-attentions attend to NABLA's tiles.
+
+    Returns:
+        the attention that they share.
+    """
     attention = TileAttention()
-    replace_attention(transformer, attention.kernel, lambda name: name.endswith("self_attention") and "visual" in name)
+
+    def is_visual(name: str) -> bool:
+        return name.endswith("self_attention") and "visual" in name
+
+    replace_attention(transformer, attention.kernel, is_visual)
     return attention

@@ -1,4 +1,4 @@
-"""Attention from tiles to tiles: its implementations, and the self-test that decides which one a device gets."""
+"""Attention from tiles to tiles: its implementations, and the self-test that chooses one."""
 
 from __future__ import annotations
 
@@ -15,15 +15,21 @@ from simpletuner.models.kandinsky5.options import TILE
 logger = logging.getLogger(__name__)
 
 HEADS = 2  # heads in the self-test if the model's number is unknown
-# Flex attention has no backward pass on a CPU; on the others it is not compiled, and would ignore the mask.
+# On a CPU, flex attention has no backward pass. On the others it is not compiled, and would ignore
+# the tiles.
 WITHOUT_FLEX = ("cpu", "mps", "xpu")
 
 
 def attend_masked(query: Tensor, key: Tensor, value: Tensor, tiles: Tensor) -> Tensor:
-    """Attention on every device, with gradients. The queries of a tile share one mask row, so memory is linear."""
-    rows = zip(query.split(TILE, dim=1), tiles.unbind(dim=2), strict=True)
-    masked = [torch_attention(part, key, value, row.repeat_interleave(TILE, -1)[:, :, None]) for part, row in rows]
-    return torch.cat(masked, dim=1)
+    """Attention on every device, with gradients.
+
+    The queries of a tile share one row of the mask, so memory is linear in the tokens.
+    """
+    attended = []
+    for part, visible in zip(query.split(TILE, dim=1), tiles.unbind(dim=2), strict=True):
+        mask = visible.repeat_interleave(TILE, -1)[:, :, None]
+        attended.append(torch_attention(part, key, value, mask))
+    return torch.cat(attended, dim=1)
 
 
 def attend_dense(query: Tensor, key: Tensor, value: Tensor, tiles: Tensor) -> Tensor:
@@ -33,7 +39,11 @@ def attend_dense(query: Tensor, key: Tensor, value: Tensor, tiles: Tensor) -> Te
 
 @functools.cache
 def choose_attend(device: torch.device, dtype: torch.dtype, head_dim: int, heads: int = HEADS) -> Attend:
-    """Compiled flex attention if its results and gradients are correct on this device; else dense, with a warning."""
+    """Compiled flex attention if its results and gradients are correct on a device.
+
+    Otherwise dense attention, with a warning. A CPU, which has no kernel for the gradients, gets
+    masks.
+    """
     if device.type in WITHOUT_FLEX:
         return attend_masked
     attend = compiled_flex(dtype)
@@ -42,10 +52,12 @@ def choose_attend(device: torch.device, dtype: torch.dtype, head_dim: int, heads
         logger.info("Block-sparse attention (NABLA) runs compiled.")
         return attend
     logger.warning(
-        "This checkpoint was trained with block-sparse attention (NABLA), but on %s compiled flex attention failed its "
-        "test (%s). Training uses dense attention instead: slower, and different from sampling elsewhere.",
-        device, fault,
-    )  # fmt: skip
+        "This checkpoint was trained with block-sparse attention (NABLA), but on %s compiled flex "
+        "attention failed its test (%s). Training uses dense attention instead: slower, and "
+        "different from sampling elsewhere.",
+        device,
+        fault,
+    )
     return attend_dense
 
 
@@ -58,11 +70,14 @@ def find_fault(
     *,
     backward: bool = True,
 ) -> str | None:
-    """Compare an implementation with `attend_masked` on the CPU in float64; returns what is wrong, or None.
+    """Compare an implementation with `attend_masked` on the CPU in float64.
 
     Args:
         heads: of the model, since the compiler recompiles a size that changes between calls as dynamic.
         backward: also compare gradients.
+
+    Returns:
+        what is wrong, or None.
     """
     generator = torch.Generator().manual_seed(0)
     shape = (2, 5 * TILE, heads, head_dim)
@@ -74,13 +89,13 @@ def find_fault(
         results = _results(attend, [draw.to(device) for draw in draws], tiles.to(device), backward)
     except DEVICE_FAILURES:
         raise
-    except (RuntimeError, ValueError, AssertionError) as error:  # compilers and kernels refuse with any error
+    # Compilers and kernels refuse with any of these.
+    except (RuntimeError, ValueError, AssertionError) as error:
         lines = str(error).strip().splitlines()
         return lines[0] if lines else type(error).__name__
     # Relative errors, in Euclidean norms.
-    errors = [
-        ((result.cpu() - exact).norm() / exact.norm()).item() for result, exact in zip(results, wanted, strict=True)
-    ]
+    pairs = zip(results, wanted, strict=True)
+    errors = [((result.cpu() - exact).norm() / exact.norm()).item() for result, exact in pairs]
     limit = tolerance(device, dtype)
     return None if max(errors) <= limit else f"off by {max(errors):.1e}, more than {limit:.1e}"
 
@@ -96,10 +111,11 @@ def _results(attend: Attend, draws: list[Tensor], tiles: Tensor, backward: bool)
 
 
 def tolerance(device: torch.device, dtype: torch.dtype) -> float:
-    """The accepted error: four times the machine epsilon; in float32, of TF32 if it is allowed, else 2^-18.
+    """The accepted error: four times the machine epsilon, or 2^-18 in float32 without TF32.
 
-    float32 on a GPU may have the 10 bits of TF32. Otherwise, sums of some hundred products and fast exponentials (off
-    by up to 2^-22) still round differently from the reference. Ignoring the tiles gives an error of over 0.5.
+    float32 on a GPU may have the 10 bits of TF32. Otherwise, sums of some hundred products and fast
+    exponentials (off by up to 2^-22) still round differently from the reference. Ignoring the tiles
+    gives an error of over 0.5.
     """
     if dtype == torch.float32:
         tf32 = device.type == "cuda" and torch.backends.cuda.matmul.allow_tf32
