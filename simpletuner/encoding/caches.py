@@ -6,10 +6,11 @@ import gc
 import logging
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, TypeVar
+from itertools import chain
+from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -29,7 +30,7 @@ from simpletuner.config.precision import quantisation, text_encoder_dtype, vae_d
 from simpletuner.config.schema import RunConfig
 from simpletuner.data.dataset import Dataset, Failures, check_amount, summarise_rejected, without_failures
 from simpletuner.data.entries import DataContext, ProgressBar
-from simpletuner.distributed.world import World
+from simpletuner.distributed.world import Value, World
 from simpletuner.encoding.fill import ChangedFileError, encode_now, fill_features, fill_latents, fill_texts, write_entry
 from simpletuner.encoding.quarantine import quarantine
 from simpletuner.encoding.read import read_or_restore
@@ -59,9 +60,6 @@ logger = logging.getLogger(__name__)
 
 AnyEncoder = TypeVar("AnyEncoder", bound=Encoder)
 
-# Encodes a share; returns notes to report: truncated captions, or files that cannot be decoded, with the reason.
-Work = Callable[[ProgressBar], Mapping[Any, Any]]
-
 # How long files written by another machine may take to appear on a network disk.
 SECONDS_TO_APPEAR = 120.0
 
@@ -86,20 +84,23 @@ class Encoding:
         config = self.plan.config
         size = config.caching.captions_at_once(self.device.type, streamed=config.offload.group_offload_text_encoder)
 
-        def work(bar: ProgressBar) -> Mapping[Any, str]:
+        def work(bar: ProgressBar) -> list[str]:
             # In turn, since weights pass through host memory while they are cast or quantised. Processes without
             # entries take a turn too: `in_turn` is collective.
             encoder = world.in_turn(self.load_text_encoder if entries else lambda: None)
-            return dict.fromkeys(fill_texts(entries, encoder, size, bar) if encoder else (), "")
+            return fill_texts(entries, encoder, size, bar) if encoder else []
 
-        for note in self._share(len(entries), world, "captions", "captions", "init_text_embed_cache", work):
-            logger.warning(note)
+        shares = self._share(len(entries), world, "captions", "captions", "init_text_embed_cache", work)
+        for warning in dict.fromkeys(chain.from_iterable(shares)):
+            logger.warning(warning)
 
     def latents(self, entries: list[LatentEntry], world: World) -> Failures:
         """Encode pictures and clips; returns the files that cannot be decoded, with the reason."""
         work = partial(fill_latents, entries, self._load_latent_encoder, self.plan.config.caching)
         noun = self.plan.spec.media_noun
-        return self._share(len(entries), world, noun, noun, "init_vae_cache", work)
+        shares = self._share(len(entries), world, noun, noun, "init_vae_cache", work)
+        failures = {key: reason for share in shares for key, reason in share.items()}
+        return failures if world.size == 1 else dict(sorted(failures.items()))
 
     def features(self, entries: list[FeatureEntry], world: World) -> None:
         """Encode the features that techniques need, from cached latents."""
@@ -114,25 +115,26 @@ class Encoding:
             load_vae = self._load_latent_encoder
             return technique.load_encoder(entry.kind, self.adapter, load_vae, self.device)
 
-        def work(bar: ProgressBar) -> Mapping[Any, str]:
+        def work(bar: ProgressBar) -> None:
             fill_features(entries, load, read, bar)
-            return {}
 
         self._share(len(entries), world, "features", self.plan.spec.media_noun, "init_feature_cache", work)
 
-    def _share(self, count: int, world: World, what: str, unit: str, stage: str, work: Work) -> dict[Any, Any]:
-        """Encode this process's `count` entries; returns the merged notes of all processes. Collective."""
+    def _share(
+        self, count: int, world: World, what: str, unit: str, stage: str, work: Callable[[ProgressBar], Value]
+    ) -> list[Value]:
+        """Encode this process's `count` entries; returns what `work` returned in each process. Collective."""
         # By the total, so that no process skips a phase in which another one waits for it.
         total = sum(world.gather(count))
         if not total:
-            return {}
+            return []
         phase = PhaseStarted(f"Encoding {what}", total, unit, CACHING, stage)
-        notes = dict(share_work(world, self.events, phase, lambda bar: work(bar).items()))
+        results = share_work(world, self.events, phase, work)
         # Free the memory of this encoder before the next one is loaded.
         gc.collect()
         trim_heap()
         torch.cuda.empty_cache()
-        return notes
+        return results
 
     def encode(self, entry: LatentEntry) -> Tensor:
         """Encode latents during training; the VAE stays on the device after the first call.

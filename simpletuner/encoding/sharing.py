@@ -6,12 +6,11 @@ No process waits in a collective, which would time out before the slowest proces
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Generator, Iterable
-from contextlib import suppress
-from dataclasses import dataclass
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
 from functools import partial
-from operator import itemgetter
-from typing import Any, TypeVar
+from typing import Generic, TypeVar
 
 from simpletuner.data.entries import ProgressBar
 from simpletuner.distributed.requests import Stop
@@ -19,11 +18,22 @@ from simpletuner.distributed.world import World
 from simpletuner.errors import Interrupted
 from simpletuner.reporting.events import EventStream, PhaseStarted, RunningPhase
 
-Value = TypeVar("Value")
-# (index, result); indices order the results of all processes.
-Results = Generator[tuple[Any, Value]]
-Work = Callable[[ProgressBar], Iterable[tuple[Any, Value]]]
+Item = TypeVar("Item")
+Result = TypeVar("Result")
 POLL_SECONDS = 0.1
+
+
+@dataclass
+class FinishedPart(Generic[Result]):
+    """What a process has done of the work.
+
+    Attributes:
+        results: in order.
+        is_complete: False if a stop request interrupted it.
+    """
+
+    results: list[Result] = field(default_factory=list)
+    is_complete: bool = False
 
 
 @dataclass
@@ -52,33 +62,79 @@ class SharedPhase:
             time.sleep(POLL_SECONDS)
             finished = self.count("finished", 0)
 
+    def run(self, world: World, work: Callable[[ProgressBar], Iterable[Result]]) -> list[FinishedPart[Result]]:
+        """Do this process's part and wait for the others; returns the parts of all processes, by rank. Collective."""
+        part = FinishedPart[Result]()
+        with suppress(Interrupted):
+            for result in work(self):  # one by one, to keep the results before an interruption
+                part.results.append(result)
+            part.is_complete = True
+        self.wait(world.size)
+        return world.gather(part)
+
+
+def share_items(
+    world: World,
+    events: EventStream,
+    phase: PhaseStarted,
+    items: Sequence[Item],
+    work: Callable[[Sequence[Item], ProgressBar], Iterable[Result]],
+    *,
+    in_lockstep: bool = False,
+) -> Generator[Result]:
+    """Split a list among the processes, and wait for all of them; the main process reports the phase.
+
+    Args:
+        phase: its total counts the work of all processes.
+        work: returns one result for each of its items, in order.
+        in_lockstep: all processes do all of the work together, step by step, instead of splitting it.
+
+    Yields:
+        the results of all items, in their order, on every process; with a single process, as soon as they are ready.
+
+    Raises:
+        Interrupted: a process was asked to stop. Raised in all processes, after the results so far.
+    """
+    if in_lockstep or world.size == 1:
+        with _undivided(world, events, phase) as bar:
+            yield from work(items, bar)
+        return
+    with _divided(world, events, phase) as shared:
+        parts = shared.run(world, partial(work, world.share(items)))
+        yield from _in_order(parts)
+        _stop_if_interrupted(events, parts)
+
 
 def share_work(
-    world: World, events: EventStream, phase: PhaseStarted, work: Work[Value], *, in_lockstep: bool = False
-) -> Results[Value]:
+    world: World, events: EventStream, phase: PhaseStarted, work: Callable[[ProgressBar], Result]
+) -> list[Result]:
     """Do this process's part of some work, and wait for all other parts; the main process reports the phase.
 
     Args:
         phase: its total counts the work of all processes.
         work: does this process's part.
-        in_lockstep: all processes do all of the work together, step by step, instead of splitting it.
 
-    Yields:
-        the results of all processes, in order, on every process; with a single process, as soon as they are ready.
+    Returns:
+        the results of all processes, by rank.
 
     Raises:
-        Interrupted: a process was asked to stop. Raised in all processes, after the results so far.
+        Interrupted: a process was asked to stop. Raised in all processes.
     """
-    undivided = in_lockstep or world.size == 1
-    stop = Stop(partial(_agree, world, events.stop)) if undivided else Stop()
-    shown = EventStream(events.publish, stop=stop)
-    with shown.phase(**vars(phase)) as running:  # entered by all processes, even if one has just been asked to stop
-        if undivided:
-            yield from work(running)
-            return
-        # Parts may be interrupted at different times: `_divide` waits for all of them at its end.
-        stop.look_at(events.stop.is_due)
-        yield from _divide(world, SharedPhase(running, world.counters()), events, work)
+    if world.size == 1:
+        with _undivided(world, events, phase) as bar:
+            return [work(bar)]
+    with _divided(world, events, phase) as shared:
+        parts = shared.run(world, lambda bar: [work(bar)])
+        _stop_if_interrupted(events, parts)
+        return [part.results[0] for part in parts]
+
+
+@contextmanager
+def _undivided(world: World, events: EventStream, phase: PhaseStarted) -> Iterator[RunningPhase]:
+    """A phase in which every process does all of the work, and all of them stop at the same place."""
+    stop = Stop(partial(_agree, world, events.stop))
+    with EventStream(events.publish, stop=stop).phase(**vars(phase)) as running:
+        yield running
 
 
 def _agree(world: World, stop: Stop) -> bool:
@@ -89,16 +145,30 @@ def _agree(world: World, stop: Stop) -> bool:
     return is_agreed  # not `is_due`: the watch may have received a request since
 
 
-def _divide(world: World, phase: SharedPhase, events: EventStream, work: Work[Value]) -> Results[Value]:
-    results: list[tuple[Any, Value]] = []
-    finished = False
-    with suppress(Interrupted):
-        for result in work(phase):  # one by one, to keep the results before an interruption
-            results.append(result)
-        finished = True
-    phase.wait(world.size)
-    shares = world.gather((finished, results))
-    yield from sorted((result for _, results in shares for result in results), key=itemgetter(0))
-    if not all(finished for finished, _ in shares):
+@contextmanager
+def _divided(world: World, events: EventStream, phase: PhaseStarted) -> Iterator[SharedPhase]:
+    """A phase in which every process does its part."""
+    stop = Stop()
+    with EventStream(events.publish, stop=stop).phase(**vars(phase)) as running:
+        # Only now, since all processes must enter the phase, even if one has just been asked to stop.
+        stop.look_at(events.stop.is_due)
+        yield SharedPhase(running, world.counters())
+
+
+def _in_order(parts: Sequence[FinishedPart[Result]]) -> Iterator[Result]:
+    """The results in the order of the items, of which the processes took turns; interrupted parts are shorter."""
+    for position in range(max(len(part.results) for part in parts)):
+        for part in parts:
+            if position < len(part.results):
+                yield part.results[position]
+
+
+def _stop_if_interrupted(events: EventStream, parts: Sequence[FinishedPart[Result]]) -> None:
+    """Stop this process, too, if another one was asked to stop.
+
+    Raises:
+        Interrupted: a part is not complete.
+    """
+    if not all(part.is_complete for part in parts):
         events.stop.request()
         events.stop.check()

@@ -23,13 +23,13 @@ from simpletuner.data.sample import Sample
 from simpletuner.diffusion.batch import Batch
 from simpletuner.diffusion.flow import diffusion_loss, make_noisy, sample_noise
 from simpletuner.diffusion.seeds import generator_for
-from simpletuner.encoding.sharing import Results, share_work
+from simpletuner.encoding.sharing import share_items
 from simpletuner.models.adapter import FamilyAdapter
 from simpletuner.reporting.events import EVALUATION, Evaluated, EventStream, PhaseStarted, Rounds, StepReport
 from simpletuner.reporting.metrics import EVALUATED
 from simpletuner.training.loop import Callback
 from simpletuner.training.state import Assembly, TrainState
-from simpletuner.validation.runner import Placed, own_share, quiet, weights_to_use
+from simpletuner.validation.runner import quiet, weights_to_use
 
 Evaluation = tuple[bool, str, Sample]  # (with the moving average, dataset id, sample)
 
@@ -88,12 +88,13 @@ class EvaluationLoss(Callback):
         # A sample counts once per noise level, since each is a forward pass.
         total = len(samples) * self.config.eval_timesteps
         phase = PhaseStarted(f"Evaluating at step {step}", total, "timesteps", EVALUATION)
-        measure = partial(self._measure, assembly, own_share(assembly, samples))
+        measure = partial(self._measure, assembly)
         # With FSDP2, a forward pass gathers weights from all processes, so they evaluate every sample together.
-        losses = dict(share_work(assembly.world, self.events, phase, measure, in_lockstep=assembly.is_sharded))
-        device, groups = assembly.accelerator.device, defaultdict[tuple[bool, str], list[Tensor]](list)
-        for place, (use_ema, name, _) in enumerate(samples):
-            groups[use_ema, name].append(losses[place].to(device))
+        losses = share_items(assembly.world, self.events, phase, samples, measure, in_lockstep=assembly.is_sharded)
+        device = assembly.accelerator.device
+        groups = defaultdict[tuple[bool, str], list[Tensor]](list)
+        for (use_ema, name, _), loss in zip(samples, losses, strict=True):
+            groups[use_ema, name].append(loss.to(device))
         means: dict[str, float] = {}
         for use_ema in weights:
             # If only one set of weights is evaluated, it keeps the plain name, as in a run without EMA.
@@ -104,19 +105,19 @@ class EvaluationLoss(Callback):
                 means[f"{EVALUATED}pooled{suffix}"] = fmean(by_dataset.values())
         return means
 
-    def _measure(self, assembly: Assembly, samples: Placed[Evaluation], bar: ProgressBar) -> Results[Tensor]:
-        """The losses of samples, with or without the moving average."""
+    def _measure(self, assembly: Assembly, samples: Sequence[Evaluation], bar: ProgressBar) -> Iterator[Tensor]:
+        """The losses of each sample at all noise levels, with or without the moving average."""
         with quiet(assembly):
             # `samples` are ordered by weights, so the average is applied once, not per sample.
-            for use_ema, group in itertools.groupby(samples, key=lambda item: item[1][0]):
+            for use_ema, group in itertools.groupby(samples, key=lambda evaluation: evaluation[0]):
                 with assembly.averaged(use_ema):
-                    for place, (_, _, sample) in group:
+                    for _, _, sample in group:
                         losses = []
                         for loss in self._losses(assembly, sample):
                             losses.append(loss)
                             bar.advance(1, sample.name)
                         # In host memory, for the exchange between processes.
-                        yield place, torch.cat(losses).cpu()
+                        yield torch.cat(losses).cpu()
 
     def _losses(self, assembly: Assembly, sample: Sample) -> Iterator[Tensor]:
         settings, sigmas = assembly.settings, even_sigmas(self.config.eval_timesteps)

@@ -15,7 +15,7 @@ from contextlib import closing, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial, wraps
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import torch
 from PIL.Image import Image
@@ -27,7 +27,7 @@ from simpletuner.config.types import Size
 from simpletuner.data.entries import ProgressBar
 from simpletuner.diffusion.batch import TextEmbeds
 from simpletuner.diffusion.seeds import step_seed
-from simpletuner.encoding.sharing import Results, share_work
+from simpletuner.encoding.sharing import share_items
 from simpletuner.memory.offload.attach import Offload
 from simpletuner.models.adapter import FamilyAdapter, PreviewPipeline, PreviewRequest
 from simpletuner.models.decoding import decode_in
@@ -43,7 +43,6 @@ if TYPE_CHECKING:
     from simpletuner.validation.background import DecodingThread
 
 logger = logging.getLogger(__name__)
-Item = TypeVar("Item")
 
 REHEARSED_STEPS = 2  # the minimum for every sampler
 IMAGE_FOLDER, BENCHMARK_FOLDER = "validation_images", "benchmarks/base_model"
@@ -293,13 +292,14 @@ class ValidationRunner(Callback):
         stage = "benchmark_base_model" if benchmark else stage
         unit = "clips" if self.frame_rate else "pictures"
         phase = PhaseStarted(f"Rendering previews at step {step}", len(shots), unit, PREVIEWS, stage)
-        work = partial(self._render_all, assembly, own_share(assembly, shots))
+        render = partial(self._render_all, assembly)
         # With FSDP2, all processes take part in every forward pass.
-        rendered = share_work(world, self.events, phase, work, in_lockstep=assembly.is_sharded)
+        rendered = share_items(world, self.events, phase, shots, render, in_lockstep=assembly.is_sharded)
         try:
             with closing(rendered):  # restores the model's weights even if a record cannot be written
-                for _, record in rendered:
-                    self.events.publish(MediaRendered(record))
+                for record in rendered:
+                    if record is not None:
+                        self.events.publish(MediaRendered(record))
             self._rendered_at = step
         finally:
             self._release()
@@ -311,16 +311,15 @@ class ValidationRunner(Callback):
         for use_ema, subject, size, index in itertools.product(weights, self.subjects, self.sizes, indices):
             yield Shot(step, subject, size, index, self._seed(assembly, step, index), use_ema, benchmark)
 
-    def _render_all(self, assembly: Assembly, shots: Placed[Shot], bar: ProgressBar) -> Results[MediaRecord]:
-        """Render shots; yields the records of shots that are not decoded in the background."""
+    def _render_all(self, assembly: Assembly, shots: Sequence[Shot], bar: ProgressBar) -> Iterator[MediaRecord | None]:
+        """Render shots; yields the record of each, or None for a shot that is decoded in the background."""
         with quiet(assembly):
             stop_if_result_not_finite(assembly)
             # Grouped, because switching to the average and back copies all weights.
-            for use_ema, group in itertools.groupby(shots, key=lambda item: item[1].ema):
+            for use_ema, group in itertools.groupby(shots, key=lambda shot: shot.ema):
                 with assembly.averaged(use_ema):
-                    for place, shot in group:
-                        if record := self._render(assembly, shot, bar):
-                            yield place, record
+                    for shot in group:
+                        yield self._render(assembly, shot, bar)
                         bar.advance(1, shot.name)
 
     def rehearse(self, assembly: Assembly) -> None:
@@ -386,16 +385,6 @@ def weights_to_use(assembly: Assembly, ema_validation: str) -> list[bool]:
     if assembly.trained.ema is None:
         return [False]
     return {"none": [False], "ema_only": [True], "comparison": [False, True]}[ema_validation]
-
-
-# (index in the work of all processes, item)
-Placed = Sequence[tuple[int, Item]]
-
-
-def own_share(assembly: Assembly, items: Sequence[Item]) -> Placed[Item]:
-    """This process's part of some work with the model; all of it if weights are sharded."""
-    placed = list(enumerate(items))
-    return placed if assembly.is_sharded else assembly.world.share(placed)
 
 
 @contextmanager

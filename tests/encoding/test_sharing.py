@@ -7,7 +7,7 @@ import json
 import shutil
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
@@ -23,12 +23,13 @@ from simpletuner.annexes.fitting.ready import ready_plan
 from simpletuner.annexes.processes.joining import connect
 from simpletuner.caching.catalogue import Share
 from simpletuner.config.sources import parse_arguments
+from simpletuner.data.entries import ProgressBar
 from simpletuner.data.files import MediaError
 from simpletuner.distributed.world import World
 from simpletuner.encoding import fill
 from simpletuner.encoding.caches import CacheFiller, Encoding, build_adapter, prepare_caches
 from simpletuner.encoding.read import BatchReader, CacheStore
-from simpletuner.encoding.sharing import SharedPhase, share_work
+from simpletuner.encoding.sharing import SharedPhase, share_items
 from simpletuner.errors import Interrupted
 from simpletuner.planning.entries import evaluated
 from simpletuner.reporting.events import (
@@ -234,10 +235,12 @@ def test_what_the_watch_has_heard_stops_no_process_alone() -> None:
             events.stop.request()
             return [False, False]
 
-    results = share_work(
-        Hearing(0, 2), events, PhaseStarted("Rendering", 1), lambda phase: [(0, phase.advance())], in_lockstep=True
-    )
-    assert [*results] == [(0, None)], "all of them go on"
+    def render(shots: Sequence[str], phase: ProgressBar) -> Iterator[str]:
+        phase.advance()
+        yield from shots
+
+    results = share_items(Hearing(0, 2), events, PhaseStarted("Rendering", 1), ["a preview"], render, in_lockstep=True)
+    assert [*results] == ["a preview"], "all of them go on"
     assert events.stop.requested
 
 
