@@ -24,7 +24,7 @@ from benchmarks.first_gpus import SHARED, STRONG, WEAK
 from benchmarks.gpu_sections import Line
 from benchmarks.models import SHAPES, cost_of, hollow_transformer, lora_targets, make_config
 from benchmarks.variants import COMMON, Settings, Variant
-from simpletuner.annexes.processes.joining import ConnectedWorld, connect, settle_meeting
+from simpletuner.annexes.processes.joining import ConnectedWorld, connect, set_rendezvous
 from simpletuner.budget.device import this_cpu
 from simpletuner.budget.estimate import Step
 from simpletuner.budget.workload import Parts, kernels_on
@@ -138,11 +138,11 @@ def scale(case: Case, device: str, size: str, samples: int) -> Iterator[Line]:
         samples: of the global batch that stays constant.
     """
     place = launched(os.environ) or World()
-    joined: AbstractContextManager[World] = nullcontext(place)
+    connected: AbstractContextManager[World] = nullcontext(place)
     if place.size > 1:
-        settle_meeting(place, os.environ)
-        joined = _measured(place)
-    with joined as world:
+        set_rendezvous(place, os.environ)
+        connected = _measured(place)
+    with connected as world:
         yield from _lines(case, device, size, samples, world)
 
 

@@ -5,16 +5,31 @@ from __future__ import annotations
 import os
 import socket
 import sys
+import time
 from collections.abc import Callable, Sequence
 from multiprocessing import connection
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 from simpletuner.cli.app import main
-from simpletuner.distributed.world import World
+from simpletuner.distributed.world import World, usable_cores
 from tests.workspace import FORKS, Workspace
 
-PATIENCE = 900  # seconds for what takes a few on an idle machine
+LOOP_SECONDS = 0.02  # of CPU time for the loop of `slowness` on a machine of 2024
+
+
+def slowness() -> float:
+    """How many times longer than usual something takes on this machine now: by a short loop, and by the load."""
+    started = time.process_time()
+    for _ in range(1_000_000):
+        pass
+    loop = (time.process_time() - started) / LOOP_SECONDS
+    load = os.getloadavg()[0] / usable_cores()
+    return max(1.0, loop) * max(1.0, load)
+
+
+# Seconds for what takes a few on an idle machine, so that a collective that hangs costs about a minute.
+PATIENCE = 60 * slowness()
 _ports: list[socket.socket] = []
 
 

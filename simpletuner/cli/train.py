@@ -95,9 +95,9 @@ def _start(arguments: Arguments, command: list[str], take_page: TakePage | None,
 
     if (place := launched(os.environ)) is not None:
         from simpletuner.annexes.processes.agreement import plan_together
-        from simpletuner.annexes.processes.launching import joined
+        from simpletuner.annexes.processes.group import process_group
 
-        with joined(place, start_limit(arguments)) as world:
+        with process_group(place, start_limit(arguments)) as world:
             budget = plan_together(world, lambda seed: ready_plan(arguments.with_seed(seed)))
             _train(world, agreed(budget, yes=yes), take_page, yes=yes)
         return
@@ -192,12 +192,12 @@ def recorded_events(plan: Plan, world: World, shown: AbstractContextManager[Even
     from simpletuner.reporting.events import EventStream, StateChanged
 
     def ended(message: str, code: int) -> None:
-        from simpletuner.annexes.processes.launching import complain
+        from simpletuner.annexes.processes.group import print_error
 
         state: RunState = "interrupted" if code == Interrupted.exit_code else "failed"
         events.publish(StateChanged(state, events.step, plan.length.total_steps, message))
         stack.close()
-        complain(message, code)
+        print_error(message, code)
 
     if not world.is_main:
         events = EventStream()

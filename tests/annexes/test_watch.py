@@ -15,7 +15,7 @@ from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from simpletuner.annexes.processes import joining, watch
 from simpletuner.annexes.processes.joining import ConnectedWorld, join_watch, open_store
-from simpletuner.annexes.processes.watch import GONE, Beat, Link, Pulse, Watch, where_it_is
+from simpletuner.annexes.processes.watch import GONE, Beat, EndReporter, Link, Pulse, Watch, where_it_is
 from simpletuner.distributed.world import World
 from simpletuner.errors import UserError
 from tests.processes import free_port
@@ -63,22 +63,32 @@ def both(found: list[Watch | str]) -> tuple[Watch, Watch]:
 Joined = Callable[..., list[Watch | str]]
 
 
+class LossReporter(EndReporter):
+    """Notes what it reports of the loss of process 0."""
+
+    def __init__(self) -> None:
+        self.messages: list[str] = []
+
+    def on_leader_lost(self, message: str) -> None:
+        self.messages.append(message)
+
+
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_connection_that_breaks_ends_all(joined: Joined, rank: int) -> None:
     pair = both(joined(World(0, 2), World(1, 2)))
-    speaker: list[str] = []
-    pair[1 - rank].bereft = speaker.append
-    for link in list(pair[rank].links.found.values()):
+    reporter = LossReporter()
+    pair[1 - rank].reporter = reporter
+    for link in list(pair[rank].links.by_rank.values()):
         link.connection.shutdown(socket.SHUT_RDWR)  # as the kernel does for a process that it kills
     message = f"Process {rank} on {HOST} {GONE}."
-    assert pair[1 - rank].known(60.0) == (message, 1)
-    assert speaker == ([message] if rank == 0 else []), "without process 0 another one speaks"
+    assert pair[1 - rank].wait_for_verdict(60.0) == (message, 1)
+    assert reporter.messages == ([message] if rank == 0 else []), "without process 0 another one speaks"
 
 
 def test_a_process_that_leaves_is_not_taken_for_killed(joined: Joined) -> None:
     first, second = both(joined(World(0, 2), World(1, 2)))
     second.close()
-    assert first.known(0.5) is None
+    assert first.wait_for_verdict(0.5) is None
 
 
 def test_a_lost_process_is_named_also_when_the_watch_is_late(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -115,7 +125,7 @@ def test_whoever_loses_its_launcher_ends_all(joined: Joined, monkeypatch: pytest
     monkeypatch.setenv(watch.LAUNCHED, "1")
     first, second = both(joined(World(0, 2), World(1, 2)))
     second._parent = 2**30
-    assert first.known(60.0) == (f"The launcher of process 1 on {HOST} was killed.", 1)
+    assert first.wait_for_verdict(60.0) == (f"The launcher of process 1 on {HOST} was killed.", 1)
 
 
 def test_a_request_to_stop_reaches_all(joined: Joined) -> None:
@@ -132,7 +142,7 @@ def test_silence_is_counted_in_looks(joined: Joined, monkeypatch: pytest.MonkeyP
     pair = both(joined(World(0, 2), World(1, 2)))
     monkeypatch.setattr(watch, "SILENT_SECONDS", 0.5)
     monkeypatch.setattr(pair[silent], "_look", lambda: time.sleep(0.05))  # as if it were frozen: connected, and mute
-    assert pair[1 - silent].known(60.0) == (
+    assert pair[1 - silent].wait_for_verdict(60.0) == (
         f"Process {silent} on {HOST} has not responded for 0.5 s: it or its machine is frozen.", 1
     )  # fmt: skip
 
@@ -196,18 +206,18 @@ def test_processes_that_wait_for_each_other(joined: Joined, monkeypatch: pytest.
     pair = both(joined(World(0, 2), World(1, 2)))
     pair[0].limit = 0.5
     message = f"All processes have waited 0.5 s for each other, process 0 on {HOST} in a collective."
-    assert [each.known(60.0) for each in pair] == [(message, 1)] * 2
+    assert [each.wait_for_verdict(60.0) for each in pair] == [(message, 1)] * 2
 
 
 def test_a_report_ends_the_silence_and_one_that_gets_on_the_waiting() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         sender, receiver = Link(socket.create_connection(server.getsockname())), Link(server.accept()[0])
     first = Watch(0, 2, "key", 0.5)
-    first.pulse.still, first.links.found[1] = 9.0, receiver
+    first.pulse.still, first.links.by_rank[1] = 9.0, receiver
     for still in (0.0, 9.0):
         receiver.silent = 5
-        sender.tell(Beat(1, 2, "x", "key", still=still))
-        receiver.read()
+        sender.send(Beat(1, 2, "x", "key", still=still))
+        receiver.receive()
         first._judge_exchange()
         assert (receiver.silent, first.verdict is None) == (0, still == 0)
     for link in (sender, receiver):
@@ -234,7 +244,7 @@ def test_processes_of_runs_of_different_sizes(joined: Joined) -> None:
 def test_on_one_machine_no_other_can_connect(joined: Joined, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.2")  # as torchrun may name an address of the network
     _, second = both(joined(World(0, 2, 0, 2), World(1, 2, 1, 2)))
-    address, port = second.links.found[0].connection.getpeername()
+    address, port = second.links.by_rank[0].connection.getpeername()
     assert address == "127.0.0.1"
     with pytest.raises(ConnectionRefusedError):
         socket.create_connection(("127.0.0.2", port))
@@ -247,28 +257,28 @@ def test_whoever_ends_by_itself_is_not_ended_though_a_write_takes_long(joined: J
         """Another thread writes till now, and the main thread gets the lock before the watch does."""
 
         def acquire(self, timeout: float) -> bool:
-            first._left_alone.set()
+            first._ends_itself.set()
             return False
 
         def release(self) -> None:
             raise RuntimeError("release unlocked lock")
 
-    first._left_alone.clear()
+    first._ends_itself.clear()
     first.writing = Busy()  # type: ignore[assignment]
     first._end("gone", 1, is_late=False)
 
 
 def test_a_stranger_is_ignored(joined: Joined) -> None:
     first, second = both(joined(World(0, 2), World(1, 2)))
-    port = second.links.found[0].connection.getpeername()[1]
+    port = second.links.by_rank[0].connection.getpeername()[1]
     for content in (b"GET / HTTP/1.1\n\n", b"{}\n", json.dumps(vars(Beat(1, 2, "x", "guess"))).encode() + b"\n"):
         with socket.create_connection(("127.0.0.1", port)) as stranger:
             stranger.sendall(content)
             stranger.settimeout(0.2)
             with suppress(OSError):
                 assert not stranger.recv(1), "an answer would hold the key of the run"
-    assert first.known(0.5) is None
-    assert list(first.links.found) == [1]
+    assert first.wait_for_verdict(0.5) is None
+    assert list(first.links.by_rank) == [1]
 
 
 @pytest.mark.slow(3)

@@ -9,22 +9,23 @@ import socket
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from simpletuner.annexes.processes.group import refuse_shared_gpus
 from simpletuner.annexes.processes.joining import (
     NotJoinedError,
     connect,
     first_host,
     open_store,
-    settle_meeting,
+    set_rendezvous,
     take_device,
 )
-from simpletuner.annexes.processes.launching import refuse_shared_gpus
-from simpletuner.annexes.processes.watch import GONE, Watch
+from simpletuner.annexes.processes.watch import GONE, EndReporter
 from simpletuner.distributed.world import World, launched
 from simpletuner.errors import UserError
 from tests.processes import finish
@@ -86,13 +87,26 @@ def test_two_processes_do_not_share_a_gpu() -> None:
     refuse_shared_gpus(Heard(0, 4), "")  # on the CPU
 
 
-def die_early(rank: int, folder: Path) -> None:
-    def prepare(watch: Watch) -> None:
-        watch.ended = lambda message, code: (folder / f"{rank}.txt").write_text(f"{message} {code}")  # type: ignore[assignment]
-        if rank == 1:
-            os.kill(os.getpid(), signal.SIGKILL)
+@dataclass
+class FileReporter(EndReporter):
+    """Writes why this process ends into a file."""
 
-    with connect(World(rank, 2), f"file://{folder}/meeting", prepare=prepare):
+    file: Path
+
+    def on_ended(self, message: str, code: int) -> None:
+        self.file.write_text(f"{message} {code}")
+
+
+class KilledReporter(EndReporter):
+    """Kills this process as soon as it has joined."""
+
+    def on_joined(self) -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def die_early(rank: int, folder: Path) -> None:
+    reporter = KilledReporter() if rank == 1 else FileReporter(folder / f"{rank}.txt")
+    with connect(World(rank, 2), f"file://{folder}/meeting", reporter=reporter):
         pass
 
 
@@ -102,15 +116,12 @@ def test_a_process_that_is_killed_while_they_connect(tmp_path: Path) -> None:
 
 
 def fail_early(rank: int, folder: Path) -> None:
-    def prepare(watch: Watch) -> None:
-        watch.ended = lambda message, code: (folder / f"{rank}.txt").write_text(f"{message} {code}")  # type: ignore[assignment]
-
     def busy() -> bool:
         raise RuntimeError("CUDA error: all CUDA-capable devices are busy or unavailable\nCompile with ...")
 
     if rank == 1:
         torch.cuda.is_available = busy
-    with connect(World(rank, 2), f"file://{folder}/meeting", prepare=prepare):
+    with connect(World(rank, 2), f"file://{folder}/meeting", reporter=FileReporter(folder / f"{rank}.txt")):
         pass
 
 
@@ -122,9 +133,8 @@ def test_a_process_that_fails_while_they_connect(tmp_path: Path) -> None:
 
 
 def hang(rank: int, folder: Path, where: str) -> None:
-    with connect(World(rank, 2), f"file://{folder}/meeting") as world:
-        told = folder / f"{rank}.txt"
-        world.watch.ended = lambda message, code: told.write_text(f"{message} {code}")  # type: ignore[assignment]
+    reporter = FileReporter(folder / f"{rank}.txt")
+    with connect(World(rank, 2), f"file://{folder}/meeting", reporter=reporter) as world:
         world.barrier()
         world.watch.limit = 1.0
         if rank == 1:
@@ -201,14 +211,14 @@ def test_a_launcher_that_names_no_rank(rank: str | None) -> None:
 
 def test_where_processes_meet() -> None:
     slurm = dict(SLURM)
-    assert settle_meeting(World(5, 8, 1, 4), slurm) == []
+    assert set_rendezvous(World(5, 8, 1, 4), slurm) == []
     assert (slurm["MASTER_ADDR"], slurm["MASTER_PORT"], slurm["RANK"], slurm["LOCAL_WORLD_SIZE"]) == (
         "gpu07", "20021", "5", "4",
     )  # fmt: skip
     alone: dict[str, str] = {}
-    assert settle_meeting(World(0, 2, 0, 2), alone) == []
+    assert set_rendezvous(World(0, 2, 0, 2), alone) == []
     assert (alone["MASTER_ADDR"], alone["WORLD_SIZE"]) == ("127.0.0.1", "2")
-    assert [each.where for each in settle_meeting(World(1, 2, 0, 1), {})] == ["MASTER_ADDR", "MASTER_PORT"]
+    assert [each.where for each in set_rendezvous(World(1, 2, 0, 1), {})] == ["MASTER_ADDR", "MASTER_PORT"]
 
 
 @pytest.mark.parametrize(

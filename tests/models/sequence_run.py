@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from simpletuner.annexes.processes.joining import connect, settle_meeting
+from simpletuner.annexes.processes.joining import connect, set_rendezvous
 from simpletuner.config.alignment import CrepaConfig
 from simpletuner.distributed.world import World
 from simpletuner.planning.techniques.crepa import CrepaSpec
@@ -75,7 +75,7 @@ def watch(run: Run) -> set[int]:
 
 def main(place: World, checkpoints: Mapping[str, Path], folder: Path, cases: Mapping[str, int]) -> None:
     """One of several processes: train cases with their numbers of processes to a sample."""
-    settle_meeting(place, os.environ)  # for accelerate
+    set_rendezvous(place, os.environ)  # for accelerate
     with connect(place, f"file://{folder}/meeting-{place.size}-{len(cases)}") as world:
         results = {name: run_case(name.partition(" ")[0], checkpoints, world, folder, sequence)
                    for name, sequence in cases.items()}  # fmt: skip

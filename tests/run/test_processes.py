@@ -21,9 +21,9 @@ import typer
 from safetensors.torch import load_file
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-from simpletuner.annexes.processes import launching
+from simpletuner.annexes.processes import group
 from simpletuner.annexes.processes.agreement import agreed_values, differences
-from simpletuner.annexes.processes.launching import joined
+from simpletuner.annexes.processes.group import process_group
 from simpletuner.config.sources import parse_arguments
 from simpletuner.distributed.world import World
 from simpletuner.errors import Interrupted
@@ -314,14 +314,14 @@ def test_a_stop_of_one_process_stops_all_after_a_step(workspace: Workspace, rank
 
 def stop_together(place: World, port: int) -> None:
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    launching.LINGER = 0.5
-    with suppress(Interrupted, typer.Exit), joined(place) as world:
+    group.LINGER = 0.5
+    with suppress(Interrupted, typer.Exit), process_group(place) as world:
         try:
             world.barrier()
             raise Interrupted("Stopped")
         finally:
             if place.is_main:
-                time.sleep(launching.LINGER + 2)
+                time.sleep(group.LINGER + 2)
                 Path("finished").touch()
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from simpletuner.annexes.processes.joining import connect, settle_meeting
+from simpletuner.annexes.processes.joining import connect, set_rendezvous
 from simpletuner.diffusion.batch import Batch
 from simpletuner.distributed.world import World
 from simpletuner.errors import NonFiniteError
@@ -116,7 +116,7 @@ def refused(run: Run, world: World) -> str:
 
 def main(place: World, checkpoint: Path, folder: Path, cases: Mapping[str, Mapping[str, Any]]) -> None:
     """One of several processes: train cases; their results are a file in the folder."""
-    settle_meeting(place, os.environ)  # for accelerate
+    set_rendezvous(place, os.environ)  # for accelerate
     batch = torch.load(folder / "batch.pt", weights_only=False)
     with connect(place, f"file://{folder}/meeting", limit=180) as world:
         results = {name: train(checkpoint, batch, world, folder, **case) for name, case in cases.items()}

@@ -12,7 +12,7 @@ from unittest.mock import patch
 import torch
 from torch import Tensor, nn
 
-from simpletuner.annexes.processes.joining import connect, settle_meeting
+from simpletuner.annexes.processes.joining import connect, set_rendezvous
 from simpletuner.config.schema import CheckpointConfig
 from simpletuner.config.techniques import Route
 from simpletuner.diffusion.batch import Batch
@@ -218,7 +218,7 @@ def ends_the_same(first: Run, checkpoint: Path) -> bool:
 
 def main(place: World, checkpoint: Path, folder: Path, leg: int, cases: Sequence[str]) -> None:
     """One of several processes: train cases and a leg of the relay; its results are a file in the folder."""
-    settle_meeting(place, os.environ)  # for accelerate
+    set_rendezvous(place, os.environ)  # for accelerate
     results: dict[str, Any] = {}
     with connect(place, f"file://{folder}/meeting-{leg}") as world:
         for name in cases:

@@ -2,7 +2,8 @@
 
 | file      | contents                                                                      |
 |-----------|-------------------------------------------------------------------------------|
-| launching | starting the processes, and failing together                                  |
+| launching | starting the processes                                                        |
+| group     | failing together                                                              |
 | agreement | checking that all processes have the same plan                                |
 | joining   | rendezvous, and the `World` of several processes: gathering values and counts |
 | watch     | liveness                                                                      |

@@ -21,7 +21,7 @@ from datetime import timedelta
 from functools import partial
 from typing import Any
 
-from simpletuner.annexes.processes.watch import GRACE_SECONDS, POLL_SECONDS, Beat, Link, Watch
+from simpletuner.annexes.processes.watch import GRACE_SECONDS, POLL_SECONDS, Beat, EndReporter, Link, Watch
 from simpletuner.distributed.requests import Stop
 from simpletuner.distributed.world import EXCHANGE_SECONDS, LAUNCHERS, Value, World, number_in
 from simpletuner.errors import Problem, SimpleTunerError, UserError, shorten
@@ -59,8 +59,11 @@ class ConnectedWorld(World):
         content = pickle.dumps(value)
         # Most values are small, and a single message of fixed size takes a third of the time of torch's two.
         heads = self._exchange(len(content).to_bytes(8, "big") + content[:SMALL], 8 + SMALL)
-        sizes = [int.from_bytes(head[:8], "big") for head in heads]
-        contents = [head[8:] for head in heads] if max(sizes) <= SMALL else self._exchange(content, max(sizes))
+        largest = max(int.from_bytes(head[:8], "big") for head in heads)
+        if largest <= SMALL:
+            contents = [head[8:] for head in heads]
+        else:
+            contents = self._exchange(content, largest)
         return [pickle.loads(pickled) for pickled in contents]
 
     def _exchange(self, content: bytes, size: int) -> list[bytes]:
@@ -76,12 +79,15 @@ class ConnectedWorld(World):
     def first_failure(self, error: BaseException) -> str | None:
         from torch.distributed import DistError
 
-        lost = isinstance(error, DistError) or "gloo" in str(error)  # which raises a plain RuntimeError
         # A process that loses a peer, or is ended by the launcher for it, learns from the watch which process failed
         # first. On a busy machine the watch may be late; only Ctrl-C must not wait for it.
-        patience = GRACE_SECONDS if lost else 4 * POLL_SECONDS if isinstance(error, KeyboardInterrupt) else 0.0
-        verdict = self.watch.known(patience)
-        return verdict and verdict[0]
+        patience = 0.0
+        if isinstance(error, DistError) or "gloo" in str(error):  # gloo raises a plain RuntimeError
+            patience = GRACE_SECONDS
+        elif isinstance(error, KeyboardInterrupt):
+            patience = 4 * POLL_SECONDS
+        verdict = self.watch.wait_for_verdict(patience)
+        return None if verdict is None else verdict[0]
 
     def counters(self) -> Callable[[str, int], int]:
         number = self._store("counters").add(f"of process {self.rank}", 1)
@@ -105,31 +111,48 @@ class ConnectedWorld(World):
     def follow(self, stop: Stop, ended: Callable[[str, int], None]) -> Callable[[object], None]:
         self.watch.stop = stop
         if self.is_main:
-            self.watch.ended = ended
-        return lambda sign: self.watch.mark()
+            self.watch.reporter = RunReporter(ended)
+        return self._on_progress
+
+    def _on_progress(self, sign: object) -> None:
+        self.watch.mark()
 
     def undisturbed(self) -> AbstractContextManager[object]:
         return self.watch.writing
 
 
+@dataclass
+class RunReporter(EndReporter):
+    """Lets the run of process 0 report its end.
+
+    Attributes:
+        end_run: called with a message and an exit code.
+    """
+
+    end_run: Callable[[str, int], None]
+
+    def on_ended(self, message: str, code: int) -> None:
+        self.end_run(message, code)
+
+
 @contextmanager
 def connect(
     place: World,
-    meeting_point: str = "env://",
+    rendezvous: str = "env://",
     *,
     limit: float = EXCHANGE_SECONDS,
     start_limit: float = START_SECONDS,
-    prepare: Callable[[Watch], None] = lambda watch: None,
+    reporter: EndReporter = EndReporter(),
 ) -> Iterator[ConnectedWorld]:
     """Connect this process to the others within a context. Tensors use NCCL on GPUs and gloo on CPUs.
 
     Args:
         place: rank and size of this process.
-        meeting_point: equal in all processes: `env://` for variables set by a launcher, or `file:///path` of a file
+        rendezvous: equal in all processes: `env://` for variables set by a launcher, or `file:///path` of a file
             that does not exist yet.
         limit: seconds that a process may wait for another one that makes no progress.
         start_limit: seconds within which all processes must join.
-        prepare: called before the watch may end this process.
+        reporter: reports that the watch ends this process.
 
     Raises:
         UserError: processes have not joined.
@@ -140,9 +163,9 @@ def connect(
     from torch import distributed
 
     deadline = time.monotonic() + start_limit
-    store = open_store(place, meeting_point, deadline)
+    store = open_store(place, rendezvous, deadline)
     watch = join_watch(place, store, limit, deadline)
-    prepare(watch)
+    watch.reporter = reporter
     watch.enforce()
     try:
         control = _connect_groups(place, store, watch)
@@ -162,13 +185,14 @@ def _connect_groups(place: World, store: Any, watch: Watch) -> Any:
     from torch import distributed
 
     try:
+        backend = take_device(place)
         # Twice the watch's limit, so that the watch reports first: it names the missing process, torch does not.
-        backend, patience = take_device(place), timedelta(seconds=2 * watch.limit)
+        patience = timedelta(seconds=2 * watch.limit)
         distributed.init_process_group(backend, None, patience, place.size, place.rank, store)
         return distributed.new_group(backend="gloo", timeout=PATIENCE)
     except (RuntimeError, ValueError) as error:  # of a GPU or the network
         reason = str(error).partition("\n")[0]
-        watch.known(4 * POLL_SECONDS)  # the cause may be another process
+        watch.wait_for_verdict(4 * POLL_SECONDS)  # the cause may be another process
         message, _ = watch.fail(f"Process {watch.own} cannot join the others: {reason}", 1, GRACE_SECONDS)
         raise SimpleTunerError(message) from error
 
@@ -185,7 +209,7 @@ def take_device(place: World) -> str:
     return "nccl"
 
 
-def open_store(place: World, meeting_point: str, deadline: float) -> Any:
+def open_store(place: World, rendezvous: str, deadline: float) -> Any:
     """Open the rendezvous store, with a new namespace after every restart.
 
     Args:
@@ -197,20 +221,19 @@ def open_store(place: World, meeting_point: str, deadline: float) -> Any:
     """
     from torch.distributed import FileStore, PrefixStore, TCPStore  # type: ignore[attr-defined] # public, not typed so
 
-    if meeting_point.startswith("file://"):
-        return FileStore(meeting_point.removeprefix("file://"), place.size)
-    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    holds = place.is_main and os.environ.get(KEPT_BY_LAUNCHER) != "True"
+    if rendezvous.startswith("file://"):
+        return FileStore(rendezvous.removeprefix("file://"), place.size)
+    address = os.environ["MASTER_ADDR"]
+    port = int(os.environ["MASTER_PORT"])
+    here = socket.gethostname()
+    settings: dict[str, Any] = {
+        "is_master": place.is_main and os.environ.get(KEPT_BY_LAUNCHER) != "True",
+        "wait_for_workers": False,
+        "multi_tenant": True,
+    }
     while True:
         # Short, so that Ctrl-C is handled in between.
-        left = timedelta(seconds=max(1.0, min(10.0, deadline - time.monotonic())))
-        settings: dict[str, Any] = {
-            "is_master": holds,
-            "timeout": left,
-            "wait_for_workers": False,
-            "multi_tenant": True,
-        }
-        here = socket.gethostname()
+        settings["timeout"] = timedelta(seconds=max(1.0, min(10.0, deadline - time.monotonic())))
         try:
             # torch would wait forever for a program that accepts the connection and says nothing.
             store = _within(deadline, partial(TCPStore, address, port, **settings))
@@ -310,9 +333,9 @@ def _reach(host: str, address: str, port: int, deadline: float) -> socket.socket
         time.sleep(1)
 
 
-def settle_meeting(place: World, environment: MutableMapping[str, str]) -> list[Problem]:
+def set_rendezvous(place: World, environment: MutableMapping[str, str]) -> list[Problem]:
     """Set the variables that `env://` reads; returns a problem for every variable that only the user can set."""
-    values = {name: environment.get(name) or value for name, value in _usual_meeting(place, environment).items()}
+    values = {name: environment.get(name) or value for name, value in _usual_rendezvous(place, environment).items()}
     environment.update({name: value for name, value in values.items() if value})
     environment.update(zip(LAUNCHERS[0], map(str, astuple(place)), strict=True))
     what = {"MASTER_ADDR": "the address of the machine of process 0", "MASTER_PORT": "a free port there"}
@@ -323,11 +346,16 @@ def settle_meeting(place: World, environment: MutableMapping[str, str]) -> list[
     return [Problem(name, f"{needed} {what[name]}.") for name, value in values.items() if not value]
 
 
-def _usual_meeting(place: World, environment: Mapping[str, str]) -> dict[str, str]:
+def _usual_rendezvous(place: World, environment: Mapping[str, str]) -> dict[str, str]:
     """Default rendezvous address and port; empty if unknown."""
-    here, job = place.is_on_one_machine, number_in(environment, "SLURM_JOB_ID") or 0
-    first = first_host(environment.get("SLURM_STEP_NODELIST", "")) or (LOOPBACK if here else "")
-    return {"MASTER_ADDR": first, "MASTER_PORT": str(FIRST_PORT + job % PORTS) if here or job else ""}
+    address = first_host(environment.get("SLURM_STEP_NODELIST", ""))
+    if not address and place.is_on_one_machine:
+        address = LOOPBACK
+    port = ""
+    job = number_in(environment, "SLURM_JOB_ID") or 0
+    if job or place.is_on_one_machine:
+        port = str(FIRST_PORT + job % PORTS)
+    return {"MASTER_ADDR": address, "MASTER_PORT": port}
 
 
 def first_host(nodes: str) -> str:

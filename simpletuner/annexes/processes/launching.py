@@ -1,4 +1,4 @@
-"""Training with several processes, which start, fail and stop together.
+"""Starts the processes of a run.
 
     simpletuner train ─► accelerate launch ─► simpletuner train (one per device)
 
@@ -12,36 +12,22 @@ import os
 import shlex
 import signal
 import socket
-import sys
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, redirect_stderr, suppress
-from functools import partial
+from contextlib import contextmanager, redirect_stderr, suppress
 from pathlib import Path
 from types import FrameType
-from typing import Any, TextIO
+from typing import Any
 
 import typer
 
-from simpletuner.annexes.processes.joining import (
-    START_SECONDS,
-    ConnectedWorld,
-    NotJoinedError,
-    connect,
-    settle_meeting,
-)
-from simpletuner.annexes.processes.watch import GONE, GRACE_SECONDS, Watch
+from simpletuner.annexes.processes.group import LAUNCHER, RemoteError
+from simpletuner.annexes.processes.watch import GONE
 from simpletuner.config.launch import LaunchConfig
-from simpletuner.distributed.requests import handling, signals_as_interrupt
-from simpletuner.distributed.world import World, usable_cores
-from simpletuner.errors import ConfigError, Interrupted, SimpleTunerError, UserError, full_text
-from simpletuner.redaction import redact
-
-logger = logging.getLogger(__name__)
+from simpletuner.distributed.requests import handling
+from simpletuner.distributed.world import usable_cores
+from simpletuner.errors import UserError
 
 EXTRA = "ACCELERATE_EXTRA_ARGS"
-# Seconds that a failed process lingers, so that process 0 can print the error before a launcher ends all processes.
-LINGER = 3.0
-LAUNCHER = "SIMPLETUNER_LAUNCHER"  # set for processes that this program starts, and whose deaths it reports
 
 
 def start_processes(launch: LaunchConfig, command: list[str]) -> None:
@@ -66,7 +52,8 @@ def start_processes(launch: LaunchConfig, command: list[str]) -> None:
         if 0 in failed.failures and failed.failures[0].exitcode < 0:  # killed, so it has not printed an error
             rank = int(arguments.machine_rank or 0) * launch.local_processes
             raise RemoteError(f"Process {rank} on {socket.gethostname()} {GONE}.", 1) from None
-        raise typer.Exit(next((code for code in codes if code > 0), 1)) from None
+        own_codes = [code for code in codes if code > 0]  # of processes that were not killed
+        raise typer.Exit(own_codes[0] if own_codes else 1) from None
     except (OSError, ValueError, RuntimeError) as error:
         raise UserError(why_not_launched(str(error), arguments, launch)) from None
 
@@ -132,117 +119,3 @@ def signals_passed_on() -> Iterator[None]:
 
     with handling(dict.fromkeys((signal.SIGINT, signal.SIGTERM), pass_on)):
         yield
-
-
-@contextmanager
-def joined(place: World, start_limit: float = START_SECONDS) -> Iterator[World]:
-    """Join the other processes within a context. An error in one process ends all, and process 0 prints it.
-
-    Args:
-        place: rank and size set by a launcher.
-        start_limit: seconds within which all processes must join.
-    """
-    missing = settle_meeting(place, os.environ)
-    if missing:
-        raise ConfigError(missing)
-    # Saved, because `leave_terminal` replaces it.
-    terminal = sys.stderr
-    if not place.is_leader:
-        leave_terminal()
-
-    def prepare(watch: Watch) -> None:
-        if place.is_main:
-            watch.ended = complain
-        else:
-            leave_terminal()
-        # One process per machine reports the loss of process 0; on its machine `start_processes` or process 1 does.
-        if place.is_leader or (place.rank == 1 and LAUNCHER not in os.environ):
-            watch.bereft = partial(print, file=terminal, flush=True)
-
-    with ExitStack() as connected:
-        try:
-            world = connected.enter_context(connect(place, start_limit=start_limit, prepare=prepare))
-        except NotJoinedError as error:
-            # Process 0 does not know of it. The first process of a machine has not left the terminal.
-            if not place.is_leader:
-                complain(str(error), error.exit_code, terminal)
-            raise
-        try:
-            with signals_as_interrupt():
-                refuse_shared_gpus(world, own_gpu())
-                yield world
-        except BaseException as error:  # every error also ends the other processes
-            raise together(world, error) from error
-
-
-def own_gpu() -> str:
-    """The UUID of this process's GPU; empty on a CPU."""
-    import torch
-
-    return str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid) if torch.cuda.is_available() else ""
-
-
-def refuse_shared_gpus(world: World, gpu: str) -> None:
-    """Check that no two processes share a GPU: each plans for a whole one, and NCCL does not support sharing.
-
-    Raises:
-        UserError: processes share a GPU; raised in every process.
-    """
-    gpus = world.gather(gpu)
-    shared = [str(rank) for rank, uuid in enumerate(gpus) if uuid and gpus.count(uuid) > 1]
-    if shared:
-        advice = "Start fewer, or let the launcher assign different GPUs (CUDA_VISIBLE_DEVICES)."
-        raise UserError(f"Processes {', '.join(shared)} share GPUs; each needs its own. {advice}")
-
-
-def leave_terminal() -> None:
-    """Discard output: once all processes have joined, only process 0 prints."""
-    sys.stdout = sys.stderr = Path(os.devnull).open("w", encoding="utf-8")  # noqa: SIM115 - until the very end
-
-
-def together(world: ConnectedWorld, error: BaseException) -> BaseException:
-    """Announce a failure; returns the first failure, as this process should raise it."""
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # a launcher sends it once the first process has exited
-    code = exit_code(error)
-    if not world.is_main:
-        return typer.Exit(world.watch.fail(_words_of(world, error, code), code, LINGER)[1])
-    known, text = world.first_failure(error), full_text(error)
-    first, first_code = world.watch.fail(known or text, code, LINGER)
-    return error if known is None and first == text else RemoteError(first, first_code)
-
-
-def _words_of(world: ConnectedWorld, error: BaseException, code: int) -> str:
-    """The message that a process other than 0 sends to process 0, which prints it."""
-    if code == Interrupted.exit_code or (code == 1 and isinstance(error, SimpleTunerError)):
-        # All processes end at once. Process 0 has more to finish, such as trackers, and its end ends this one.
-        world.watch.known(GRACE_SECONDS if isinstance(error, Interrupted) else LINGER)
-    known, text = world.first_failure(error), full_text(error)
-    if known is None and not isinstance(error, SimpleTunerError):
-        logger.error("Process %d failed.", world.rank, exc_info=error)
-        text = f"{type(error).__name__}: {text} (the traceback is in debug.log)"
-    return known or f"Process {world.watch.own}: {text}"
-
-
-def exit_code(error: BaseException) -> int:
-    """The exit code for an error."""
-    if isinstance(error, SimpleTunerError | typer.Exit):
-        return error.exit_code
-    return Interrupted.exit_code if isinstance(error, KeyboardInterrupt) else 1
-
-
-class RemoteError(SimpleTunerError):
-    """Another process ended the run."""
-
-    def __init__(self, message: str, exit_code: int) -> None:
-        super().__init__(message)
-        self.exit_code = exit_code
-
-
-def complain(message: str, code: int, terminal: TextIO | None = None) -> None:
-    """Print the error that ends all processes, or this one.
-
-    Args:
-        terminal: None prints to the usual place.
-    """
-    text = redact(f"error: {message}" if code == UserError.exit_code else message)
-    print(text, file=terminal or sys.stderr, flush=True)

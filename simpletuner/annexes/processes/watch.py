@@ -28,7 +28,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -94,8 +94,12 @@ class Link:
     """
 
     def __init__(self, connection: socket.socket, beat: Beat | None = None) -> None:
-        self.connection, self.beat = connection, beat
-        self.silent, self.is_open, self.end, self._unread = 0, True, GONE, b""
+        self.connection = connection
+        self.beat = beat
+        self.silent = 0
+        self.is_open = True
+        self.end = GONE
+        self._unread = b""
         # A frozen process stops reading; writing to it must not block this watch.
         connection.settimeout(POLL_SECONDS)
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, UNREAD)
@@ -107,23 +111,33 @@ class Link:
         """The failure in the latest heartbeat."""
         return self.beat.failure if self.beat else None
 
-    def read(self) -> None:
+    def receive(self) -> None:
         """Read the received bytes."""
         try:
             arrived = self.connection.recv(LONGEST_BEAT)
-            *lines, self._unread = (self._unread + arrived).split(b"\n")
-            if lines:
-                # Later heartbeats repeat requests and failures, so the last one is enough.
-                self.beat, self.silent = Beat(**json.loads(lines[-1])), 0
+            self._parse(arrived)
         except (ConnectionError, ValueError, TypeError):  # closed by the kernel, or not a heartbeat
             arrived = b""
         except OSError as error:
             if error.errno is None:  # timeout: nothing was received
                 return
-            arrived, self.end = b"", CUT_OFF  # data was not acknowledged
+            arrived = b""
+            self.end = CUT_OFF  # data was not acknowledged
         self.is_open = self.is_open and bool(arrived) and len(self._unread) < LONGEST_BEAT
 
-    def tell(self, beat: Beat) -> None:
+    def _parse(self, arrived: bytes) -> None:
+        """Take the latest heartbeat from the received bytes.
+
+        Raises:
+            ValueError, TypeError: a line is not a heartbeat.
+        """
+        *lines, self._unread = (self._unread + arrived).split(b"\n")
+        if lines:
+            # Later heartbeats repeat requests and failures, so the last one is enough.
+            self.beat = Beat(**json.loads(lines[-1]))
+            self.silent = 0
+
+    def send(self, beat: Beat) -> None:
         """Send a heartbeat; a broken connection is detected when reading."""
         with suppress(OSError):
             self.connection.sendall(json.dumps(asdict(beat)).encode() + b"\n")
@@ -147,18 +161,26 @@ class Pulse:
 
     def look(self, limit: float) -> None:
         """Update the durations; called every `POLL_SECONDS`."""
-        now, seen = time.monotonic(), (self.marks, *signs_of_life(limit / 100))
+        now = time.monotonic()
         passed = min(now - self._looked, 2 * POLL_SECONDS)  # longer if this process was stopped
-        self.still = self.still + passed if seen == self._seen else 0.0
-        self.idle = self.idle + passed if seen == self._seen and not where_it_is()[1] else 0.0
-        self._seen, self._looked = seen, now
+        signs = (self.marks, *signs_of_life(limit / 100))
+        if signs == self._seen:
+            self.still += passed
+            waits_for_others = where_it_is()[1]
+            self.idle = 0.0 if waits_for_others else self.idle + passed
+        else:
+            self.still = 0.0
+            self.idle = 0.0
+        self._seen = signs
+        self._looked = now
 
 
 def signs_of_life(unit: float) -> tuple[int, int]:
     """CPU time of the main thread in units of seconds, and the I/O of this process in units of `BYTES_OF_LIFE`."""
     if sys.platform != "linux":
         return int(time.process_time() / unit), 0
-    clock, moved = time.pthread_getcpuclockid(threading.main_thread().ident or 0), 0
+    clock = time.pthread_getcpuclockid(threading.main_thread().ident or 0)
+    moved = 0
     with suppress(OSError):  # forbidden in some containers
         moved = sum(int(line.split()[1]) for line in Path("/proc/self/io").read_text().splitlines())
     return int(time.clock_gettime(clock) / unit), moved // BYTES_OF_LIFE
@@ -166,7 +188,8 @@ def signs_of_life(unit: float) -> tuple[int, int]:
 
 def where_it_is() -> tuple[str, bool]:
     """The line of this package that the main thread executes, and whether it waits there for other processes."""
-    frame, waits = sys._current_frames().get(threading.main_thread().ident or 0), False
+    frame = sys._current_frames().get(threading.main_thread().ident or 0)
+    waits = False
     while frame is not None:
         module = str(frame.f_globals.get("__name__"))
         waits |= module.startswith(WAITING_IN) and not module.startswith(WRITING_IN)
@@ -180,12 +203,12 @@ class Links:
     """Connections to other processes: in process 0 to all of them, in the others to process 0.
 
     Attributes:
-        found: the connections by rank.
+        by_rank: the connections to processes of this run.
     """
 
     def __init__(self) -> None:
-        self.found: dict[int, Link] = {}
-        self._strangers: list[Link] = []  # connections without a heartbeat yet
+        self.by_rank: dict[int, Link] = {}
+        self._unidentified: list[Link] = []  # connections without a heartbeat yet
         self._selector = selectors.DefaultSelector()
 
     def listen(self, address: str, size: int) -> int:
@@ -201,53 +224,70 @@ class Links:
         """Add a connection; its rank may not be known yet."""
         self._selector.register(link.connection, selectors.EVENT_READ, link)
         if rank is None:
-            self._strangers.append(link)
+            self._unidentified.append(link)
         else:
-            self.found[rank] = link
+            self.by_rank[rank] = link
 
-    def hear(self, own: Beat) -> None:
+    def receive(self, own: Beat) -> None:
         """Read heartbeats for `POLL_SECONDS`, or until a connection closes or a failure is reported."""
-        deadline, eventful = time.monotonic() + POLL_SECONDS, False
-        # After an event, only read what has already arrived: the watch must judge it now.
-        while ready := self._selector.select(0.0 if eventful else max(0.0, deadline - time.monotonic())):
+        deadline = time.monotonic() + POLL_SECONDS
+        while ready := self._selector.select(max(0.0, deadline - time.monotonic())):
             for key, _ in ready:
-                if isinstance(link := key.data, Link):
-                    before = link.failure
-                    link.read()
-                    eventful |= not link.is_open or link.failure != before
-                    if not link.is_open:
-                        self._selector.unregister(key.fileobj)
-                        link.connection.close()
-                elif isinstance(key.fileobj, socket.socket):
-                    with suppress(OSError):  # the peer has disconnected
-                        self.add(Link(key.fileobj.accept()[0]))
-        for link in self._strangers:
+                is_event = self._receive_from(key)
+                if is_event:
+                    # Only read what has already arrived: the watch must judge the event now.
+                    deadline = 0.0
+        for link in self._unidentified:
             self._admit(link, own)
-        self._strangers = [link for link in self._strangers if link.beat is None and link.is_open]
+        self._unidentified = [link for link in self._unidentified if link.beat is None and link.is_open]
+
+    def _receive_from(self, key: selectors.SelectorKey) -> bool:
+        """Read a connection, or accept one; returns whether it has closed or reports another failure."""
+        if not isinstance(key.data, Link):  # the listener
+            assert isinstance(key.fileobj, socket.socket)
+            with suppress(OSError):  # the peer has disconnected
+                self.add(Link(key.fileobj.accept()[0]))
+            return False
+        link = key.data
+        failure_before = link.failure
+        link.receive()
+        if not link.is_open:
+            self._selector.unregister(key.fileobj)
+            link.connection.close()
+        return not link.is_open or link.failure != failure_before
 
     def _admit(self, link: Link, own: Beat) -> None:
         """Accept a connected process, or send it the reason for its refusal."""
         beat = link.beat
         if beat is None or beat.key != own.key:  # of another run
             return
-        holder = own if beat.rank == own.rank else beat.rank in self.found and self.found[beat.rank].beat
-        refusal = f"process {holder} already runs, so {beat} is one too many" if holder else ""
+        refusal = self._why_refused(beat, own)
+        if refusal is None:
+            self.by_rank[beat.rank] = link
+            return
+        message = f"MASTER_ADDR: {refusal}. Ranks must differ within a run, and MASTER_PORT between runs."
+        link.send(replace(own, failure=(message, 2)))
+
+    def _why_refused(self, beat: Beat, own: Beat) -> str | None:
+        """Why a process cannot take part in this run; None if it can."""
         if beat.size != own.size:
-            refusal = f"process {beat} is one of {beat.size}, {own} is one of {own.size}"
-        if refusal:
-            message = f"MASTER_ADDR: {refusal}. Ranks must differ within a run, and MASTER_PORT between runs."
-            link.tell(replace(own, failure=(message, 2)))
-        else:
-            self.found[beat.rank] = link
+            return f"process {beat} is one of {beat.size}, {own} is one of {own.size}"
+        holder = own
+        if beat.rank != own.rank:
+            link = self.by_rank.get(beat.rank)
+            if link is None or link.beat is None:
+                return None
+            holder = link.beat
+        return f"process {holder} already runs, so {beat} is one too many"
 
     def beats(self) -> list[Beat]:
         """The latest heartbeats of the other processes."""
-        return [link.beat for link in list(self.found.values()) if link.beat is not None]
+        return [link.beat for link in list(self.by_rank.values()) if link.beat is not None]
 
-    def tell(self, beat: Beat) -> None:
+    def send(self, beat: Beat) -> None:
         """Send a heartbeat to all other processes."""
-        for link in self.found.values():
-            link.tell(beat)
+        for link in self.by_rank.values():
+            link.send(beat)
 
     def close(self) -> None:
         """Close all connections."""
@@ -257,31 +297,46 @@ class Links:
         self._selector.close()
 
 
+class EndReporter:
+    """What this process does when the watch is about to end it; by default nothing."""
+
+    def on_joined(self) -> None:
+        """All processes have joined. From now on, the failure of another process ends this one."""
+
+    def on_ended(self, message: str, code: int) -> None:
+        """This process is about to be ended, with this message and exit code, because of another one."""
+
+    def on_leader_lost(self, message: str) -> None:
+        """Process 0, which prints errors, is lost; on_ended follows."""
+
+
 class Watch:
     """The thread of this process that monitors the others.
 
     Attributes:
         limit: seconds that a process may wait for another one that makes no progress.
-        ended: called with a message and an exit code before this process is ended because of another one.
-        bereft: called with a message when process 0, which prints errors, is lost.
+        reporter: reports the end of this process.
         stop: a stop requested in one process is forwarded to all.
         writing: held while this process must not be ended.
         verdict: message and exit code with which all processes end.
     """
 
     def __init__(self, rank: int, size: int, key: str, limit: float = EXCHANGE_SECONDS) -> None:
-        self.links, self.pulse, self.limit = Links(), Pulse(), limit
-        self.ended: Callable[[str, int], None] = lambda message, code: None
-        self.bereft: Callable[[str], None] = lambda message: None
+        self.links = Links()
+        self.pulse = Pulse()
+        self.limit = limit
+        self.reporter = EndReporter()
         self.stop = Stop()
         self.writing = threading.Lock()
         self.verdict: Failure | None = None
+        self.own = Beat(rank, size, socket.gethostname(), key)
         self._failure: Failure | None = None  # of this process
-        self.own, self._parent = Beat(rank, size, socket.gethostname(), key), os.getppid()
+        self._parent = os.getppid()
         self._exchange: tuple[str, float] | None = None
-        self._over, self._decided = threading.Event(), threading.Event()
-        self._left_alone = threading.Event()  # the main thread ends this process itself
-        self._left_alone.set()
+        self._over = threading.Event()
+        self._decided = threading.Event()
+        self._ends_itself = threading.Event()  # the main thread ends this process, so the watch leaves it alone
+        self._ends_itself.set()
         self._thread = threading.Thread(target=self._run, name="watch", daemon=True)
 
     def begin(self, seconds: float) -> list[int]:
@@ -296,7 +351,8 @@ class Watch:
 
     def enforce(self) -> None:
         """From now on, end this process if another one fails."""
-        self._left_alone.clear()
+        self.reporter.on_joined()
+        self._ends_itself.clear()
 
     def close(self) -> None:
         """Sign off from the others, which would otherwise report this process as killed."""
@@ -318,10 +374,10 @@ class Watch:
         finally:
             self._exchange = None
 
-    def known(self, seconds: float) -> Failure | None:
+    def wait_for_verdict(self, seconds: float) -> Failure | None:
         """Wait up to some seconds for the verdict. From now on, the main thread ends this process itself."""
         with self.writing:
-            self._left_alone.set()
+            self._ends_itself.set()
         self._decided.wait(seconds)
         return self.verdict
 
@@ -333,7 +389,7 @@ class Watch:
                 process 0 has exited.
         """
         self._failure = self._failure or (message, code)
-        first = self.known(GRACE_SECONDS) or (message, code)
+        first = self.wait_for_verdict(GRACE_SECONDS) or (message, code)
         deadline = time.monotonic() + linger
         while self._is_needed() and time.monotonic() < deadline:
             time.sleep(POLL_SECONDS / 10)
@@ -341,11 +397,14 @@ class Watch:
 
     def _missing(self) -> list[int]:
         if self.own.rank == 0:
-            return [rank for rank in range(1, self.own.size) if rank not in self.links.found]
+            return [rank for rank in range(1, self.own.size) if rank not in self.links.by_rank]
         return [] if any(beat.ready for beat in self.links.beats()) else [0]
 
     def _is_needed(self) -> bool:
-        return bool(self.links.found) and (self.own.rank > 0 or not all(beat.leaving for beat in self.links.beats()))
+        """Whether other processes still wait for this one: for the verdict of process 0, or its end."""
+        if not self.links.by_rank:
+            return False
+        return self.own.rank > 0 or not all(beat.leaving for beat in self.links.beats())
 
     def _run(self) -> None:
         since = time.monotonic()
@@ -356,38 +415,39 @@ class Watch:
             else:
                 # A main thread that ends the process itself has a minute; then it counts as hanging.
                 self._end(*self.verdict, is_late=time.monotonic() > since + 3 * GRACE_SECONDS)
-        self.links.tell(replace(self._report(), leaving=True))
+        self.links.send(replace(self._report(), leaving=True))
         self.links.close()
 
     def _look(self) -> None:
-        self.links.tell(self._report())
-        self.links.hear(self.own)
-        for rank, link in list(self.links.found.items()):
+        self.links.send(self._report())
+        self.links.receive(self.own)
+        for rank, link in list(self.links.by_rank.items()):
             self._judge(rank, link)
         self._judge_itself()
         if self.own.rank == 0:
             self._judge_exchange()
         if self.verdict is not None:
-            self.links.tell(self._report())
+            self.links.send(self._report())
 
     def _report(self) -> Beat:
         # Idle time outside exchanges is reported by `_judge_itself`, with the line of code.
         still = 0.0 if self.pulse.idle else self.pulse.still
         what, since = self._exchange or ("", time.monotonic())
         report = replace(self.own, doing=what, seconds=time.monotonic() - since, still=still)
-        failure, is_over = self.verdict or self._failure, self.verdict is not None
-        return replace(report, stop=self.stop.requested, failure=failure, leaving=is_over)
+        failure = self.verdict or self._failure
+        return replace(report, stop=self.stop.requested, failure=failure, leaving=self.verdict is not None)
 
     def _judge(self, rank: int, link: Link) -> None:
         link.silent += 1
-        beat, why = link.beat, ""
+        beat = link.beat
         assert beat is not None
         if beat.failure is not None:
             self._decide(*beat.failure)
         if beat.stop:
             self.stop.request()
+        why = ""
         if not link.is_open:
-            del self.links.found[rank]
+            del self.links.by_rank[rank]
             why = "" if beat.leaving else link.end
         elif link.silent * POLL_SECONDS > SILENT_SECONDS:
             why = f"has not responded for {SILENT_SECONDS:g} s: it or its machine is frozen"
@@ -395,7 +455,7 @@ class Watch:
             message = f"Process {beat} {why}."
             self._decide(message, 1)
             if rank == 0:
-                self.bereft(message)
+                self.reporter.on_leader_lost(message)
 
     def _judge_itself(self) -> None:
         if os.getppid() != self._parent and LAUNCHED in os.environ:
@@ -424,19 +484,19 @@ class Watch:
 
     def _end(self, message: str, code: int, *, is_late: bool) -> None:
         """End this process; its main thread may be blocked in a library, waiting for a lost process."""
-        if self._left_alone.is_set():
+        if self._ends_itself.is_set():
             if is_late:
                 os._exit(code)
             return
         is_held = self.writing.acquire(timeout=GRACE_SECONDS)
-        if self._left_alone.is_set():  # set while waiting
+        if self._ends_itself.is_set():  # set while waiting
             if is_held:
                 self.writing.release()
             return
-        # In another thread, since the main thread may hold a lock that `ended` needs.
-        last_words = threading.Thread(target=self.ended, args=(message, code), daemon=True)
-        last_words.start()
-        last_words.join(GRACE_SECONDS)
+        # In another thread, since the main thread may hold a lock that the report needs.
+        report = threading.Thread(target=self.reporter.on_ended, args=(message, code), daemon=True)
+        report.start()
+        report.join(GRACE_SECONDS)
         deadline = time.monotonic() + POLL_SECONDS * 6
         while self._is_needed() and time.monotonic() < deadline:
             self._look()
