@@ -100,7 +100,9 @@ class Encoding:
         noun = self.plan.spec.media_noun
         shares = self._share(len(entries), world, noun, noun, "init_vae_cache", work)
         failures = {key: reason for share in shares for key, reason in share.items()}
-        return failures if world.size == 1 else dict(sorted(failures.items()))
+        if len(shares) > 1:  # equal for any number of processes
+            failures = dict(sorted(failures.items()))
+        return failures
 
     def features(self, entries: list[FeatureEntry], world: World) -> None:
         """Encode the features that techniques need, from cached latents."""

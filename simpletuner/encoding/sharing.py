@@ -95,7 +95,7 @@ def share_items(
     Raises:
         Interrupted: a process was asked to stop. Raised in all processes, after the results so far.
     """
-    if in_lockstep or world.size == 1:
+    if in_lockstep or _is_alone(world):
         with _undivided(world, events, phase) as bar:
             yield from work(items, bar)
         return
@@ -120,13 +120,18 @@ def share_work(
     Raises:
         Interrupted: a process was asked to stop. Raised in all processes.
     """
-    if world.size == 1:
+    if _is_alone(world):
         with _undivided(world, events, phase) as bar:
             return [work(bar)]
     with _divided(world, events, phase) as shared:
         parts = shared.run(world, lambda bar: [work(bar)])
         _stop_if_interrupted(events, parts)
         return [part.results[0] for part in parts]
+
+
+def _is_alone(world: World) -> bool:
+    """Whether there are no other processes to share work with."""
+    return world.size == 1
 
 
 @contextmanager
