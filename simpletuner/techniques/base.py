@@ -1,9 +1,9 @@
 """The interface of techniques, which change the mathematics of a training step.
 
-A micro-step calls `before_forward` of every technique, the forward pass, `extra_losses`, `weigh` and the backward pass,
-all within `acting`; then `extra_passes`. At its neutral setting, a technique is identical to plain training. The plan
-reads its `TechniqueSpec` (`planning.techniques`), which does not import torch. Code that only observes is a callback
-(`training.loop`).
+`deal` chooses the noise of a micro-batch, ahead of its step. The micro-step calls `before_forward` of every technique,
+the forward pass, `extra_losses`, `weigh` and the backward pass, all within `acting`; then `extra_passes`. At its
+neutral setting, a technique is identical to plain training. The plan reads its `TechniqueSpec`
+(`planning.techniques`), which does not import torch. Code that only observes is a callback (`training.loop`).
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from simpletuner.caching.catalogue import FeatureEncoder, FeatureKind
 from simpletuner.config.techniques import Route
 from simpletuner.diffusion.batch import Batch, NoisyBatch
+from simpletuner.diffusion.seeds import Place
 from simpletuner.distributed.world import World
 from simpletuner.models.adapter import BlockLayout, FamilyAdapter, LatentEncoder
 from simpletuner.planning.techniques.spec import TechniqueSpec
@@ -76,6 +77,18 @@ class Technique:
 
     def adopt(self, module: nn.Module) -> None:
         """Receive the module wrapped for several processes; the technique must call the wrapped module from now on."""
+
+    def deal(self, batch: Batch, noise: Tensor, place: Place) -> Tensor:
+        """Choose the noise of a micro-batch, `B C F H W`, before offsets and perturbations are added.
+
+        Called ahead of the step, in the thread that reads batches, so it must be a function of its arguments alone.
+        Where samples of a micro-batch trade their noise, results depend on the number of processes.
+
+        Args:
+            noise: standard normal, on the device of the batch, which is the CPU in a run.
+            place: position in the run, for random numbers.
+        """
+        return noise
 
     def acting(self, batch: Batch) -> AbstractContextManager[None]:
         """A context around the forward and backward pass of a micro-batch; undoes its changes on exit."""

@@ -26,7 +26,9 @@ def add_noise(assembly: Assembly, batch: Batch, global_step: int, micro_step: in
     shift = choose_shift(flow, tokens, auto_shift, shift_is_explicit=settings.shift_is_explicit)
     sigmas = sample_sigmas(place, flow, shift, settings.timestep_offsets.get(batch.dataset_id, 0.0))
     # Checked: noise drawn for another position would silently change the run.
-    noise = batch.noise if batch.noise is not None and batch.place == place else _noise(batch, place)
+    noise = batch.noise
+    if noise is None or batch.place != place:
+        noise = _noise(assembly, batch, place)
     noisy = make_noisy(batch, sigmas, noise, settings.loss, place)
     # Read here, on the CPU; reading them later would synchronise.
     return replace(noisy, host_sigmas=tuple(sigmas.tolist()))
@@ -39,11 +41,15 @@ def with_noise(assembly: Assembly, batch: Batch, number: int) -> Batch:
         number: number of earlier micro-batches in the run.
     """
     place = place_of(assembly, len(batch.names), *divmod(number, assembly.settings.accumulation))
-    return replace(batch, noise=_noise(batch, place), place=place)
+    return replace(batch, noise=_noise(assembly, batch, place), place=place)
 
 
-def _noise(batch: Batch, place: Place) -> Tensor:
-    return sample_noise(batch.latents, place.generators("noise"))
+def _noise(assembly: Assembly, batch: Batch, place: Place) -> Tensor:
+    """The noise of a micro-batch, as its techniques deal it."""
+    noise = sample_noise(batch.latents, place.generators("noise"))
+    for technique in assembly.techniques:
+        noise = technique.deal(batch, noise, place)
+    return noise
 
 
 def place_of(assembly: Assembly, count: int, global_step: int, micro_step: int) -> Place:

@@ -10,11 +10,12 @@ import pytest
 from safetensors import safe_open
 
 from simpletuner.caching import keys
-from simpletuner.caching.catalogue import picture_fingerprint
+from simpletuner.caching.catalogue import Catalogue, DatasetCaches, picture_fingerprint
 from simpletuner.caching.keys import digest, hash_text
 from simpletuner.data.buckets import Geometry
 from simpletuner.data.sample import Sample
 from simpletuner.weights import files
+from tests.encoding.test_clips import ENCODER
 from tests.workspace import DATASETS, Workspace
 
 
@@ -38,6 +39,22 @@ def test_the_conversions_of_a_picture_in_a_prompt_are_part_of_its_key() -> None:
     fingerprint = digest({"content": "a" * 64, "size": (8, 8), "resized": (8, 8), "crop": (0, 0)})
     assert picture_fingerprint(plain) == fingerprint, "older entries stay valid"
     assert picture_fingerprint(converted) != fingerprint
+
+
+def test_captions_are_cached_as_the_encoder_reads_them(tmp_path: Path) -> None:
+    caches = DatasetCaches(tmp_path / "latents", tmp_path / "texts", compress=True)
+    catalogue = Catalogue(
+        {"pictures": caches}, tmp_path / "texts", True, ENCODER, ENCODER, template="a {}", bare_template="{}",
+        max_length=8, clean=str.strip, prompt_holds_picture=False,
+    )  # fmt: skip
+
+    padded = catalogue.text("pictures", " a cat ", None)
+    blank = catalogue.text("pictures", "  ", None)
+
+    assert padded.key == catalogue.text("pictures", "a cat", None).key
+    assert padded.key.caption == "a cat"
+    assert blank.bare, "a caption of blanks is the empty one"
+    assert blank.key == catalogue.text("pictures", "", None).key
 
 
 def test_each_dataset_decides_whether_its_entries_are_compressed(workspace: Workspace) -> None:

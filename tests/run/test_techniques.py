@@ -1,4 +1,4 @@
-"""A whole run with scheduled sampling: it continues bit for bit, and the plan counts passes."""
+"""A whole run with scheduled sampling and dealt noise: it continues bit for bit, and the plan counts passes."""
 
 from __future__ import annotations
 
@@ -7,7 +7,10 @@ from typing import Any
 
 import pytest
 
+from simpletuner.planning.techniques import table
+from simpletuner.techniques.table import TECHNIQUES
 from tests.run.test_resume import assert_same_run
+from tests.techniques.facing import Facing, FacingSpec
 from tests.workspace import Workspace
 
 pytestmark = pytest.mark.slow(4)
@@ -17,8 +20,10 @@ SAMPLED = {"scheduled_sampling_max_step_offset": 2, "scheduled_sampling_probabil
 
 
 def test_an_interrupted_run_equals_an_uninterrupted_one(
-    tmp_path: Path, t2i_checkpoint: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, t2i_checkpoint: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    monkeypatch.setitem(TECHNIQUES, FacingSpec.name, Facing)
+    monkeypatch.setattr(table, "SPECS", (*table.SPECS, FacingSpec))
     straight = Workspace.create(tmp_path / "straight", t2i_checkpoint, pictures=4, use_ema=True, **STEADY, **SAMPLED)
     assert straight.train() == 0
     broken = straight.stopped(tmp_path / "broken", 3)
@@ -26,6 +31,7 @@ def test_an_interrupted_run_equals_an_uninterrupted_one(
     assert broken.train() == 0
 
     assert_same_run(straight, broken)
+    assert Facing.dealt >= 6 + 3
     assert "reflexflow_adr" in straight.metrics()[0]
     capsys.readouterr()
     assert straight.run("plan", "max_train_steps=9") == 0

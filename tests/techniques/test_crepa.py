@@ -24,7 +24,7 @@ from simpletuner.planning.techniques.crepa import CrepaSpec
 from simpletuner.planning.techniques.table import chosen_techniques
 from simpletuner.planning.techniques.tread import TreadSpec
 from simpletuner.run.rehearsal import rehearse_micro_step
-from simpletuner.techniques.crepa import FEATURES, Crepa, Grid, align, neighbours_of, scheduled_weight
+from simpletuner.techniques.crepa import FEATURES, Alignment, Crepa, Grid, align, neighbours_of, scheduled_weight
 from simpletuner.techniques.tread import Tread
 from simpletuner.training import step
 from simpletuner.training.state import Assembly
@@ -242,6 +242,27 @@ def test_it_works_inside_a_route(deep: Path, batch: Batch, settings: dict[str, A
     assembly = make_assembly(deep, crepa_of(**settings), Tread(TreadSpec([Route(0.5, 1, 2)])))
     losses = train(assembly, batch, 8)
     assert losses[-1]["crepa_alignment_score"] > losses[0]["crepa_alignment_score"] + 0.05
+
+
+def test_the_average_of_the_score(deep: Path, batch: Batch) -> None:
+    """It starts at the first score; with decay 0.75, a step counts a quarter."""
+    steps = train(make_assembly(deep, crepa_of(crepa_similarity_ema_decay=0.75)), batch, 3)
+
+    scores = [step["crepa_alignment_score"] for step in steps]
+    second = 0.75 * scores[0] + 0.25 * scores[1]
+    third = 0.75 * second + 0.25 * scores[2]
+    assert len(set(scores)) == 3
+    assert [step["crepa_alignment_score_ema"] for step in steps] == pytest.approx([scores[0], second, third])
+
+
+def test_the_score_of_a_frame_is_per_weight() -> None:
+    """Of a frame that is compared with a neighbour alone, at weight 0.5, and of one without tokens."""
+    alignment = Alignment(
+        total=torch.tensor([[0.2, 0.0]]), weights=torch.tensor([[0.5, 0.0]]), own=torch.tensor([[0.0, 0.0]])
+    )
+
+    assert alignment.score.tolist() == [[pytest.approx(0.4), 0.0]]
+    assert alignment.mean(alignment.score).item() == pytest.approx(0.4)
 
 
 @pytest.mark.parametrize("mode", ["permanent", "recoverable"])

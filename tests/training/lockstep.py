@@ -22,10 +22,12 @@ from simpletuner.techniques.base import Technique
 from simpletuner.techniques.table import make_techniques
 from simpletuner.training.sharding import local
 from tests.fidelity.family import make_config
+from tests.techniques.facing import Facing, FacingSpec
 from tests.training.sharded_run import Batches, Case, Run
 from tests.training.test_guarded_step import Constant
 
 STEPS = 2
+FACING = FacingSpec.name  # a technique of the tests that deals the noise
 KNOWN = "known"  # the dataset of every other micro-batch
 ROUTE = {"selection_ratio": 0.5, "start_layer_idx": 1, "end_layer_idx": 1}
 # The keys that switch a technique on, and those that its datasets have for it.
@@ -73,7 +75,9 @@ def techniques_of(checkpoint: Path, names: Sequence[str], settings: Mapping[str,
     regularised = {KNOWN: 0.5} if "regularisation" in names else {}
     strengths = {KNOWN: -1.0, "new": 1.0} if "slider" in names else {}
     masked = float("masked loss" in names)
-    return make_techniques(chosen_techniques(config, TrainedData(20, regularised, strengths, masked)))
+    specs = chosen_techniques(config, TrainedData(20, regularised, strengths, masked))
+    dealing = [Facing(FacingSpec())] if FACING in names else []
+    return [*make_techniques(specs), *dealing]
 
 
 def train(
@@ -81,7 +85,8 @@ def train(
 ) -> dict[str, Any]:
     """Train some steps; returns their metrics, and the collectives and the forward passes of this process."""
     for name in names:
-        settings = TECHNIQUES[name] | settings
+        if name != FACING:
+            settings = TECHNIQUES[name] | settings
     settings = {"gradient_accumulation_steps": 2, "use_ema": False, "optimizer": "torch-sgd", **settings}
     run = Run(checkpoint, Case(settings, lambda: techniques_of(checkpoint, names, settings)), world, folder)
     mine = slice(*(len(batch.names) * rank // world.size for rank in (world.rank, world.rank + 1)))

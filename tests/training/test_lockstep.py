@@ -18,7 +18,7 @@ from simpletuner.techniques.base import Technique
 from tests.closeness import ROTATION
 from tests.processes import run_together
 from tests.training.assembly import make_batch
-from tests.training.lockstep import STEPS, TECHNIQUES, main, techniques_of, train
+from tests.training.lockstep import FACING, STEPS, TECHNIQUES, main, techniques_of, train
 
 pytestmark = [pytest.mark.slow(3), pytest.mark.costly_setup]
 
@@ -26,7 +26,7 @@ CAPTIONS = ["a star", "two blue circles", "a green square on black", "x"]
 KINDS: dict[str, dict[str, Any]] = {"ddp": {"fsdp_enable": False}, "fsdp2": {"fsdp_enable": True}}
 # Techniques that a LoRA or a full fine-tune may have together.
 TOGETHER: dict[str, dict[str, Any]] = {
-    "lora": {"names": ["masked loss", "preservation", "regularisation", "scheduled sampling", "slider"]},
+    "lora": {"names": [FACING, "masked loss", "preservation", "regularisation", "scheduled sampling", "slider"]},
     "full": {
         "names": ["crepa", "masked loss", "scheduled sampling", "tread"],
         "model_type": "full", "masked_loss_prior": 0.0,
