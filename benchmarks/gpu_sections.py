@@ -32,9 +32,10 @@ from simpletuner.models.registry import FAMILIES
 from simpletuner.planning.techniques.tread import TreadSpec
 from simpletuner.run.train import fix_order
 from simpletuner.speed.attention import activate_attention
-from simpletuner.speed.measure import fastest, host_to_device_bytes, matmul_flops
+from simpletuner.speed.measure import host_to_device_bytes, matmul_flops
 from simpletuner.techniques.base import Technique
 from simpletuner.techniques.tread import Tread
+from simpletuner.timing import fastest
 from simpletuner.training.noise import add_noise
 
 GIGABYTE = 1e9

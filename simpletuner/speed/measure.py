@@ -5,14 +5,13 @@ It uses a separate random generator and frees all memory, so it does not affect 
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 import torch
 
 from simpletuner.budget.device import DeviceRates, read_rates, write_rates
 from simpletuner.budget.drivers import TITLES, Backend
+from simpletuner.timing import fastest
 
 # Large enough to saturate any GPU; the three matrices take 0.4 GB in bfloat16.
 SIDE = 8192
@@ -69,16 +68,6 @@ def host_to_device_bytes(device: torch.device, count: int = COPIED_BYTES, rounds
     return count / fastest(lambda: there.copy_(host, non_blocking=True), device, rounds)
 
 
-def fastest(work: Callable[[], object], device: torch.device, rounds: int) -> float:
-    """Seconds of the fastest round, after a warm-up round."""
-    seconds = []
-    for _ in range(rounds + 1):
-        started = _now(device)
-        work()
-        seconds.append(_now(device) - started)
-    return min(seconds[1:])
-
-
 def _measure_gpu(device: torch.device, dtype: torch.dtype) -> DeviceRates:
     side = APPLE_SIDE if device.type == "mps" else SIDE
     rate = matmul_flops(device, dtype, side)
@@ -101,12 +90,6 @@ def _measure_cpu(dtype: torch.dtype) -> DeviceRates:
             rate = matmul_flops(device, dtype, MEDIUM_SIDE, rounds=3)
             break
     return DeviceRates(device_name(device), rate, dtype=_name(dtype))
-
-
-def _now(device: torch.device) -> float:
-    if device.type != "cpu":
-        torch.get_device_module(device).synchronize()
-    return time.perf_counter()
 
 
 def _name(dtype: torch.dtype) -> str:

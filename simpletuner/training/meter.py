@@ -12,10 +12,10 @@ from typing import Any
 from torch import nn
 
 from simpletuner.diffusion.batch import Batch
-from simpletuner.memory.offload.streamer import HostClock
 from simpletuner.models.cost import NO_ADAPTERS, Adapters, BatchShape, FamilyCost, Kernels, Work
 from simpletuner.reporting.events import StepReport
 from simpletuner.techniques.base import Technique
+from simpletuner.timing import HostClock
 from simpletuner.training.loader import BatchLoader
 from simpletuner.training.losses import Losses
 from simpletuner.training.state import Assembly, SampleFlops

@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from simpletuner.config.schema import OptimizerConfig
-from simpletuner.memory.offload.beside import SideStream
 from simpletuner.memory.offload.image import Span, leaves, rebuild, wraps
+from simpletuner.memory.offload.side_stream import SideStream
 from simpletuner.training.guard import norm_order, norms, not_finite, total_size
 
 State = Mapping[str, Any]  # optimizer state of one weight
@@ -160,7 +160,7 @@ class HostState:
                 self._arriving[parameter] = self._fetch(parameter)
             state, arrived = self._arriving.pop(parameter)
             self._optimizer.state[parameter] = dict(state)
-            self._side.hold_compute(arrived)
+            self._side.make_compute_wait(arrived)
 
     def leave(self, parameter: nn.Parameter) -> None:
         """Copy the state of an updated weight to the host, and prefetch the next weight's state."""
@@ -186,7 +186,7 @@ class HostState:
         """A copy of a weight's state on the device, and the event that completes it."""
         room = partial(torch.empty_like, device=self._side.device)
         state = {key: self._copy(value, room) for key, value in self._host[parameter].items()}
-        return state, self._side.complete()
+        return state, self._side.end_of_copies()
 
     def _keep(self, parameter: nn.Parameter, state: State) -> None:
         # Pinning is slow and states keep their shapes, so every step reuses the buffers of the first.

@@ -6,7 +6,6 @@ import logging
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Executor, Future
-from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -14,6 +13,7 @@ import torch
 from PIL.Image import Image
 
 from simpletuner.errors import WriteError
+from simpletuner.memory.offload.side_stream import SideStream
 from simpletuner.reporting.metrics import MediaRecord
 
 logger = logging.getLogger(__name__)
@@ -34,7 +34,7 @@ class DecodingThread:
     _pending: deque[tuple[str, Future[MediaRecord]]] = field(default_factory=deque, init=False)
 
     def __post_init__(self) -> None:
-        self._stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
+        self._side = SideStream(self.device)
 
     @property
     def is_idle(self) -> bool:
@@ -43,14 +43,12 @@ class DecodingThread:
 
     def submit(self, name: str, decode: Callable[[], list[Image]], write: Write) -> None:
         """Decode and write a preview once its latents are computed."""
-        ready = None if self._stream is None else torch.cuda.current_stream(self.device).record_event()
+        ready = self._side.end_of_compute()
         self._pending.append((name, self.thread.submit(partial(self._decode, ready, decode, write))))
 
     def _decode(self, ready: torch.cuda.Event | None, decode: Callable[[], list[Image]], write: Write) -> MediaRecord:
         # Gradient mode, device and stream are per thread.
-        with torch.no_grad(), nullcontext() if self._stream is None else torch.cuda.stream(self._stream):
-            if self._stream is not None and ready is not None:
-                self._stream.wait_event(ready)
+        with torch.no_grad(), self._side.after_compute(ready):
             frames = decode()
         return write(frames)
 

@@ -1,4 +1,4 @@
-"""A small transformer that streams, and a lane that turns every mistake into NaN."""
+"""A small transformer that streams, and a copier that turns every mistake into NaN."""
 
 from __future__ import annotations
 
@@ -17,9 +17,10 @@ from simpletuner.config.precision import QUANTISATIONS
 from simpletuner.config.schema import OffloadConfig, PrecisionConfig
 from simpletuner.diffusion.batch import Batch, NoisyBatch
 from simpletuner.memory.offload import attach
-from simpletuner.memory.offload.beside import SideStream
 from simpletuner.memory.offload.block_inputs import BlockInputs
-from simpletuner.memory.offload.streamer import Lane, RememberedPlaces, Streamer
+from simpletuner.memory.offload.copiers import Copier
+from simpletuner.memory.offload.side_stream import SideStream
+from simpletuner.memory.offload.streamer import RememberedPlaces, Streamer
 from simpletuner.memory.quantisation.layers import quantise, use_quantised_products
 from simpletuner.models.kandinsky5.blocks import mask_padding, use_fast_blocks
 from simpletuner.models.kandinsky5.image import Kandinsky5ImageAdapter
@@ -35,8 +36,8 @@ TARGETS = ["to_query", "to_key", "to_value"]
 NAN_BYTE = 0xFF  # four of them are a float32 NaN, two a bfloat16 one
 
 
-class AdversarialLane(Lane):
-    """The worst that a lane may do: a slot is overwritten when its copy is submitted, and filled when waited for.
+class AdversarialCopier(Copier):
+    """The worst that a copier may do: a slot is overwritten when its copy is submitted, and filled when waited for.
 
     Attributes:
         submitted: addresses of the images, in the order of their submission.
@@ -55,9 +56,9 @@ class AdversarialLane(Lane):
         slot.fill_(NAN_BYTE)
         return slot, flat
 
-    def wait(self, ticket: tuple[Tensor, Tensor]) -> None:
+    def wait(self, copy: tuple[Tensor, Tensor]) -> None:
         started = time.perf_counter()
-        slot, flat = ticket
+        slot, flat = copy
         slot[: flat.numel()].copy_(flat)
         self.seconds += time.perf_counter() - started
 
@@ -202,8 +203,8 @@ def assert_equal(one: dict[str, Tensor], other: dict[str, Tensor]) -> None:
 
 def order(streamer: Streamer) -> list[int]:
     """The groups that were copied since this was last asked."""
-    lane: Any = streamer.lane
+    copier: Any = streamer.copier
     addresses = [image.flat.data_ptr() for image in streamer.images]
-    groups = [addresses.index(address) for address in lane.submitted]
-    lane.submitted.clear()
+    groups = [addresses.index(address) for address in copier.submitted]
+    copier.submitted.clear()
     return groups

@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from simpletuner.memory.offload import attach, beside
+from simpletuner.memory.offload import attach, side_stream
 from simpletuner.memory.offload.block_inputs import BlockInputs
-from tests.memory.streaming import BLOCKS, CPU, AdversarialLane, Trained, assert_equal
+from tests.memory.streaming import BLOCKS, CPU, AdversarialCopier, Trained, assert_equal
 
 
 class Counting(BlockInputs):
@@ -37,7 +37,7 @@ class Counting(BlockInputs):
 @pytest.mark.parametrize("interval", [None, 2])
 @pytest.mark.parametrize("streams", [False, True])
 def test_the_same_bits(monkeypatch: pytest.MonkeyPatch, interval: int | None, streams: bool) -> None:
-    monkeypatch.setattr(attach, "choose_lane", lambda *place, **settings: AdversarialLane())
+    monkeypatch.setattr(attach, "choose_copier", lambda *place, **settings: AdversarialCopier())
     inputs = Counting()
     plain, ours = Trained(interval=interval), Trained(interval=interval, block_inputs=inputs)
     if streams:
@@ -116,7 +116,7 @@ def test_the_device_holds_two_tensors_that_left(monkeypatch: pytest.MonkeyPatch)
     inputs.side.stream = FakeStream()  # type: ignore[assignment]
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: compute)
     monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
-    monkeypatch.setattr(beside, "page_lock", lambda flat, owner: locked.append(flat.nbytes))
+    monkeypatch.setattr(side_stream, "page_lock", lambda flat, owner: locked.append(flat.nbytes))
     weight = torch.ones(5, requires_grad=True)
     storages, copies, products = [], [], []
     for _ in range(6):

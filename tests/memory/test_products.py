@@ -23,7 +23,7 @@ from simpletuner.speed.compile import FirstGradients
 from simpletuner.training.assemble import load_for_sampling
 from tests.closeness import distance
 from tests.fidelity.family import CPU, make_adapter, make_config
-from tests.memory.streaming import AdversarialLane
+from tests.memory.streaming import AdversarialCopier
 from tests.memory.test_precision import gradients, weight
 from tests.training.assembly import make_assembly, make_batch
 
@@ -189,7 +189,7 @@ def test_the_comparison_leaves_no_trace(
 ) -> None:
     """Equal gradients and as many calls of compiled code without it; streamed, with kept attention and with dropout."""
     caplog.set_level(logging.INFO)
-    monkeypatch.setattr(attach, "choose_lane", lambda *place, **settings: AdversarialLane())
+    monkeypatch.setattr(attach, "choose_copier", lambda *place, **settings: AdversarialCopier())
     batch = make_batch(t2i_checkpoint, ["a star", "two blue circles"], side=8)
     settings |= {"base_model_precision": "int8", "quantized_matmul": True, "lora_dropout": 0.3}
     found, called = [], []

@@ -13,13 +13,13 @@ import torch
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
 
-from simpletuner.memory import precision
 from simpletuner.memory.offload import attach
 from simpletuner.memory.offload.image import leaves
 from simpletuner.memory.offload.streamer import in_backward
+from simpletuner.memory.quantisation import scaled_rows
 from tests.memory.streaming import (
     BLOCKS,
-    AdversarialLane,
+    AdversarialCopier,
     Trained,
     assert_equal,
     order,
@@ -37,9 +37,9 @@ RECOMPUTING: dict[str, Any] = {**COMPILED, "recomputing": True}
 
 @pytest.fixture(autouse=True)
 def adversary(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every lane of this file is the worst one."""
-    monkeypatch.setattr(attach, "choose_lane", lambda *place, **settings: AdversarialLane())
-    monkeypatch.setattr(precision, "FEW", 0)  # tiny batches have few tokens
+    """Every copier of this file is the worst one."""
+    monkeypatch.setattr(attach, "choose_copier", lambda *place, **settings: AdversarialCopier())
+    monkeypatch.setattr(scaled_rows, "FEW", 0)  # tiny batches have few tokens
 
 
 # What a combination has as well stands here no second time.
@@ -149,7 +149,7 @@ def test_sampling_wraps_around() -> None:
 def test_the_adversary_notices_a_missing_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     trained = Trained()
     trained.offloaded()
-    monkeypatch.setattr(AdversarialLane, "wait", lambda lane, ticket: None)
+    monkeypatch.setattr(AdversarialCopier, "wait", lambda copier, copy: None)
     assert trained.predict().isnan().all()
 
 

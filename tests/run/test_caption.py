@@ -20,7 +20,7 @@ from simpletuner.models.source import ModelSource
 from simpletuner.weights.part import Part
 from tests.clips import Clip, time_in
 from tests.complaints import complaint
-from tests.memory.streaming import AdversarialLane
+from tests.memory.streaming import AdversarialCopier
 from tests.pictures import photograph
 from tests.tiny import make_checkpoint
 from tests.workspace import DATASETS, Workspace
@@ -93,11 +93,11 @@ def test_batches_and_streaming_do_not_change_a_caption(
     bare.write_config(pretrained_model_name_or_path=str(deepen(bare.path("deep"))))
     written = []
     for settings in (("text_encoder_batch_size=1",), (), ("group_offload_text_encoder=true",)):
-        lane = AdversarialLane()
-        monkeypatch.setattr(attach, "choose_lane", lambda *_, lane=lane, **__: lane)
+        copier = AdversarialCopier()
+        monkeypatch.setattr(attach, "choose_copier", lambda *_, copier=copier, **__: copier)
         assert bare.run("caption", *settings) == 0
         written.append(captions(bare))
-        assert bool(lane.submitted) == (len(written) == 3)
+        assert bool(copier.submitted) == (len(written) == 3)
         forget(bare)
     assert written[0] == written[1] == written[2]
 

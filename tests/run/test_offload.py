@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import AutoTokenizer, Qwen2_5_VLForConditionalGeneration
 
 from simpletuner.memory.offload import attach
-from tests.memory.streaming import AdversarialLane
+from tests.memory.streaming import AdversarialCopier
 from tests.run.test_resume import assert_same_run
 from tests.tiny import TOKENIZERS, build_kandinsky, build_qwen, fill_zeros
 from tests.tiny_sana import build_sana
@@ -58,15 +58,15 @@ def plain(tmp_path_factory: pytest.TempPathFactory, deep_checkpoint: Path) -> Wo
 
 
 @pytest.fixture
-def lanes(monkeypatch: pytest.MonkeyPatch) -> list[AdversarialLane]:
-    """Every lane of a run is adversarial."""
-    made: list[AdversarialLane] = []
+def copiers(monkeypatch: pytest.MonkeyPatch) -> list[AdversarialCopier]:
+    """Every copier of a run is adversarial."""
+    made: list[AdversarialCopier] = []
 
-    def choose(*place: Any, **settings: Any) -> AdversarialLane:
-        made.append(AdversarialLane())
+    def choose(*place: Any, **settings: Any) -> AdversarialCopier:
+        made.append(AdversarialCopier())
         return made[-1]
 
-    monkeypatch.setattr(attach, "choose_lane", choose)
+    monkeypatch.setattr(attach, "choose_copier", choose)
     return made
 
 
@@ -89,32 +89,32 @@ EVERYTHING: dict[str, Any] = {
     [(EVERYTHING, 4), ({"enable_group_offload": True, "gradient_checkpointing": False}, 1)],
 )
 def test_a_run_equals_plain_training(
-    tmp_path: Path, plain: Workspace, deep_checkpoint: Path, lanes: list[AdversarialLane],
+    tmp_path: Path, plain: Workspace, deep_checkpoint: Path, copiers: list[AdversarialCopier],
     settings: dict[str, Any], streaming: int,
 ) -> None:  # fmt: skip
     offloaded = Workspace.create(tmp_path / "run", deep_checkpoint, **RUN, **settings)
     assert offloaded.train() == 0
-    used = [lane for lane in lanes if lane.submitted]
+    used = [copier for copier in copiers if copier.submitted]
     assert len(used) == streaming, "text encoder; encoder of the VAE; transformer; decoder of the VAE"
     assert_same_run(plain, offloaded)
     assert previews(plain) == previews(offloaded)
 
 
 def test_quantised_weights_stream_like_others(
-    tmp_path: Path, deep_checkpoint: Path, lanes: list[AdversarialLane]
+    tmp_path: Path, deep_checkpoint: Path, copiers: list[AdversarialCopier]
 ) -> None:
     settings = {**RUN, "base_model_precision": "int4-quanto", "text_encoder_1_precision": "int8"}
     resident = Workspace.create(tmp_path / "resident", deep_checkpoint, **settings)
     assert resident.train() == 0
     offloaded = Workspace.create(tmp_path / "offloaded", deep_checkpoint, **settings, **EVERYTHING)
     assert offloaded.train() == 0
-    assert len([lane for lane in lanes if lane.submitted]) == 4
+    assert len([copier for copier in copiers if copier.submitted]) == 4
     assert_same_run(resident, offloaded)
     assert previews(resident) == previews(offloaded)
 
 
 def test_offload_may_come_and_go_between_sessions(
-    tmp_path: Path, plain: Workspace, lanes: list[AdversarialLane]
+    tmp_path: Path, plain: Workspace, copiers: list[AdversarialCopier]
 ) -> None:
     came = plain.stopped(tmp_path / "came", 2)
     assert came.train("enable_group_offload=true") == 0
@@ -122,7 +122,7 @@ def test_offload_may_come_and_go_between_sessions(
     went = came.stopped(tmp_path / "went", 4)
     assert went.train() == 0
     assert_same_run(plain, went)
-    assert len(lanes) == 1
+    assert len(copiers) == 1
 
 
 def test_model_offload_takes_turns(
@@ -145,7 +145,7 @@ def test_model_offload_takes_turns(
     assert previews(plain) == previews(offloaded)
 
 
-def test_sana_video(tmp_path: Path, sana_checkpoint: Path, lanes: list[AdversarialLane]) -> None:
+def test_sana_video(tmp_path: Path, sana_checkpoint: Path, copiers: list[AdversarialCopier]) -> None:
     checkpoint = tmp_path / "checkpoint"
     shutil.copytree(sana_checkpoint, checkpoint)
     with torch.random.fork_rng(devices=[]):
@@ -160,6 +160,6 @@ def test_sana_video(tmp_path: Path, sana_checkpoint: Path, lanes: list[Adversari
         settings_of_previews = ("--validation_disable=false", "--validation_num_video_frames=5", "--num_eval_images=1")
         assert workspace.train(*settings_of_previews, "--disable_benchmark") == 0
         found.append(load_file(workspace.path(RESULT)))
-    assert len([lane for lane in lanes if lane.submitted]) == 3, "encoder, transformer and decoder"
+    assert len([copier for copier in copiers if copier.submitted]) == 3, "encoder, transformer and decoder"
     for key, weight in found[0].items():
         assert torch.equal(found[1][key], weight), key

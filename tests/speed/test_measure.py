@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from simpletuner import timing
 from simpletuner.budget.device import RATES_FILE, DeviceRates, read_rates, write_rates
 from simpletuner.speed import measure
 from simpletuner.speed.measure import device_rates
@@ -79,10 +80,7 @@ def test_no_global_random_number_is_drawn(tmp_path: Path) -> None:
     assert torch.equal(torch.get_rng_state(), before)
 
 
-def test_operations_are_counted_as_two_per_product() -> None:
+def test_operations_are_counted_as_two_per_product(monkeypatch: pytest.MonkeyPatch) -> None:
     seconds = iter([0.0, 1.0, 1.0, 1.5, 1.5, 2.5])
-    original, measure._now = measure._now, lambda device: next(seconds)
-    try:
-        assert measure.matmul_flops(CPU, torch.float32, 16, rounds=2) == 2 * 16**3 / 0.5
-    finally:
-        measure._now = original
+    monkeypatch.setattr(timing, "_now", lambda device: next(seconds))
+    assert measure.matmul_flops(CPU, torch.float32, 16, rounds=2) == 2 * 16**3 / 0.5

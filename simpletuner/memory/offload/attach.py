@@ -21,6 +21,7 @@ from simpletuner.config.schema import SLOTS, OffloadConfig
 from simpletuner.distributed.world import World
 from simpletuner.errors import UserError
 from simpletuner.memory.heap import trim_heap
+from simpletuner.memory.offload.copiers import choose_copier
 from simpletuner.memory.offload.image import (
     WeightImage,
     frozen_tensors,
@@ -29,7 +30,7 @@ from simpletuner.memory.offload.image import (
     set_aside,
     shared_by_machine,
 )
-from simpletuner.memory.offload.streamer import RememberedPlaces, Streamer, choose_lane
+from simpletuner.memory.offload.streamer import RememberedPlaces, Streamer
 
 logger = logging.getLogger(__name__)
 
@@ -137,11 +138,13 @@ class Offload:
             image = packed.pop(0) if packed else None
             # Layers may have been replaced since packing.
             images.append(image if image is not None and image.holds(group) else self.pack(group))
-        use_stream, to_disk = self.config.group_offload_use_stream, self.config.group_offload_to_disk_path is not None
+        use_stream = self.config.group_offload_use_stream
+        to_disk = self.config.group_offload_to_disk_path is not None
         if use_stream and self.device.type != "cuda":
             _warn_once("group_offload_use_stream has no effect: the compute device is not a CUDA device.")
         largest = max(image.nbytes for image in images)
-        streamer = Streamer(images, choose_lane(self.device, largest, use_stream=use_stream, on_disk=to_disk), SLOTS)
+        copier = choose_copier(self.device, largest, use_stream=use_stream, on_disk=to_disk)
+        streamer = Streamer(images, copier, SLOTS)
         for index, (group, image) in enumerate(zip(groups, images, strict=True)):
             for block in group:
                 _wrap_forward(block, partial(_entering, streamer, index))

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from simpletuner.memory.offload.beside import SideStream
 from simpletuner.memory.offload.image import Span
+from simpletuner.memory.offload.side_stream import SideStream
 
 logger = logging.getLogger(__name__)
 
@@ -79,7 +79,7 @@ class BlockInputs:
     def _return(self, kept: _Kept) -> Tensor:
         tensor, arrival = kept.coming or self._fetch(kept)
         before = kept.before() if kept.before is not None else None
-        self.side.hold_compute(arrival)
+        self.side.make_compute_wait(arrival)
         # Prefetch one block ahead: the copy runs while this block is recomputed.
         if before is not None and before.coming is None:
             before.coming = self._fetch(before)

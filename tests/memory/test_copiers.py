@@ -1,4 +1,4 @@
-"""The lanes that really copy, and where images are kept."""
+"""The copiers that really copy, and where images are kept."""
 
 from __future__ import annotations
 
@@ -20,9 +20,10 @@ from simpletuner.config.precision import QUANTISATIONS
 from simpletuner.config.schema import OffloadConfig
 from simpletuner.memory.offload import attach, image
 from simpletuner.memory.offload.attach import Offload
+from simpletuner.memory.offload.copiers import Copier, DiskCopier, choose_copier
 from simpletuner.memory.offload.image import ALIGNMENT, WeightImage
-from simpletuner.memory.offload.streamer import DiskLane, Lane, StreamClock, choose_lane
 from simpletuner.memory.quantisation.layers import quantise
+from simpletuner.timing import StreamClock
 from tests.memory.streaming import CPU, Trained, assert_equal, to_int8
 
 GPU = torch.device("cuda")
@@ -31,7 +32,7 @@ GPU = torch.device("cuda")
 def test_copies_in_line_are_the_waiting() -> None:
     plain, streamed = Trained(), Trained()
     streamer = streamed.offloaded()
-    assert type(streamer.lane) is Lane
+    assert type(streamer.copier) is Copier
     for _ in range(2):
         assert_equal(streamed.step(), plain.step())
     assert streamer.waited() > 0
@@ -154,8 +155,8 @@ def test_on_a_gpu(tmp_path: Path, to_disk: bool, use_stream: bool, checkpointing
     plain.to(GPU)
     folder = str(tmp_path) if to_disk else None
     streamer = streamed.offloaded(device=GPU, group_offload_use_stream=use_stream, group_offload_to_disk_path=folder)
-    assert type(streamer.lane) is (DiskLane if to_disk and use_stream else Lane)
-    assert (streamer.lane.side.stream is not None) == use_stream
+    assert type(streamer.copier) is (DiskCopier if to_disk and use_stream else Copier)
+    assert (streamer.copier.side.stream is not None) == use_stream
     for _ in range(3):
         assert_equal(streamed.step(), plain.step())
         assert torch.equal(streamed.sample(), plain.sample())
@@ -290,6 +291,6 @@ def test_page_locked_in_place() -> None:
     assert not flat.is_pinned()
 
 
-def test_which_lane() -> None:
-    assert type(choose_lane(CPU, 1, use_stream=True, on_disk=True)) is Lane
-    assert type(choose_lane(torch.device("mps"), 1, use_stream=True, on_disk=False)) is Lane
+def test_which_copier() -> None:
+    assert type(choose_copier(CPU, 1, use_stream=True, on_disk=True)) is Copier
+    assert type(choose_copier(torch.device("mps"), 1, use_stream=True, on_disk=False)) is Copier

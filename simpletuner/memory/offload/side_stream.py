@@ -1,4 +1,4 @@
-"""The side stream for copies between host and device while the device computes."""
+"""A stream beside the compute stream, for copies between host and device and for decoding, and its events."""
 
 from __future__ import annotations
 
@@ -27,15 +27,19 @@ class SideStream:
         self.stream = torch.cuda.Stream(device) if device.type == "cuda" and not in_line else None
         self._kept: deque[tuple[object, torch.cuda.Event]] = deque()
 
-    def after_compute(self, point: torch.cuda.Event | None = None) -> AbstractContextManager[object]:
-        """A context in which copies wait for work submitted to the device before `point`, by default before now."""
+    def after_compute(self, end: torch.cuda.Event | None = None) -> AbstractContextManager[object]:
+        """A context on this stream that waits for the compute before an event of `end_of_compute`, by default now."""
         if self.stream is None:
             return nullcontext()
-        self.stream.wait_event(point or torch.cuda.current_stream(self.device).record_event())
+        self.stream.wait_event(end or torch.cuda.current_stream(self.device).record_event())
         return torch.cuda.stream(self.stream)
 
-    def complete(self) -> torch.cuda.Event | None:
-        """An event that marks the end of all copies so far; None if they were synchronous."""
+    def end_of_compute(self) -> torch.cuda.Event | None:
+        """An event after all compute so far, for `after_compute` in another thread, whose current stream differs."""
+        return None if self.stream is None else torch.cuda.current_stream(self.device).record_event()
+
+    def end_of_copies(self) -> torch.cuda.Event | None:
+        """An event after all copies so far; None if they were synchronous."""
         return None if self.stream is None else self.stream.record_event()
 
     def keep(self, copied: object) -> torch.cuda.Event | None:
@@ -45,18 +49,19 @@ class SideStream:
         the host has launched many blocks, whose inputs all take new memory. Here, the compute stream waits for all but
         the newest copies, and later tensors reuse the memory of older ones.
         """
-        complete = self.complete()
-        if complete is not None:
-            self._kept.append((copied, complete))
+        end = self.end_of_copies()
+        if end is not None:
+            self._kept.append((copied, end))
             if len(self._kept) > SLOTS:
-                self.hold_compute(self._kept[0][1])
-        return complete
+                _, oldest = self._kept[0]
+                self.make_compute_wait(oldest)
+        return end
 
-    def hold_compute(self, until: torch.cuda.Event | None) -> None:
-        """Make the compute stream wait for copies, and release the tensors kept for them."""
-        if until is not None:
-            torch.cuda.current_stream(self.device).wait_event(until)
-            while any(event is until for _, event in self._kept):
+    def make_compute_wait(self, end: torch.cuda.Event | None) -> None:
+        """Make the compute stream wait for an event of `end_of_copies`, and release the tensors kept until then."""
+        if end is not None:
+            torch.cuda.current_stream(self.device).wait_event(end)
+            while any(event is end for _, event in self._kept):
                 self._kept.popleft()
 
     def finish(self) -> None:
