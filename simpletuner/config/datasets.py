@@ -21,7 +21,7 @@ from simpletuner.config.json_reader import json_kind, read_json, read_text
 from simpletuner.config.load import Layer, build_group, canonical
 from simpletuner.config.option import Group, Option, accepted, common, describe, option, options_of, when
 from simpletuner.config.paths import no_file
-from simpletuner.config.remote import CompositeImage, HubKeys, RowFilter, TableKeys
+from simpletuner.config.remote import SOURCES, RemoteKeys, Source, SourceName
 from simpletuner.config.schema import LARGEST_SIZE, Alignment, CaptionStrategy, SharedKeys
 from simpletuner.config.sources import resolve_alias
 from simpletuner.config.types import (
@@ -34,6 +34,7 @@ from simpletuner.config.types import (
     Text,
     TextList,
     parse_number,
+    parse_path,
     plain_key,
 )
 from simpletuner.errors import NoEffect, Problems, did_you_mean
@@ -152,12 +153,12 @@ listed = partial(option, requires=(when("crop"), when(crop_aspect=("closest", "r
 
 
 # An unset (None) key takes the value of the same key in config.json, if there is one.
-class DatasetConfig(SharedKeys, HubKeys, TableKeys):
+class DatasetConfig(SharedKeys, RemoteKeys):
     """Dataset"""
 
     id: Text = common(..., label="ID")
     """Unique name of the dataset."""
-    type: Literal["local", "huggingface", "csv"] = option("local")
+    type: Literal["local", SourceName] = option("local")
     """Where the files are."""
     dataset_type: DatasetType = common("image", label="Dataset Type")
     """What the entry holds."""
@@ -281,6 +282,11 @@ class DatasetConfig(SharedKeys, HubKeys, TableKeys):
     score keeps it."""
 
     @property
+    def source(self) -> Source | None:
+        """The rules of its type; None for files in a folder."""
+        return SOURCES.get(self.type)
+
+    @property
     def is_conditioning(self) -> bool:
         """Whether this is a conditioning dataset: any entry with a `conditioning_type`, whatever its dataset_type."""
         return self.dataset_type == "conditioning" or self.conditioning_type is not None
@@ -303,15 +309,11 @@ class DatasetConfig(SharedKeys, HubKeys, TableKeys):
 PLACEHOLDER = re.compile(r"\{(model_family|output_dir|id)\}")
 LONGEST_ID = 100
 UNSAFE_ID = re.compile(r"[/\\\x00-\x1f\x7f]")
+OPTIONS = options_of(DatasetConfig)
 # Keys in which placeholders such as {id} are replaced.
-PATH_KEYS = ("cache_dir", "cache_dir_vae", "instance_data_dir", "csv_file", "csv_cache_dir", "huggingface_cache_dir")
-PARTS: Mapping[str, type[Group]] = {
-    "video": VideoConfig,
-    "parquet": ParquetConfig,
-    "caption_shuffle": CaptionShuffle,
-    "filter_func": RowFilter,
-    "composite_image_config": CompositeImage,
-}
+PATH_KEYS = tuple(name for name, key in OPTIONS.items() if parse_path in key.parsers)
+# Keys that hold an object, and the group of its keys.
+PARTS = {name: key.part for name, key in OPTIONS.items() if key.part is not None}
 
 
 def dataset_options() -> dict[str, Option]:
@@ -413,11 +415,10 @@ def without_effect(written: DatasetConfig, filled: DatasetConfig, report: Proble
         filled: the same entry with its defaults filled in.
     """
     settings = filled.model_dump()
-    options = options_of(DatasetConfig)
     for key in sorted(written.model_fields_set):
         value = getattr(written, key)
-        if value and value != options[key].default:  # false, 0 and an empty list ask for nothing
-            _why_without_effect(options[key], written.dataset_type, settings, report)
+        if value and value != OPTIONS[key].default:  # false, 0 and an empty list ask for nothing
+            _why_without_effect(OPTIONS[key], written.dataset_type, settings, report)
     if written.target_downsample_size and not filled.maximum_image_size:
         report.append(NoEffect("target_downsample_size", "has no effect without maximum_image_size."))
     for key, switch in SWITCHES.items():
@@ -469,7 +470,7 @@ def _take_foreign(keys: dict[str, Any], report: Problems) -> None:
     """Report and remove types of other trainers, so that pydantic does not report them again."""
     for key in ("type", "dataset_type"):
         word = str(keys.get(key))
-        if key in keys and word not in options_of(DatasetConfig)[key].choices and word in instead_of("datasets"):
+        if key in keys and word not in OPTIONS[key].choices and word in instead_of("datasets"):
             report.error(key, f"{keys.pop(key)!r} does not exist here: {instead_of('datasets')[word]}.")
 
 

@@ -297,6 +297,12 @@ class Option:
         return _strip_optional(self.annotation) is bool
 
     @property
+    def part(self) -> type[Group] | None:
+        """The group of an object's keys, for a key such as `video` of a dataset; None for plain values."""
+        base = _strip_optional(self.annotation)
+        return base if isinstance(base, type) and issubclass(base, Group) else None
+
+    @property
     def limit_text(self) -> str:
         return ", ".join(f"{LIMITS[name]} {bound:.10g}" for name, bound in self.limits.items())
 

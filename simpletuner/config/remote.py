@@ -1,9 +1,10 @@
-"""Keys of remote datasets: a table of addresses, rows of a hub dataset."""
+"""Types of datasets whose files are not in a folder: their keys and rules, and a table of all of them."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Literal
 
 from simpletuner.config.option import Group, accepted, option
 from simpletuner.config.types import Flag, Integer, Number, PathText, Text, TextList
@@ -89,34 +90,82 @@ class HubKeys(Group):
     """Crops one picture out of several side by side."""
 
 
-SOURCES: Mapping[str, type[Group]] = {"csv": TableKeys, "huggingface": HubKeys}
-REQUIRED = {
-    "csv": ("csv_file", "csv_cache_dir", "csv_caption_column"),
-    "huggingface": ("dataset_name",),
+# The types of datasets whose files are not in a folder. A type is also the caption_strategy of the captions that come
+# with its files.
+SourceName = Literal["csv", "huggingface"]
+
+
+class RemoteKeys(HubKeys, TableKeys):
+    """The keys of all sources."""
+
+
+@dataclass(frozen=True)
+class Source:
+    """What a `type` of datasets needs whose files are not in a folder; `annexes/remote` lists and downloads them.
+
+    Attributes:
+        keys: the keys that only this type has.
+        required: those that must be set.
+        folders: keys that may name the folder of downloads, the first that is set before the others.
+        unpaired: why its files have no partners in another dataset, worded to follow the type; empty if they can.
+    """
+
+    keys: type[Group]
+    required: tuple[str, ...]
+    folders: tuple[str, ...] = ()
+    unpaired: str = ""
+
+    def check(self, keys: Mapping[str, Any], report: Problems) -> None:
+        """Report explicit values that no run can use, beyond what their types say."""
+
+
+class HubSource(Source):
+    """Rows of a hub dataset."""
+
+    def check(self, keys: Mapping[str, Any], report: Problems) -> None:
+        if keys.get("streaming"):
+            report.error("streaming", "is not possible: buckets need the sizes of all files.")
+        composite = keys.get("composite_image_config")
+        if composite is not None and composite.select_index >= composite.image_count:
+            message = f"{composite.select_index} is beyond image_count {composite.image_count}, counted from 0."
+            report.error("composite_image_config.select_index", message)
+
+
+SOURCES: Mapping[str, Source] = {
+    "csv": Source(
+        TableKeys,
+        required=("csv_file", "csv_cache_dir", "csv_caption_column"),
+        folders=("csv_cache_dir",),
+        unpaired="names files by the hash of their address",
+    ),
+    "huggingface": HubSource(
+        HubKeys,
+        required=("dataset_name",),
+        folders=("huggingface_cache_dir", "cache_dir"),
+    ),
 }
 
 
-def check_source(name: str, source: str, keys: Mapping[str, Any], report: Problems) -> None:
+def check_source(name: str, keys: Mapping[str, Any], report: Problems) -> None:
     """Report missing keys of a type, and keys of another type.
 
     Args:
-        name: id of the entry.
-        source: type of the entry.
+        name: the type of an entry.
         keys: its explicit values, by key.
     """
-    for key in REQUIRED.get(source, ()):
-        if not keys.get(key):
-            report.error(f"{name}.{key}", f"is required with type {source}.")
-    for foreign, group in SOURCES.items():
-        for key in sorted(group.model_fields.keys() & keys.keys() if foreign != source else ()):
-            needed = " and ".join(REQUIRED[foreign])
-            message = f"is for type {foreign}, which needs {needed}, too; the type is {source}. Leave it out."
-            report.error(f"{name}.{key}", message)
-    if source != "local" and keys.get("instance_data_dir"):
-        report.error(f"{name}.instance_data_dir", f"is for type local; with type {source} files are downloaded.")
-    if keys.get("streaming"):
-        report.error(f"{name}.streaming", "is not possible: buckets need the sizes of all files.")
-    composite = keys.get("composite_image_config")
-    if composite is not None and composite.select_index >= composite.image_count:
-        message = f"{composite.select_index} is beyond image_count {composite.image_count}, counted from 0."
-        report.error(f"{name}.composite_image_config.select_index", message)
+    source = SOURCES.get(name)
+    if source is not None:
+        for key in source.required:
+            if not keys.get(key):
+                report.error(key, f"is required with type {name}.")
+    for other_name, other in SOURCES.items():
+        if other_name == name:
+            continue
+        needed = " and ".join(other.required)
+        for key in sorted(other.keys.model_fields.keys() & keys.keys()):
+            message = f"is for type {other_name}, which needs {needed}, too; the type is {name}. Leave it out."
+            report.error(key, message)
+    if source is not None:
+        if keys.get("instance_data_dir"):
+            report.error("instance_data_dir", f"is for type local; with type {name} files are downloaded.")
+        source.check(keys, report)

@@ -27,6 +27,7 @@ from simpletuner.config.precision import PLAIN_PRECISIONS as PLAIN_PRECISIONS
 from simpletuner.config.precision import PrecisionConfig as PrecisionConfig
 from simpletuner.config.precision import recomputed
 from simpletuner.config.publishing import PublishConfig
+from simpletuner.config.remote import SourceName
 from simpletuner.config.techniques import (
     LossConfig,
     MaskedLossConfig,
@@ -51,7 +52,7 @@ from simpletuner.config.types import (
 from simpletuner.config.webhooks import WebhookConfig
 
 CaptionStrategy = Literal[
-    "textfile", "filename", "metadata", "instanceprompt", "instance_prompt", "parquet", "csv", "huggingface"
+    "textfile", "filename", "metadata", "instanceprompt", "instance_prompt", "parquet", SourceName
 ]  # fmt: skip
 # Choices that look like numbers may be written as numbers.
 Alignment = Annotated[Literal["8", "16", "24", "32", "64", "128"], BeforeValidator(parse_text)]

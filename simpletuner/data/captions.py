@@ -21,6 +21,7 @@ import regex
 
 from simpletuner.config.datasets import CaptionShuffle, DatasetConfig
 from simpletuner.config.json_reader import named_by, read_json, read_text
+from simpletuner.config.remote import SOURCES
 from simpletuner.data.caption_tables import CaptionTable, match_rows, read_metadata, read_parquet
 from simpletuner.data.chance import generator
 from simpletuner.data.charsets import encoding_advice
@@ -144,7 +145,7 @@ def _edited(captions: tuple[str, ...], edits: Sequence[Edit], path: str) -> tupl
 def _own_captions(name: str, source: CaptionSource) -> tuple[str, ...]:
     if source.config.caption_strategy == "filename":
         return (caption_of_name(name),)
-    if source.config.caption_strategy in ("parquet", "csv", "huggingface", "metadata"):
+    if source.config.caption_strategy in ("parquet", "metadata", *SOURCES):
         captions = source.table.get(name, ())
         if not captions:
             raise no_caption("has no caption in the table")

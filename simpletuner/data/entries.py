@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
-from simpletuner.config.datasets import CACHE_KINDS, FIXED_PROMPTS, MASKS, DatasetConfig, without_effect
+from simpletuner.config.datasets import CACHE_KINDS, FIXED_PROMPTS, MASKS, PATH_KEYS, DatasetConfig, without_effect
 from simpletuner.config.paths import similar_path
-from simpletuner.config.remote import check_source
+from simpletuner.config.remote import SOURCES, check_source
 from simpletuner.config.schema import CachingConfig, DatasetDefaults, RunConfig
 from simpletuner.data.discovery import Scan, is_readable
 from simpletuner.data.file_index import load_index
@@ -95,11 +95,11 @@ class DataContext:
         unset = {key for key, value in config if value is None}
         values = {key: value for key, value in self._defaults(config).items() if key in unset}
         # From here on, a remote dataset is its download folder.
-        if config.type != "local":
-            folders = {"csv": config.csv_cache_dir, "huggingface": config.huggingface_cache_dir or config.cache_dir}
+        if config.source is not None:
+            named = [getattr(config, key) for key in config.source.folders if getattr(config, key)]
             default = self.download_root / config.type / _folder_name(config.id)
-            values["instance_data_dir"] = str(Path(folders.get(config.type) or default))
-        for key in ("instance_data_dir", "cache_dir", "cache_dir_vae", "csv_file"):
+            values["instance_data_dir"] = str(named[0] if named else default)
+        for key in PATH_KEYS:
             if folder := values.get(key) or getattr(config, key):
                 values[key] = str(Path(folder).expanduser())
         return config.model_copy(update=values)
@@ -111,7 +111,7 @@ class DataContext:
             # The run's defaults override those of the family.
             **{key: self.spec.defaults.get(key) for key in ("resolution", "aspect_bucket_alignment")},
             **{key: value for key, value in self.defaults if value is not None},
-            **({"caption_strategy": config.type} if config.type in ("csv", "huggingface") else {}),
+            **({"caption_strategy": config.type} if config.source else {}),
             # Evaluation reads single samples (`BatchReader.read_sample`).
             "train_batch_size": 1 if is_eval else self.train_batch_size,
             "compress_cache": self.caching.compress_disk_cache,
@@ -132,7 +132,6 @@ SAME_AS_OF_THE_RUN = {"vae_cache_disable", "delete_problematic_images", "delete_
 FILE_KINDS = ("image", "video", "conditioning", "eval")
 SKIPPABLE = ("vae", "aspect", "metadata", "text")
 REFERENCES = ("reference_strict", "reference_loose")
-COLUMN_TYPES = ("csv", "huggingface")  # whose captions are a column of their table
 
 
 def holds_files(config: DatasetConfig) -> bool:
@@ -165,8 +164,9 @@ def check_dataset_file(written: Configs, entries: Configs, context: DataContext,
         _check_entry(entry, context, report)
         with report.within(entry.id) as of_entry:
             without_effect(config, entry, of_entry)
-        # Only written keys: a default for another type is not the user's mistake.
-        check_source(entry.id, entry.type, {key: getattr(config, key) for key in config.model_fields_set}, report)
+            # Only written keys: a default for another type is not the user's mistake.
+            written_keys = {key: getattr(config, key) for key in config.model_fields_set}
+            check_source(entry.type, written_keys, of_entry)
     with_files = [entry for entry in entries if holds_files(entry)]
     texts = [entry for entry in entries if entry.is_text_embeds]
     _check_folders(with_files, context, report)
@@ -202,8 +202,8 @@ def _check_kind(config: DatasetConfig, context: DataContext, report: Problems) -
     kind = config.dataset_type
     if config.type != "local" and kind in CACHE_KINDS:
         report.error(f"{config.id}.type", f"{config.type!r} is for pictures and clips; caches are local.")
-    elif config.type == "csv" and config.is_conditioning:
-        message = "'csv' names files by the hash of their address, so they have no partners; use another type."
+    elif config.is_conditioning and config.source and config.source.unpaired:
+        message = f"{config.type!r} {config.source.unpaired}, so they have no partners; use another type."
         report.error(f"{config.id}.type", message)
     elif kind not in (*FILE_KINDS, *CACHE_KINDS) or (kind == "video" and context.spec.media != "video"):
         message = f"{kind!r} is not available for {context.spec.name}{_families_for(kind)}."
@@ -235,13 +235,13 @@ def _check_captions(config: DatasetConfig, report: Problems) -> None:
     if strategy == "metadata" and config.type != "local":
         report.error("caption_strategy", "'metadata' needs type local.")
 
-    if config.type in COLUMN_TYPES:
+    if config.source is not None:
         uses_column = strategy in (config.type, *FIXED_PROMPTS)
         if reads_parquet or not uses_column:
             advice = f"caption_strategy {config.type}, or instanceprompt with instance_prompt."
             report.error("type", f"{config.type!r} has captions in a column: {advice}")
             return
-    if strategy in COLUMN_TYPES and strategy != config.type:
+    if strategy in SOURCES and strategy != config.type:
         message = f"{strategy!r} is for type {strategy}, not {config.type}; use textfile or filename."
         report.error("caption_strategy", message)
 

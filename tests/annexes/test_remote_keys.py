@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 
-from simpletuner.config.datasets import read_datasets
+from simpletuner.annexes.remote.collect import LISTERS
+from simpletuner.config.datasets import PATH_KEYS, read_datasets
+from simpletuner.config.remote import SOURCES, RemoteKeys, Source, SourceName
 from simpletuner.errors import Problem, Problems
 
 HUB = {"id": "hub", "type": "huggingface", "dataset_name": "owner/set"}
@@ -43,3 +45,15 @@ def test_keys_of_the_hub_may_stand_inside_an_object(tmp_path: Path) -> None:
 def test_what_other_trainers_have_is_refused_by_name(tmp_path: Path, change: dict[str, Any], words: str) -> None:
     _, problems = read(tmp_path, {**HUB, **change})
     assert [words in problem.message for problem in problems if problem.fatal] == [True]
+
+
+def test_every_source_has_a_type_its_keys_and_a_lister() -> None:
+    assert LISTERS.keys() == SOURCES.keys() == {*get_args(SourceName)}
+    keys_of_sources = {key for source in SOURCES.values() for key in source.keys.model_fields}
+    assert keys_of_sources == RemoteKeys.model_fields.keys()
+
+
+@pytest.mark.parametrize("source", SOURCES.values(), ids=SOURCES)
+def test_what_a_source_requires_and_its_folders_are_keys_of_a_dataset(source: Source) -> None:
+    assert {*source.required} <= source.keys.model_fields.keys()
+    assert {*source.folders} <= {*PATH_KEYS}

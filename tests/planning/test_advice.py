@@ -117,7 +117,7 @@ def test_advice_for_entangled_settings_comes_to_an_end(judge: Judge, seed: int) 
 def broken_entries() -> Iterator[dict[str, Any]]:
     """Every value of every choice of a dataset, and every key of a remote type."""
     for key, option in DATASET_OPTIONS.items():
-        is_remote = any(key in group.model_fields for group in SOURCES.values())
+        is_remote = any(key in source.keys.model_fields for source in SOURCES.values())
         values = unusual(option) if option.choices or is_remote else []
         if key not in ("id", "type", "dataset_type"):
             # A table is a file, which no words of a message can make.
