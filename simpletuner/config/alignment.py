@@ -53,8 +53,6 @@ class CrepaConfig(TechniqueGroup):
     # 37 patches per side, the final training resolution of DINOv2.
     crepa_encoder_image_size: Integer = common(518, ge=64, label="Vision Encoder Size")
     """Input size of the vision encoder in pixels per side, a multiple of 14. Smaller is faster and coarser."""
-    crepa_encoder_resize: Literal["aspect", "square"] = option("aspect")
-    """square: stretch frames to a square; aspect: keep their proportions, with no more patches than a square."""
     crepa_encoder_frames_batch_size: Integer = option(-1, ge=-1)
     """Frames per encoder batch; -1: a whole clip."""
     crepa_cache: Literal["auto", "disk", "off"] = option("auto")
@@ -94,10 +92,8 @@ class CrepaConfig(TechniqueGroup):
         return self.crepa_enabled and not self.from_backbone and (self.crepa_lambda > 0 or decays)
 
     def patches(self, height: int, width: int) -> tuple[int, int]:
-        """Rows and columns of encoder patches for a frame of these proportions."""
+        """Rows and columns of encoder patches for a frame of these proportions, with no more patches than a square."""
         side = self.crepa_encoder_image_size // PATCH
-        if self.crepa_encoder_resize == "square":
-            return side, side
         # rows · columns <= side² and rows : columns ≈ height : width; 1e-9 in case sqrt ends just below an integer.
         rows, columns = (int(side * math.sqrt(ratio) + 1e-9) for ratio in (height / width, width / height))
         return max(rows, 1), max(columns, 1)

@@ -84,7 +84,6 @@ OptimizerName = Literal[
 
 
 of_family = partial(common, None, default_note="of the family")
-of_speed = partial(option, None, default_note="as `speed` says")
 previewed = partial(option, requires=unless("validation_disable"))  # keys that act only while previews are rendered
 
 
@@ -243,13 +242,11 @@ class SpeedConfig(Group):
 
     speed: Literal["auto", "reference"] = option("auto")
     """auto: all optimizations that keep the results (docs/SPEED.md). reference: unmodified diffusers code."""
-    speed_plain_math: Flag | None = of_speed()
-    """Kandinsky blocks with less arithmetic and bit-identical results."""
-    speed_keep_attention: Flag | None = of_speed(requires=when("gradient_checkpointing"))
+    speed_keep_attention: Flag | None = option(
+        None, default_note="as `speed` says", requires=when("gradient_checkpointing")
+    )
     """With gradient_checkpointing: keep the output of self-attention, tokens x width x 2 bytes per block, instead of
     recomputing it."""
-    speed_bf16_modulation: Flag | None = of_speed()
-    """Store Kandinsky's frozen float32 modulation weights as bf16 if that is lossless."""
     deterministic: Flag = option(False)
     """Bit-identical repeats on a GPU: kernels with a fixed order of summation, none chosen by timing. Slower; no effect
     on a CPU, where repeats are always identical."""

@@ -15,7 +15,7 @@ from simpletuner.errors import NoEffect, Problems, not_one_of
 COMPILE_MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
 GRAPH_MODES = ("reduce-overhead", "max-autotune")  # modes with CUDA graphs
 # Keys that affect only our implementation of blocks.
-BLOCK_KEYS = ("speed_plain_math", "speed_keep_attention", "speed_bf16_modulation", "attention_mechanism")
+BLOCK_KEYS = ("speed_keep_attention", "attention_mechanism")
 # Keys that have an effect only if blocks are compiled.
 COMPILE_KEYS = ("dynamo_mode", "dynamo_fullgraph", "dynamo_dynamic", "validation_torch_compile")
 
@@ -55,24 +55,19 @@ ATTENTION_PACKAGES = {
 }
 
 
-def is_enabled(switch: bool | None, config: SpeedConfig) -> bool:
-    """The value of a switch; unset, it follows `speed`."""
-    return config.speed == "auto" if switch is None else switch
-
-
 def plain_math(config: SpeedConfig) -> bool:
     """Whether blocks run our arithmetic instead of diffusers' code."""
-    return is_enabled(config.speed_plain_math, config)
+    return config.speed == "auto"
 
 
 def keeps_attention(config: SpeedConfig) -> bool:
     """Whether activation checkpointing keeps the outputs of self-attention."""
-    return plain_math(config) and is_enabled(config.speed_keep_attention, config)
+    return plain_math(config) and config.speed_keep_attention is not False
 
 
 def bf16_modulation(config: SpeedConfig) -> bool:
     """Whether frozen modulation weights are stored as bf16 if that is lossless."""
-    return is_enabled(config.speed_bf16_modulation, config)
+    return config.speed == "auto"
 
 
 def checkpointed_blocks(blocks: int, interval: int | None, kept: int) -> list[bool]:
@@ -121,10 +116,10 @@ def has_compiler() -> bool:
 def check_speed(config: SpeedConfig, precision: PrecisionConfig, launch: LaunchConfig, report: Problems) -> None:
     """Report contradicting switches and missing packages."""
     if not plain_math(config):
-        message = "has no effect without speed_plain_math, whose blocks it applies to."
+        message = "has no effect with speed reference, which runs diffusers' own blocks."
         report.append(NoEffect("speed_keep_attention", message))
     if launch.sequence_parallel_size > 1 and not plain_math(config):
-        message = f"{launch.sequence_parallel_size} needs speed_plain_math: diffusers' own blocks need all tokens."
+        message = f"{launch.sequence_parallel_size} needs speed auto: diffusers' own blocks need all tokens."
         report.error("sequence_parallel_size", message)
     check_mechanism(config, precision.attention_mechanism, report)
     check_compile(config, launch, report)
@@ -140,7 +135,7 @@ def check_mechanism(config: SpeedConfig, mechanism: str, report: Problems) -> No
             message = "is not installed, and has to be built from source (docs/INSTALL.md says how)."
             report.error("attention_mechanism", f"{mechanism!r} {message}")
         if not plain_math(config):
-            report.error("attention_mechanism", f"{mechanism!r} needs speed_plain_math: other blocks use torch's.")
+            report.error("attention_mechanism", f"{mechanism!r} needs speed auto: diffusers' own blocks use torch's.")
     if mechanism == "xformers" and config.deterministic:
         report.error("attention_mechanism", "'xformers' sums in any order: not deterministic; use diffusers.")
 

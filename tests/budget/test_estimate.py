@@ -102,7 +102,7 @@ def test_what_a_block_keeps_with_checkpointing_is_its_input(lite: TransformerCos
     setup = lora(lite, KANDINSKY)
     unit = LOAD.tokens * lite.hidden * 2
     assert setup.memory(LOAD).inputs == 32 * unit
-    kept = under(setup, speed_plain_math=True, speed_keep_attention=True).memory(LOAD).inputs
+    kept = under(setup, speed="auto", speed_keep_attention=True).memory(LOAD).inputs
     assert kept / 32 / unit == pytest.approx(2.0, rel=0.05)
 
 

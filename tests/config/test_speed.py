@@ -41,9 +41,8 @@ def found(**settings: Any) -> dict[str, list[str]]:
     [
         ({}, (True, True, True)),
         ({"speed": "reference"}, (False, False, False)),
-        ({"speed_plain_math": False}, (False, False, True)),
-        ({"speed": "reference", "speed_plain_math": True}, (True, False, False)),
-        ({"speed_keep_attention": False, "speed_bf16_modulation": False}, (True, False, False)),
+        ({"speed": "reference", "speed_keep_attention": True}, (False, False, False)),
+        ({"speed_keep_attention": False}, (True, False, True)),
     ],
 )
 def test_switches_follow_speed_unless_set(settings: dict[str, Any], expected: tuple[bool, ...]) -> None:
@@ -51,7 +50,7 @@ def test_switches_follow_speed_unless_set(settings: dict[str, Any], expected: tu
     switches = (
         speed.plain_math(group),
         speed.keeps_attention(group),
-        speed.is_enabled(group.speed_bf16_modulation, group),
+        speed.bf16_modulation(group),
     )
     assert switches == expected
 
@@ -123,7 +122,7 @@ def test_a_submodule_is_looked_up_without_importing_its_package(
         ({"dynamo_backend": "no", "dynamo_fullgraph": True}, "hints", "dynamo_backend is 'no'"),
         ({"speed": "reference", "dynamo_dynamic": True}, "hints", "dynamo_backend is not set"),
         ({"dynamo_backend": "no", "validation_torch_compile": False}, "hints", "dynamo_backend is 'no'"),
-        ({"speed_plain_math": False, "speed_keep_attention": True}, "hints", "speed_plain_math"),
+        ({"speed": "reference", "speed_keep_attention": True}, "hints", "speed reference"),
     ],
 )
 def test_contradictions(settings: dict[str, Any], kind: str, words: str) -> None:
@@ -141,6 +140,6 @@ def test_a_kernel_without_a_fixed_order_is_refused(monkeypatch: pytest.MonkeyPat
 
 
 def test_families_without_fast_blocks_say_so() -> None:
-    config = make(speed_plain_math=True)
-    assert [each for each in family_complaints(config, SANA_VIDEO) if str(each).startswith("speed_plain_math: ")]
+    config = make(speed_keep_attention=True)
+    assert [each for each in family_complaints(config, SANA_VIDEO) if str(each).startswith("speed_keep_attention: ")]
     assert not [each for each in family_complaints(config, KANDINSKY5_IMAGE) if str(each).startswith("speed_")]

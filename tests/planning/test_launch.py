@@ -92,7 +92,7 @@ ROUTES = {"routes": [{"selection_ratio": 0.5, "start_layer_idx": 1, "end_layer_i
     [
         ({"tread_config": ROUTES}, "cannot be combined with tread_config: "),
         ({"lora_dropout": 0.1}, "cannot be combined with lora_dropout: "),
-        ({"speed": "reference"}, "2 needs speed_plain_math: "),
+        ({"speed": "reference"}, "2 needs speed auto: "),
     ],
 )
 def test_what_sharing_tokens_excludes(settings: dict[str, Any], error: str) -> None:

@@ -203,9 +203,8 @@ def live_bytes() -> int:
 
 @pytest.mark.parametrize(
     ("settings", "fast"),
-    [({}, True), ({"speed": "reference"}, False), ({"speed_plain_math": False}, False),
-     ({"speed": "reference", "speed_plain_math": True}, True)],
-)  # fmt: skip
+    [({}, True), ({"speed": "reference"}, False)],
+)
 def test_switches(checkpoints: dict[str, Path], settings: dict[str, Any], fast: bool) -> None:
     assembly = make_assembly(checkpoints["t2i"], "t2i", **settings)
     blocks = assembly.adapter.block_layout(assembly.transformer).blocks

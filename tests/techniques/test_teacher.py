@@ -83,13 +83,12 @@ def test_patches_keep_proportions(height: int, width: int) -> None:
     assert rows * columns <= 37 * 37
     assert rows * columns > 0.8 * 37 * 37
     assert rows / columns == pytest.approx(height / width, rel=0.2 if min(rows, columns) < 10 else 0.03)
-    assert CrepaConfig(crepa_encoder_resize="square").patches(height, width) == (37, 37)
 
 
 @pytest.mark.parametrize("size", [(12, 8), (9, 16), (6, 6)])
 def test_features_are_resampled_in_two_dimensions(model: Any, size: tuple[int, int]) -> None:
     """Features that are coordinates end up where they belong, whatever the encoder's grid is."""
-    own = make_teacher(model, crepa_encoder_resize="square")
+    own = make_teacher(model)
     rows, columns = torch.meshgrid(torch.linspace(0.1, 0.9, 5), torch.linspace(0.1, 0.9, 5), indexing="ij")
     own._features = lambda frames: torch.stack([rows, columns]).expand(len(frames), -1, -1, -1)
     found = own.encode(torch.randn(16, 1, 2 * size[0], 2 * size[1]))[0].float()
@@ -190,10 +189,10 @@ def test_another_encoder_or_size_has_other_features(tmp_path: Path, t2v: Path, e
     run = make_workspace(tmp_path / "run", t2v, "t2v-lite-sft-5s")
     run.write_config(**settings_of(encoder))
     counts: list[Any] = []
-    for more in ((), ("crepa_encoder_image_size=84",), ("crepa_encoder_resize=square",), ("crepa_lambda=0.1",)):
+    for more in ((), ("crepa_encoder_image_size=84",), ("crepa_lambda=0.1",)):
         assert run.run("cache", "fill", f"output_dir=run{len(counts)}", "cache_dir=cache", *more) == 0
         counts.append(len(list(run.path("cache").rglob("*.zst"))))
-    assert [after - before for before, after in itertools.pairwise(counts)] == [3, 3, 0]
+    assert [after - before for before, after in itertools.pairwise(counts)] == [3, 0]
 
 
 def test_pictures_have_no_frames_to_align(

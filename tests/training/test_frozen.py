@@ -83,7 +83,7 @@ def test_weights_are_those_of_from_pretrained(
 ) -> None:
     if precision.endswith("torchao"):
         pytest.importorskip("torchao")
-    settings = {"base_model_precision": precision, "mixed_precision": "bf16", "speed_bf16_modulation": False}
+    settings = {"base_model_precision": precision, "mixed_precision": "bf16", "speed": "reference"}
     config, adapter = parts(checkpoints[name], name, **settings, **(STREAMED if streamed else {}))
     expected = read_at_once(adapter, config)
     found, images = load_frozen(config, adapter, CPU)
@@ -207,7 +207,7 @@ def file_behind(address: int) -> str | None:
 def test_a_weight_of_the_right_dtype_is_no_copy(checkpoints: dict[str, Path]) -> None:
     """It is a view of the mapped file, and the island beside it is not; a packed weight maps nothing."""
     for streamed, mapped in ((False, True), (True, False)):
-        settings = {"mixed_precision": "bf16", "speed_bf16_modulation": False, "enable_group_offload": streamed}
+        settings = {"mixed_precision": "bf16", "speed": "reference", "enable_group_offload": streamed}
         transformer, _ = load_frozen(*parts(checkpoints["bf16"], **settings), CPU)
         for name, is_view in (("self_attention.to_query", mapped), ("visual_modulation.out_layer", False)):
             weight = transformer.get_parameter(f"visual_transformer_blocks.0.{name}.weight")

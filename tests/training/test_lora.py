@@ -41,7 +41,7 @@ def test_the_base_takes_half_the_bytes_of_what_is_trained(t2i_checkpoint: Path, 
         name: each.bfloat16().float() if "modulation" in name else each for name, each in load_file(file).items()
     }
     save_file(weights, file, metadata={"format": "pt"})
-    settings = {"mixed_precision": "bf16", "optimizer": "adamw", "speed_bf16_modulation": True}
+    settings = {"mixed_precision": "bf16", "optimizer": "adamw"}
     assembly = make_assembly(folder, **settings)
     assert {each.dtype for each in assembly.parameters.values()} == {torch.float32}
     base = {name: each.dtype for name, each in assembly.transformer.named_parameters() if not each.requires_grad}

@@ -17,6 +17,9 @@ from simpletuner.models.spec import FamilySpec
 from simpletuner.models.vision import VisionEncoder
 from simpletuner.planning.techniques.spec import TechniqueCost, TechniqueSpec, TrainedData
 
+# How frames are resized for the encoder: their proportions are kept. Part of the keys of cached features.
+RESIZE = "aspect"
+
 
 class TeacherFeatures(FeatureKind):
     """Features of the frames of a clip, by a vision encoder, at the resolution of the model's tokens."""
@@ -32,7 +35,7 @@ class TeacherFeatures(FeatureKind):
 
     @property
     def maker(self) -> Mapping[str, str | float]:
-        return {"size": self.config.crepa_encoder_image_size, "resize": self.config.crepa_encoder_resize}
+        return {"size": self.config.crepa_encoder_image_size, "resize": RESIZE}
 
     @property
     def spared_by(self) -> Mapping[str, object]:
