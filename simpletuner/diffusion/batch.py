@@ -49,6 +49,12 @@ class Batch:
     noise: Tensor | None = None
     place: Place | None = None
 
+    @property
+    def latent_size(self) -> tuple[int, int, int]:
+        """Frames, rows and columns of the latents, `F H W`."""
+        frames, rows, columns = self.latents.shape[-3:]
+        return frames, rows, columns
+
     def to(self, device: torch.device, *, non_blocking: bool = False) -> Batch:
         """The same batch on a device."""
         moved = self._each(lambda tensor: tensor.to(device, non_blocking=non_blocking))

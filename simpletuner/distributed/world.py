@@ -64,11 +64,6 @@ class World:
         """Positions of this process's `count` samples in the global batch."""
         return range(self.rank * count, (self.rank + 1) * count)
 
-    @property
-    def processes_per_sample(self) -> int:
-        """Number of processes that train on each sample together; 1 unless they share its tokens."""
-        return 1
-
     def data_parallel(self, processes_per_sample: int) -> World:
         """The world in which every member trains on other samples.
 
@@ -80,7 +75,7 @@ class World:
             return self
         rank = self.rank // processes_per_sample
         size = self.size // processes_per_sample
-        return DataParallelWorld(rank, size, processes=self, sharing=processes_per_sample)
+        return DataParallelWorld(rank, size, processes=self, processes_per_sample=processes_per_sample)
 
     def share(self, items: Sequence[Value]) -> Sequence[Value]:
         """This process's items of a list, assigned round-robin."""
@@ -183,19 +178,15 @@ class DataParallelWorld(World):
 
     Attributes:
         processes: the processes of all groups.
-        sharing: number of processes in a group.
+        processes_per_sample: number of processes in a group.
     """
 
     processes: World = field(kw_only=True)
-    sharing: int = field(kw_only=True)
-
-    @property
-    def processes_per_sample(self) -> int:
-        return self.sharing
+    processes_per_sample: int = field(kw_only=True)
 
     def gather(self, value: Value) -> list[Value]:
         # All processes of a group have the same value.
-        return self.processes.gather(value)[:: self.sharing]
+        return self.processes.gather(value)[:: self.processes_per_sample]
 
 
 def usable_cores() -> int:

@@ -20,7 +20,7 @@ from simpletuner.budget.device import gigabytes
 from simpletuner.diffusion.batch import Batch
 from simpletuner.errors import UserError, is_out_of_memory
 from simpletuner.run.session import Session
-from simpletuner.training.losses import Losses
+from simpletuner.training.losses import Losses, StepNumbers
 from simpletuner.training.sharding import local
 from simpletuner.training.state import Assembly, random_states, restore_random_states
 from simpletuner.training.step import run_micro_step
@@ -40,15 +40,12 @@ def rehearse(session: Session, validation: ValidationRunner, budget: Budget) -> 
     samples, (width, height) = planned.samples, planned.size
     frames = f", {samples[0].frames} frames" if samples[0].frames > 1 else ""
     title = f"the largest micro-step ({len(samples)} x {width}x{height}{frames})"
-    # FSDP2 may keep unsharded gradients until the last micro-step.
-    last = assembly.settings.accumulation - 1 if assembly.is_sharded else 0
 
-    def micro_steps() -> None:
-        for micro_step in sorted({0, last}):
-            rehearse_micro_step(assembly, session.reader(planned), micro_step=micro_step)
+    def micro_step() -> None:
+        rehearse_micro_step(assembly, session.reader(planned))
 
     with unchanged(assembly):
-        yield _measure(assembly, budget, title, "training", micro_steps)
+        yield _measure(assembly, budget, title, "training", micro_step)
     if validation.subjects:
         yield _measure(assembly, budget, "a preview", "rendering previews", lambda: validation.rehearse(assembly))
 
@@ -58,7 +55,7 @@ def rehearse_micro_step(assembly: Assembly, batch: Batch, global_step: int = 0, 
     losses = Losses()
     assembly.transformer.train()
     run_micro_step(assembly, batch.to(assembly.accelerator.device), global_step, micro_step, losses)
-    return losses.on_host()[0]
+    return StepNumbers(losses).to_host().losses
 
 
 def _measure(assembly: Assembly, budget: Budget, title: str, phase: str, act: Callable[[], object]) -> str:

@@ -224,7 +224,7 @@ def publish_result(session: Session) -> str:
     note, predict = weight_note(plan, session.state), partial(predict_once, session)
     publication = Publication(assembly.adapter, plan.source, dtype, shift, note, predict)
     with assembly.sampling_weights():
-        stop_if_result_not_finite(assembly)
+        stop_if_result_not_finite(assembly.all_parameters, assembly.trained.ema)
         return assembly.trained.publish(plan.output_dir, publication)
 
 

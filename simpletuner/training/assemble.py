@@ -130,7 +130,7 @@ def assemble(
         take_tiles=layout.take_tiles,
         release=_release(config, parameters, optimizer, device),
         world=world,
-        data_parallel=world.data_parallel(config.launch.sequence_parallel_size),
+        processes_per_sample=config.launch.sequence_parallel_size,
         is_sharded=sharded,
     )  # fmt: skip
 

@@ -236,7 +236,7 @@ class CheckpointWriter(Callback):
             NonFiniteError: a weight is NaN or infinite; nothing is written.
             DiskFullError: no space left; earlier checkpoints are kept.
         """
-        stop_if_result_not_finite(assembly)
+        stop_if_result_not_finite(assembly.all_parameters, assembly.trained.ema)
         arrived: Callable[[], list[Draft]] = list
         sharers = assembly.trained.sharers
         with ExitStack() as building:

@@ -19,7 +19,8 @@ from simpletuner.errors import NonFiniteError, UserError, shorten
 from simpletuner.training.sharding import from_all, local, local_parts
 
 if TYPE_CHECKING:
-    from simpletuner.training.state import Assembly
+    from simpletuner.training.ema import Ema
+    from simpletuner.training.release import GradientRelease
 
 
 def stop_if_losses_not_finite(losses: Sequence[float], files: Sequence[Sequence[str]]) -> None:
@@ -39,14 +40,13 @@ def stop_if_losses_not_finite(losses: Sequence[float], files: Sequence[Sequence[
         )
 
 
-def stop_if_result_not_finite(assembly: Assembly) -> None:
+def stop_if_result_not_finite(weights: Mapping[str, Tensor], ema: Ema | None) -> None:
     """Check all trained weights, including the moving average, before they are saved, published or rendered.
 
     Raises:
         NonFiniteError: naming the tensors.
     """
-    stop_if_weights_not_finite(assembly.parameters | assembly.module_parameters)
-    ema = assembly.trained.ema
+    stop_if_weights_not_finite(weights)
     if ema is not None:  # separately, since it may be on another device
         stop_if_weights_not_finite({f"EMA of {name}": tensor for name, tensor in ema.average.items()})
 
@@ -146,22 +146,29 @@ def clip_gradients(parameters: Iterable[nn.Parameter], config: OptimizerConfig, 
         torch._foreach_clamp_max_(parts, limit)
 
 
-def stop_if_gradients_not_finite(assembly: Assembly, sizes: Iterable[float], files: Sequence[Sequence[str]]) -> None:
+def stop_if_gradients_not_finite(
+    parameters: Mapping[str, nn.Parameter],
+    scaler: torch.amp.GradScaler,
+    release: GradientRelease | None,
+    sizes: Iterable[float],
+    files: Sequence[Sequence[str]],
+) -> None:
     """Check the gradient of a step before the update.
 
     In float16, the scaler skips the step and halves its scale, until the scale is below 1.
 
     Args:
+        parameters: whose gradients are checked, by name, in the order of the forward pass.
+        release: has checked the gradients that it has freed; None if none are released.
         sizes: norm or largest absolute value of the whole gradient, as measured for clipping.
         files: the samples of each micro-batch.
 
     Raises:
         NonFiniteError: naming the tensors, in the order of the backward pass, and the files.
     """
-    scaler, release, parameters = assembly.scaler, assembly.release, assembly.parameters | assembly.module_parameters
     if all(map(math.isfinite, sizes)) or (scaler.is_enabled() and scaler.get_scale() >= LOWEST_SCALE):
         return
-    gradients = {name: each.grad for name, each in parameters.items() if each.grad is not None}
+    gradients = {name: weight.grad for name, weight in parameters.items() if weight.grad is not None}
     guilty = not_finite(gradients)[::-1]  # the backward pass runs from the last layer to the first
     if release is not None:
         guilty += release.not_finite()

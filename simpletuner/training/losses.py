@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import chain, islice
+from itertools import chain
 from statistics import fmean
 from typing import Any
 
@@ -67,17 +67,6 @@ class Losses(list[MicroLoss]):
         """The number of samples in each micro-batch."""
         return [len(micro.names) for micro in self]
 
-    def on_host(self, *more: Any) -> tuple[Losses, list[Any]]:
-        """Copies the losses and nested structures of further scalars to the host, in one transfer."""
-        leaves, structure = tree_flatten(([vars(micro) for micro in self], *more))
-        # One tensor, one copy, one synchronisation.
-        numbers = iter(torch.cat([leaf.flatten() for leaf in leaves if isinstance(leaf, Tensor)]).tolist())
-        for place, leaf in enumerate(leaves):
-            if isinstance(leaf, Tensor):
-                leaves[place] = [*islice(numbers, len(leaf))] if leaf.ndim else next(numbers)
-        losses, *rest = tree_unflatten(leaves, structure)
-        return Losses(MicroLoss(**micro) for micro in losses), rest
-
     @classmethod
     def merged(cls, parts: Sequence[Losses]) -> Losses:
         """Merge the numbers of all processes.
@@ -105,6 +94,36 @@ class Losses(list[MicroLoss]):
         for technique in techniques:
             means |= technique.summary(means)
         return means
+
+
+@dataclass
+class StepNumbers:
+    """All that the host reads of a step: scalars, and 1-D tensors with a value per sample; or the same as numbers.
+
+    Attributes:
+        sizes: size of the gradient that is clipped, by name, for the model and for the modules of techniques.
+        tiles: see `BlockLayout.take_tiles`.
+    """
+
+    losses: Losses
+    sizes: list[dict[str, Any]] = field(default_factory=list)
+    tiles: Mapping[int, tuple[Any, int]] = field(default_factory=dict)
+
+    def to_host(self) -> StepNumbers:
+        """The same as numbers, copied to the host in one transfer."""
+        micro_losses = [vars(micro) for micro in self.losses]
+        leaves, structure = tree_flatten((micro_losses, self.sizes, self.tiles))
+        tensors = [leaf.flatten() for leaf in leaves if isinstance(leaf, Tensor)]
+        # One tensor, one copy, one synchronisation.
+        numbers = torch.cat(tensors).tolist()
+        start = 0
+        for place, leaf in enumerate(leaves):
+            if isinstance(leaf, Tensor):
+                end = start + leaf.numel()
+                leaves[place] = numbers[start:end] if leaf.ndim else numbers[start]
+                start = end
+        micro_losses, sizes, tiles = tree_unflatten(leaves, structure)
+        return StepNumbers(Losses(MicroLoss(**micro) for micro in micro_losses), sizes, tiles)
 
 
 def _by_name(extras: Iterable[Mapping[str, float]]) -> dict[str, list[float]]:

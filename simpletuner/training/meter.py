@@ -45,7 +45,7 @@ class StepMeter:
     def count(self, batch: Batch) -> None:
         """Count a micro-batch."""
         self._shapes.append(tuple(batch.latents.shape))
-        self._work += batch_work(self._assembly, batch).times(1 / self._assembly.data_parallel.processes_per_sample)
+        self._work += batch_work(self._assembly, batch).times(1 / self._assembly.processes_per_sample)
 
     def report(
         self, loader: BatchLoader, losses: Losses, metrics: Mapping[str, float], tiles: Mapping[int, tuple[float, int]]
@@ -78,13 +78,8 @@ def batch_work(assembly: Assembly, batch: Batch) -> Work:
     """Model FLOPs of a micro-batch; zero if the family's cost is unknown."""
     if assembly.sample_flops is None:
         return Work()
-    tokens = tokens_of(assembly, batch)
+    tokens = assembly.adapter.spec.tokens(*batch.latent_size)
     return sum((assembly.sample_flops(tokens, len(embeds["prompt_embeds"])) for embeds in batch.embeds), Work())
-
-
-def tokens_of(assembly: Assembly, batch: Batch) -> int:
-    """Number of latent tokens per sample."""
-    return assembly.adapter.spec.tokens(*batch.latents.shape[-3:])
 
 
 # Cache size for a few bucket shapes, each with a few hundred caption lengths.

@@ -13,7 +13,6 @@ from simpletuner.diffusion.batch import Batch, NoisyBatch
 from simpletuner.diffusion.flow import choose_shift, make_noisy, sample_noise, sample_sigmas
 from simpletuner.diffusion.seeds import Place, seed_device
 from simpletuner.distributed.world import World
-from simpletuner.training.meter import tokens_of
 from simpletuner.training.state import Assembly
 
 
@@ -22,11 +21,12 @@ def add_noise(assembly: Assembly, batch: Batch, global_step: int, micro_step: in
     settings, flow = assembly.settings, assembly.settings.flow
     place = place_of(assembly, len(batch.names), global_step, micro_step)
     seed_device(batch.latents.device, place.forward_seed)
-    tokens, auto_shift = tokens_of(assembly, batch), assembly.adapter.spec.auto_shift
-    shift = choose_shift(flow, tokens, auto_shift, shift_is_explicit=settings.shift_is_explicit)
+    spec = assembly.adapter.spec
+    tokens = spec.tokens(*batch.latent_size)
+    shift = choose_shift(flow, tokens, spec.auto_shift, shift_is_explicit=settings.shift_is_explicit)
     sigmas = sample_sigmas(place, flow, shift, settings.timestep_offsets.get(batch.dataset_id, 0.0))
-    # Checked: noise drawn for another position would silently change the run.
     noise = batch.noise
+    # Noise drawn for another position would silently change the run.
     if noise is None or batch.place != place:
         noise = _noise(assembly, batch, place)
     noisy = make_noisy(batch, sigmas, noise, settings.loss, place)

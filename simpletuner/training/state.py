@@ -133,7 +133,7 @@ class Assembly:
         take_tiles: see `BlockLayout`.
         release: updates weights during the backward pass; None if they are updated after it.
         world: the processes that train together.
-        data_parallel: the same processes; those that share the tokens of their samples are one member.
+        processes_per_sample: number of processes that share the tokens of a sample.
         is_sharded: weights are sharded, so processes run every forward pass together.
         passes: number of forward passes in this session's steps.
         is_halfway: an update of the weights or their average has begun, and its step is not counted yet.
@@ -156,16 +156,29 @@ class Assembly:
     take_tiles: Callable[[], TileCounts] = dict
     release: GradientRelease | None = None
     world: World = field(default_factory=World)
-    data_parallel: World = field(default_factory=World)
+    processes_per_sample: int = 1
     is_sharded: bool = False
     passes: int = 0
     is_halfway: bool = False
 
     @property
+    def data_parallel(self) -> World:
+        """The world in which every member trains on other samples."""
+        return self.world.data_parallel(self.processes_per_sample)
+
+    @property
     def module_parameters(self) -> dict[str, nn.Parameter]:
         """Parameters of the techniques' modules, by `<technique>.<name>`."""
-        modules = self.modules.items()
-        return {f"{owner}.{name}": each for owner, module in modules for name, each in module.named_parameters()}
+        parameters: dict[str, nn.Parameter] = {}
+        for technique, module in self.modules.items():
+            for name, parameter in module.named_parameters():
+                parameters[f"{technique}.{name}"] = parameter
+        return parameters
+
+    @property
+    def all_parameters(self) -> dict[str, nn.Parameter]:
+        """Parameters of the model and of the techniques' modules."""
+        return self.parameters | self.module_parameters
 
     @property
     def writes(self) -> bool:
@@ -187,10 +200,13 @@ class Assembly:
     @contextmanager
     def exchange_only(self, *, transformer: bool, modules: bool) -> Iterator[None]:
         """A context whose backward pass synchronises the gradients of the selected modules; others only accumulate."""
+        # `no_sync` applies to the modules that only accumulate.
         with ExitStack() as stack:
-            # `no_sync` applies to the modules that only accumulate.
-            for module in [self.transformer] * (not transformer) + self.wrapped_modules * (not modules):
-                stack.enter_context(self.accelerator.no_sync(module))
+            if not transformer:
+                stack.enter_context(self.accelerator.no_sync(self.transformer))
+            if not modules:
+                for module in self.wrapped_modules:
+                    stack.enter_context(self.accelerator.no_sync(module))
             yield
 
     def averaged(self, wanted: bool) -> AbstractContextManager[None]:

@@ -22,7 +22,7 @@ from simpletuner.diffusion.seeds import step_seed
 from simpletuner.reporting.events import StepReport
 from simpletuner.training import guard
 from simpletuner.training.loader import BatchLoader
-from simpletuner.training.losses import Losses, MicroLoss, loss_divisor
+from simpletuner.training.losses import Losses, MicroLoss, StepNumbers, loss_divisor
 from simpletuner.training.meter import StepMeter
 from simpletuner.training.noise import add_noise
 from simpletuner.training.optimizers import RATE_RATIO, SEED
@@ -41,7 +41,8 @@ def optimizer_step(assembly: Assembly, loader: BatchLoader, global_step: int) ->
             released.
     """
     settings, accelerator = assembly.settings, assembly.accelerator
-    meter, losses = StepMeter(assembly, global_step + 1), Losses()
+    meter = StepMeter(assembly, global_step + 1)
+    losses = Losses()
     rate = _prepare_groups(assembly, global_step)
     for micro_step in range(settings.accumulation):
         with meter.waiting_for_data.running():
@@ -60,12 +61,12 @@ def optimizer_step(assembly: Assembly, loader: BatchLoader, global_step: int) ->
     if assembly.release is not None:
         measured[0] = assembly.release.gradient_size()
     # The step's only synchronisation, unless gradients are released.
-    mine, (size, module_size, tiles) = losses.on_host(*measured, assembly.take_tiles())
-    sizes = (*size.values(), *module_size.values())
+    numbers = StepNumbers(losses, measured, assembly.take_tiles()).to_host()
+    sizes = [size for by_name in numbers.sizes for size in by_name.values()]
     # All processes have the same sizes and decide alike: a loss that is not finite makes the sizes NaN (`_backward`).
     # The device updates the weights while the host exchanges records.
     if all(map(math.isfinite, sizes)):
-        for parameters, limited in zip(parts, (size, module_size), strict=True):
+        for parameters, limited in zip(parts, numbers.sizes, strict=True):
             guard.clip_gradients(parameters, settings.optimizer, limited)
         assembly.is_halfway = True  # until the loop counts the step
         if assembly.release is None:
@@ -73,16 +74,19 @@ def optimizer_step(assembly: Assembly, loader: BatchLoader, global_step: int) ->
         else:  # the model has already been updated
             assembly.release.finish()
     with assembly.world.exchanging(f"Step {global_step + 1}"):
-        gathered = assembly.data_parallel.gather(mine)
+        gathered = assembly.data_parallel.gather(numbers.losses)
     everyone = Losses.merged(gathered)
-    guard.stop_if_gradients_not_finite(assembly, sizes, everyone.names)
+    guard.stop_if_gradients_not_finite(
+        assembly.all_parameters, assembly.scaler, assembly.release, sizes, everyone.names
+    )
     assembly.is_halfway = True
     # After the check, which needs the scale of this step.
     assembly.scaler.update()
     # None instead of zeros frees the memory for previews, and lets optimizers skip modules without a loss.
     assembly.optimizer.zero_grad(set_to_none=True)
-    metrics = everyone.means(assembly.techniques) | size | {"learning_rate": rate, "epoch": loader.epoch}
-    return meter.report(loader, everyone, metrics, tiles)
+    gradient_size = numbers.sizes[0]
+    metrics = everyone.means(assembly.techniques) | gradient_size | {"learning_rate": rate, "epoch": loader.epoch}
+    return meter.report(loader, everyone, metrics, numbers.tiles)
 
 
 def _prepare_groups(assembly: Assembly, global_step: int) -> float:

@@ -314,7 +314,7 @@ class ValidationRunner(Callback):
     def _render_all(self, assembly: Assembly, shots: Sequence[Shot], bar: ProgressBar) -> Iterator[MediaRecord | None]:
         """Render shots; yields the record of each, or None for a shot that is decoded in the background."""
         with quiet(assembly):
-            stop_if_result_not_finite(assembly)
+            stop_if_result_not_finite(assembly.all_parameters, assembly.trained.ema)
             # Grouped, because switching to the average and back copies all weights.
             for use_ema, group in itertools.groupby(shots, key=lambda shot: shot.ema):
                 with assembly.averaged(use_ema):

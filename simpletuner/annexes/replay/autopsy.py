@@ -192,10 +192,12 @@ def attempt(assembly: Assembly, reader: BatchReader, planned: PlannedBatch, done
     with unchanged(assembly), torch.compiler.set_stance("force_eager"):
         losses = rehearse_micro_step(assembly, reader(planned), done, micro_step)
         stop_if_losses_not_finite([micro.total for micro in losses], losses.names)
-        every = (assembly.parameters | assembly.module_parameters).values()
+        parameters = assembly.all_parameters
         released = {} if assembly.release is None else assembly.release.gradient_size()
-        sizes = [*released.values(), *gradient_size(every, assembly.settings.optimizer).values()]
-        stop_if_gradients_not_finite(assembly, [size.item() for size in sizes], losses.names)
+        sizes = [*released.values(), *gradient_size(parameters.values(), assembly.settings.optimizer).values()]
+        stop_if_gradients_not_finite(
+            parameters, assembly.scaler, assembly.release, [size.item() for size in sizes], losses.names
+        )
 
 
 @contextmanager
