@@ -15,6 +15,7 @@ from PIL import Image
 
 from simpletuner.config.schema import NOISE_LEVELS
 from simpletuner.reporting import events
+from simpletuner.reporting.intervals import Rounds
 from simpletuner.reporting.metrics import COMPUTE, DATA, EVALUATED, TIMESTEPS, WEIGHTS, shares
 from simpletuner.reporting.step_figures import FIGURES
 from simpletuner.reporting.wording import amount, clock, pace_text
@@ -60,7 +61,7 @@ class Pace:
         step: the last completed step of the run.
     """
 
-    def __init__(self, total_steps: int, start_step: int, rounds: Mapping[str, events.Rounds] | None = None) -> None:
+    def __init__(self, total_steps: int, start_step: int, rounds: Mapping[str, Rounds] | None = None) -> None:
         self.total_steps = total_steps
         self.start_step = self.step = start_step
         self.last: events.StepReport | None = None

@@ -25,8 +25,9 @@ from simpletuner.models.cost import BYTES, TILE, VaeLoad
 from simpletuner.planning.build import Plan
 from simpletuner.planning.checks import BACKGROUND_KEYS
 from simpletuner.planning.entries import Listing, evaluated, list_entries, make_catalogue, previews_of_a_round
-from simpletuner.reporting.events import CACHING, EVALUATION, SAVING, Rounds
+from simpletuner.reporting.events import CACHING, EVALUATION, SAVING
 from simpletuner.reporting.events import PREVIEWS as PREVIEW_ROUNDS
+from simpletuner.reporting.intervals import Rounds
 
 # Rate of a VAE's convolutions, relative to matmuls: assumed on GPUs, measured with the demos' VAEs on CPUs.
 GPU_CONVOLUTIONS, CPU_CONVOLUTIONS = 0.3, 0.17

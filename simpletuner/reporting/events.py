@@ -18,6 +18,7 @@ from typing import Literal
 
 from simpletuner.distributed.requests import Stop
 from simpletuner.redaction import redact
+from simpletuner.reporting.intervals import Rounds
 from simpletuner.reporting.metrics import MediaRecord
 
 logger = logging.getLogger(__name__)
@@ -185,27 +186,6 @@ class Notice(Event):
     text: str
     warning: bool = False
     urgent: bool = False
-
-
-@dataclass(frozen=True)
-class Rounds:
-    """Work that recurs during training.
-
-    Attributes:
-        every: steps between two rounds; may be fractional if set in epochs.
-        seconds: expected duration of a round, until one has been measured.
-        at_end: a further round follows the last step, unless an interval ends there.
-    """
-
-    every: float
-    seconds: float = 0.0
-    at_end: bool = False
-
-    def after(self, step: int, total: int) -> int:
-        """Number of remaining rounds after a step."""
-        # The small term absorbs rounding errors, so that a round at exactly `total` counts.
-        count = int(total / self.every + 1e-9) - int(step / self.every + 1e-9)
-        return count + (self.at_end and step < total and total % self.every > 1e-9)
 
 
 @dataclass(frozen=True)

@@ -37,6 +37,7 @@ from simpletuner.models.blocks import DEVICE_FAILURES
 from simpletuner.planning import checkpoint_folder as manifest
 from simpletuner.planning.checkpoint_folder import ROLLING, STATE_FOLDER, Checkpoint, Identity, Line, Manifest, Progress
 from simpletuner.reporting.events import CheckpointSaved, EventStream, StepReport
+from simpletuner.reporting.intervals import Interval
 from simpletuner.training.guard import refuse_not_finite, stop_if_result_not_finite
 from simpletuner.training.loader import BatchLoader
 from simpletuner.training.loop import Callback
@@ -177,10 +178,11 @@ class CheckpointWriter(Callback):
         # Raises background errors, such as a full disk, before the next checkpoint.
         if self._completing is not None and self._completing.done():
             self._settle()
-        config, done = self.config, report.epochs_done
-        if state.is_due(config.checkpoint_step_interval, config.checkpoint_epoch_interval, done):
+        regular = Interval(self.config.checkpoint_step_interval, self.config.checkpoint_epoch_interval)
+        rolling = Interval(self.config.checkpointing_rolling_steps)
+        if regular.is_due(state.global_step, state.epochs_done, report.epochs_done):
             self.save(assembly, state)
-        elif state.is_due(config.checkpointing_rolling_steps, None, done):
+        elif rolling.is_due(state.global_step):
             self.save(assembly, state, rolling=True)
 
     def on_train_end(self, assembly: Assembly, state: TrainState) -> None:

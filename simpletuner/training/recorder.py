@@ -12,7 +12,8 @@ from pathlib import Path
 import torch
 
 from simpletuner.distributed.requests import Request, take_request, take_requests
-from simpletuner.reporting.events import EventStream, Rounds, StateChanged, StepReport
+from simpletuner.reporting.events import EventStream, StateChanged, StepReport
+from simpletuner.reporting.intervals import Rounds
 from simpletuner.reporting.pace import SlowSteps
 from simpletuner.training.loop import Callback
 from simpletuner.training.state import Assembly, TrainState

@@ -53,16 +53,6 @@ class TrainState:
     techniques_before: list[Technique] = field(default_factory=list)
     report: StepReport | None = None
 
-    def is_due(self, steps: int | None, epochs: int | None, epochs_done: int) -> bool:
-        """Whether the last step ends an interval of steps, or completes an epoch that ends an interval of epochs.
-
-        Args:
-            epochs_done: number after the last step; `self.epochs_done` is the number before it.
-        """
-        # Not `%`, since with long accumulation a step may complete several short epochs.
-        by_epoch = epochs is not None and self.epochs_done // epochs < epochs_done // epochs
-        return by_epoch or bool(steps and self.global_step % steps == 0)
-
 
 @dataclass(frozen=True)
 class TrainingSpec:

@@ -25,7 +25,8 @@ from simpletuner.diffusion.flow import diffusion_loss, make_noisy, sample_noise
 from simpletuner.diffusion.seeds import generator_for
 from simpletuner.encoding.sharing import share_items
 from simpletuner.models.adapter import FamilyAdapter
-from simpletuner.reporting.events import EVALUATION, Evaluated, EventStream, PhaseStarted, Rounds, StepReport
+from simpletuner.reporting.events import EVALUATION, Evaluated, EventStream, PhaseStarted, StepReport
+from simpletuner.reporting.intervals import Interval
 from simpletuner.reporting.metrics import EVALUATED
 from simpletuner.training.loop import Callback
 from simpletuner.training.state import Assembly, TrainState
@@ -69,9 +70,9 @@ class EvaluationLoss(Callback):
         """Whether the run or an interval in steps or epochs ends with this step."""
         if step >= total_steps:  # so that the result can be compared with the checkpoints
             return True
-        epochs = self.config.eval_epoch_interval
-        intervals = self.config.eval_steps_interval, epochs and epochs * self.steps_per_epoch
-        return any(Rounds(each).after(step - 1, step) for each in intervals if each)
+        by_step = Interval(self.config.eval_steps_interval)
+        by_epoch = Interval((self.config.eval_epoch_interval or 0) * self.steps_per_epoch)
+        return by_step.is_due(step) or by_epoch.is_due(step)
 
     def evaluate(self, assembly: Assembly, step: int) -> dict[str, float]:
         """The mean loss of each dataset by metric name, with the weights selected by `ema_validation`.

@@ -33,6 +33,7 @@ from simpletuner.models.adapter import FamilyAdapter, PreviewPipeline, PreviewRe
 from simpletuner.models.decoding import decode_in
 from simpletuner.planning.prompts import ValidationPrompt
 from simpletuner.reporting.events import PREVIEWS, EventStream, MediaRendered, PhaseStarted, StepReport
+from simpletuner.reporting.intervals import Interval
 from simpletuner.reporting.metrics import MediaRecord
 from simpletuner.training.guard import stop_if_result_not_finite
 from simpletuner.training.loop import Callback
@@ -265,8 +266,10 @@ class ValidationRunner(Callback):
     def is_due(self, state: TrainState, epochs_done: int) -> bool:
         """Whether an interval ends with this step; `state.epochs_done` does not include it yet."""
         config = self.config.validation
-        is_due = state.is_due(config.validation_step_interval, config.validation_epoch_interval, epochs_done)
-        return is_due and state.global_step >= config.validate_after_step
+        if state.global_step < config.validate_after_step:
+            return False
+        interval = Interval(config.validation_step_interval, config.validation_epoch_interval)
+        return interval.is_due(state.global_step, state.epochs_done, epochs_done)
 
     def render(self, assembly: Assembly, state: TrainState, *, benchmark: bool = False) -> None:
         """Render every prompt at every size now, except for recorded previews; at most once per step.

@@ -25,10 +25,10 @@ from simpletuner.reporting.events import (
     EventStream,
     PhaseEnded,
     PhaseStarted,
-    Rounds,
     StateChanged,
     StepReport,
 )
+from simpletuner.reporting.intervals import Rounds
 from simpletuner.reporting.wording import clock, pace_text, size_text
 
 

@@ -21,7 +21,6 @@ from simpletuner.reporting.events import (
     PhaseAdvanced,
     PhaseEnded,
     PhaseStarted,
-    Rounds,
     StateChanged,
     StepReport,
 )
@@ -205,13 +204,6 @@ def test_a_stop_request_ends_phases_and_starts_no_new_ones() -> None:
     with pytest.raises(Interrupted), events.phase("Rendering"):
         pytest.fail("a stop was requested")
     assert "Rendering" not in status.stages
-
-
-def test_rounds_to_come() -> None:
-    assert [Rounds(10).after(step, 35) for step in (0, 9, 10, 34, 35)] == [3, 3, 2, 0, 0]
-    assert [Rounds(10, at_end=True).after(step, 35) for step in (0, 30, 34, 35)] == [4, 1, 1, 0]
-    assert Rounds(10, at_end=True).after(0, 30) == 3, "the end of an interval is the end of the run"
-    assert Rounds(2.5).after(4, 10) == 3
 
 
 def test_a_request_is_taken_once_and_other_files_stay(tmp_path: Path) -> None:
