@@ -137,16 +137,6 @@ def test_accumulation_equals_a_larger_batch(deep: Path, batch: Batch, monkeypatc
     assert distance(runs[1], runs[0]) < ROTATION
 
 
-@pytest.mark.parametrize("spec", [PreservationSpec(0.0, 1.0), PreservationSpec(1.0, 0.0)], ids=["weight", "share"])
-def test_zero_is_plain_training(deep: Path, batch: Batch, spec: PreservationSpec) -> None:
-    plain = make_assembly(deep)
-    neutral = make_assembly(deep, Preservation(spec))
-    for assembly in (plain, neutral):
-        for number in range(2):
-            step.optimizer_step(assembly, Batches(batch), number)
-    assert all(torch.equal(plain.parameters[name], neutral.parameters[name]) for name in plain.parameters)
-
-
 @pytest.mark.parametrize(
     "settings", [{}, {"base_model_precision": "int8-quanto"}, {"mixed_precision": "bf16"}, {"lora_dropout": 0.5}]
 )

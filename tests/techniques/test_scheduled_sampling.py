@@ -172,17 +172,6 @@ def test_the_last_step_has_the_order_of_the_others() -> None:
     assert (state - first_order).abs() > 1e-2
 
 
-@pytest.mark.parametrize("settings", [{"max_step_offset": 0}, {"probability": 0.0}, {"start_step": 9}])
-def test_switched_off_it_is_plain_training(t2i_checkpoint: Path, batch: Batch, settings: dict[str, Any]) -> None:
-    found = []
-    for techniques in ([], [ScheduledSampling(ScheduledSamplingSpec(config_of(**settings), STEPS, None))]):
-        assembly = make_assembly(t2i_checkpoint, *techniques, lora_dropout=0.1)
-        for number in range(2):
-            step.optimizer_step(assembly, Batches(batch), number)
-        found.append(assembly.parameters)
-    assert all(torch.equal(found[0][name], found[1][name]) for name in found[0])
-
-
 def gradients_of(checkpoint: Path, batch: Batch, **settings: Any) -> dict[str, Tensor]:
     assembly = make_assembly(
         checkpoint, ScheduledSampling(ScheduledSamplingSpec(config_of(max_step_offset=2), STEPS, None)), **settings

@@ -32,7 +32,6 @@ from tests.fidelity.family import CPU, make_adapter
 from tests.fidelity.test_kandinsky5_video import make_video_adapter
 from tests.tiny import make_checkpoint
 from tests.training.assembly import make_assembly, make_batch, make_site, no_forward
-from tests.training.test_step import Batches
 
 BLOCKS, SIDE, TOKENS = 5, 16, 64
 CAPTIONS = ["a star", "two blue circles"]
@@ -185,19 +184,6 @@ def test_blocks_of_a_route_see_fewer_tokens(deep: Path, batch: Batch) -> None:
     counts = dict(enumerate((TOKENS, TOKENS // 2, TOKENS // 2, TOKENS // 4, TOKENS)))
     assert seen[:BLOCKS] == list(counts.items())
     assert seen[BLOCKS:] == list(reversed(counts.items())), "the recomputation"
-
-
-def test_ratio_0_is_plain_training(deep: Path, batch: Batch) -> None:
-    assemblies = [
-        make_assembly(deep, *given)
-        for given in ((), (Tread(TreadSpec([Route(0.0, 0, -1)])),), (Tread(TreadSpec(ROUTES)),))
-    ]
-    for assembly in assemblies:
-        for number in range(2):
-            step.optimizer_step(assembly, Batches(batch), number)
-    plain, neutral, routed = (assembly.parameters for assembly in assemblies)
-    assert all(torch.equal(plain[name], neutral[name]) for name in plain)
-    assert not all(torch.equal(plain[name], routed[name]) for name in plain)
 
 
 def test_nothing_is_routed_without_gradients(deep: Path, batch: Batch) -> None:

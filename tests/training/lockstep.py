@@ -46,6 +46,14 @@ TECHNIQUES: dict[str, dict[str, Any]] = {
     "slider": {},
     "tread": {"tread_config": {"routes": [ROUTE]}},
 }  # fmt: skip
+# Techniques that a LoRA or a full fine-tune may have together.
+TOGETHER: dict[str, dict[str, Any]] = {
+    "lora": {"names": [FACING, "masked loss", "preservation", "regularisation", "scheduled sampling", "slider"]},
+    "full": {
+        "names": ["crepa", "masked loss", "scheduled sampling", "tread"],
+        "model_type": "full", "masked_loss_prior": 0.0,
+    },
+}  # fmt: skip
 
 
 class Exchanges(TorchDispatchMode):

@@ -2,36 +2,24 @@
 
 from __future__ import annotations
 
-import pkgutil
 import re
 from dataclasses import replace
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from simpletuner import techniques
 from simpletuner.distributed.world import World
-from simpletuner.techniques.base import Technique
 from tests.closeness import ROTATION
 from tests.processes import run_together
 from tests.training.assembly import make_batch
-from tests.training.lockstep import FACING, STEPS, TECHNIQUES, main, techniques_of, train
+from tests.training.lockstep import STEPS, TOGETHER, main, train
 
 pytestmark = [pytest.mark.slow(3), pytest.mark.costly_setup]
 
 CAPTIONS = ["a star", "two blue circles", "a green square on black", "x"]
 KINDS: dict[str, dict[str, Any]] = {"ddp": {"fsdp_enable": False}, "fsdp2": {"fsdp_enable": True}}
-# Techniques that a LoRA or a full fine-tune may have together.
-TOGETHER: dict[str, dict[str, Any]] = {
-    "lora": {"names": [FACING, "masked loss", "preservation", "regularisation", "scheduled sampling", "slider"]},
-    "full": {
-        "names": ["crepa", "masked loss", "scheduled sampling", "tread"],
-        "model_type": "full", "masked_loss_prior": 0.0,
-    },
-}  # fmt: skip
 CASES = {f"{name}, {kind}": case | settings for name, case in TOGETHER.items() for kind, settings in KINDS.items()}
 
 
@@ -73,13 +61,3 @@ def test_a_loss_of_one_process_that_is_not_finite_updates_no_weight_of_any(
     assert "The weights were not updated" in alone["refused"]
     assert two[0]["refused"] == two[1]["refused"]
     assert re.match(r"The loss is \S+, \S+, nan, nan. The weights were not updated.", two[0]["refused"])
-
-
-def test_every_technique_is_held_to_it(t2i_checkpoint: Path) -> None:
-    for module in pkgutil.iter_modules(techniques.__path__):
-        import_module(f"{techniques.__name__}.{module.name}")
-    tried = [
-        type(technique) for name in TECHNIQUES for technique in techniques_of(t2i_checkpoint, [name], TECHNIQUES[name])
-    ]
-    defined = [each for each in Technique.__subclasses__() if each.__module__.startswith(f"{techniques.__name__}.")]
-    assert sorted(map(str, tried)) == sorted(map(str, defined))
