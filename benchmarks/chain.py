@@ -43,8 +43,9 @@ from simpletuner.encoding.fill import _decode, fill_latents, fill_texts, to_pixe
 from simpletuner.encoding.read import BatchReader
 from simpletuner.models.adapter import TextRequest
 from simpletuner.models.kandinsky5.video import HunyuanLatentEncoder
-from simpletuner.planning.build import Plan, make_plan
+from simpletuner.planning.build import plan_training
 from simpletuner.planning.entries import list_entries, make_catalogue
+from simpletuner.planning.plans import Plan
 from simpletuner.reporting.events import EventStream, PhaseStarted, RunningPhase
 from simpletuner.training.assemble import assemble
 from simpletuner.training.loader import BatchLoader
@@ -209,7 +210,7 @@ def prepare(folder: Path, size: str, device: str, clips: int) -> Chain:
         write_clip(run.path(f"clips/clip{index}.mp4"), size=scale.clip, seconds=scale.seconds)
         run.path(f"clips/clip{index}.txt").write_text(f"clip {index}, " + "something moves slowly to the left " * 2)
     with run.inside():
-        plan = make_plan(parse_arguments([]))
+        plan = plan_training(parse_arguments([]))
         catalogue = make_catalogue(plan)
         assert catalogue is not None
         listing = list_entries(plan, catalogue)

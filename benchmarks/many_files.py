@@ -77,10 +77,10 @@ def copy_entries() -> None:
         StopIteration: there is none of some shape.
     """
     from simpletuner.config.sources import parse_arguments
-    from simpletuner.planning.build import make_plan
+    from simpletuner.planning.build import plan_training
     from simpletuner.planning.entries import list_entries, make_catalogue
 
-    plan = make_plan(parse_arguments([]))
+    plan = plan_training(parse_arguments([]))
     catalogue = make_catalogue(plan)
     assert catalogue is not None
     listing = list_entries(plan, catalogue)

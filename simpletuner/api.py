@@ -27,8 +27,8 @@ from simpletuner.config.schema import all_options
 from simpletuner.config.sources import ARGUMENTS, SELECTORS, Arguments, configured
 from simpletuner.distributed.world import World
 from simpletuner.errors import ConfigError, Problem
-from simpletuner.planning.build import Plan
 from simpletuner.planning.checkpoint_folder import PIPELINE_FOLDER
+from simpletuner.planning.plans import Plan
 from simpletuner.reporting.events import EventStream, Subscriber
 from simpletuner.reporting.metrics import MEDIA_FILE, METRICS_FILE, read_media, read_rows
 from simpletuner.weights.lora_names import LORA_FILE

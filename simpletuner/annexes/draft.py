@@ -15,14 +15,21 @@ from simpletuner.config.sources import DATASET_FILE, Arguments, located_at, reso
 from simpletuner.errors import Problem, Problems
 from simpletuner.models.registry import FAMILIES
 from simpletuner.models.spec import FamilySpec
-from simpletuner.planning.build import Plan, make_plan
+from simpletuner.planning.build import plan_draft
+from simpletuner.planning.plans import PreviewPlan
 
 
-@dataclass(frozen=True)
-class Judgement(Plan):
-    """The plan of settings that may be unfinished, and all their problems."""
+@dataclass(frozen=True, kw_only=True)
+class Judgement(PreviewPlan):
+    """What settings that may be unfinished come to.
 
-    problems: Sequence[Problem] = ()
+    Attributes:
+        problems: all their problems.
+        without_effect: keys that have no effect with these settings, set or not, and why.
+    """
+
+    problems: Sequence[Problem]
+    without_effect: Mapping[str, str]
 
 
 class Draft:
@@ -92,7 +99,8 @@ class Draft:
         layer = Layer("", [(key, resolve_alias(value)) for key, value in values.items()])
         # Problems of a config.env belong to another file; the plan reports them.
         arguments = Arguments(base=located_at(self.file, Problems(), layer))
-        plan, problems = make_plan(arguments, "draft"), arguments.problems
+        plan, without_effect = plan_draft(arguments)
+        problems = arguments.problems
         # Writing the draft must not overwrite its dataset file.
         written = plan.config.run.data_backend_config or ""
         if Path(written).expanduser() == self.file:
@@ -101,7 +109,7 @@ class Draft:
             default = (self.file.parent / DATASET_FILE).as_posix()
             message = f"{written!r} is a folder, not a dataset file such as {default}, which lists such folders."
             problems.append(Problem("data_backend_config", message))
-        return Judgement(**vars(plan), problems=problems)
+        return Judgement(**vars(plan), problems=problems, without_effect=without_effect)
 
     def _with(self, changes: Mapping[str, Any]) -> dict[str, Any]:
         return {key: value for key, value in {**self.values, **changes}.items() if value is not None}

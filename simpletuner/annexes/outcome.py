@@ -12,7 +12,7 @@ from simpletuner.budget.budget import Budget, round_seconds
 from simpletuner.budget.densities import remember_densities
 from simpletuner.budget.device import gigabytes
 from simpletuner.errors import WriteError
-from simpletuner.planning.build import Plan
+from simpletuner.planning.plans import Plan
 from simpletuner.reporting.events import PREVIEWS, Event, EventStream, PhaseEnded, StepReport
 from simpletuner.run.companions import Companion, Ledger
 from simpletuner.run.session import Session

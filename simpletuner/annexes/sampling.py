@@ -23,7 +23,7 @@ from simpletuner.data.sample import Sample
 from simpletuner.errors import ConfigError, Problem, Problems
 from simpletuner.models import lora_checks, lora_layers
 from simpletuner.models.spec import Flavour
-from simpletuner.planning.build import Plan, Rendering, make_plan
+from simpletuner.planning.build import Rendering, plan_rendering, plan_training
 from simpletuner.planning.checkpoint_folder import (
     PIPELINE_FOLDER,
     Checkpoint,
@@ -32,6 +32,7 @@ from simpletuner.planning.checkpoint_folder import (
     open_checkpoint,
     result_step,
 )
+from simpletuner.planning.plans import Plan, PreviewPlan, SamplePlan
 from simpletuner.planning.prompts import ValidationPrompt, file_safe, unique
 from simpletuner.planning.resume import decide_seed
 from simpletuner.weights import lora_names
@@ -90,7 +91,7 @@ class Sampled:
     content: str = ""
 
 
-def plan_samples(request: SampleRequest) -> tuple[Plan, list[Sampled]]:
+def plan_samples(request: SampleRequest) -> tuple[SamplePlan, list[Sampled]]:
     """A plan whose previews are the requested pictures or clips, and the weights to render them with, in order.
 
     Raises:
@@ -109,7 +110,7 @@ def plan_samples(request: SampleRequest) -> tuple[Plan, list[Sampled]]:
     _check_strengths(request, weights, problems)
     arguments = replace(request.arguments, base=Located(_layers(request, weights[0], run, problems)))
     rendering = Rendering(request.output, _prompts(request.prompts), pictures, weights[0].transformer)
-    plan = make_plan(arguments, "sample", rendering)
+    plan = plan_rendering(arguments, rendering)
     loras = [each.lora for each in weights if each.lora is not None]
     _check_pictures(plan.flavour, problems, given=bool(pictures))
     _check_loras(loras, plan, problems)
@@ -117,7 +118,15 @@ def plan_samples(request: SampleRequest) -> tuple[Plan, list[Sampled]]:
     problems.raise_if_fatal()
     lora_bytes = max((path.stat().st_size for path in loras), default=0)
     warnings = [problem for problem in problems if not problem.fatal]
-    return replace(plan, seed=decide_seed(plan.config.run.seed, run), lora_bytes=lora_bytes, warnings=warnings), weights
+    samples = SamplePlan(
+        **vars(plan),
+        seed=decide_seed(plan.config.run.seed, run),
+        warnings=warnings,
+        datasets=[],
+        text_caches=[],
+        lora_bytes=lora_bytes,
+    )
+    return samples, weights
 
 
 def _pictures(request: SampleRequest, report: Problems) -> tuple[Sample, ...]:
@@ -135,7 +144,7 @@ def _pictures(request: SampleRequest, report: Problems) -> tuple[Sample, ...]:
     return tuple(samples)
 
 
-def _check_loras(paths: Sequence[Path], plan: Plan, report: Problems) -> None:
+def _check_loras(paths: Sequence[Path], plan: PreviewPlan, report: Problems) -> None:
     """Check that the LoRA files match the model."""
     source = plan.source
     modules = {} if source.problems() else lora_layers.linear_modules(source["transformer"].weight_shapes())
@@ -296,7 +305,7 @@ def plan_evaluation(run: Path, arguments: Arguments) -> Plan:
     last = _checkpoints(run)[-1]
     settings = dict(_layer_of(last, Problems(), without=()).values)
     content = {**settings, "output_dir": str(last.path.parent)}
-    plan = make_plan(Arguments(collect=arguments.collect, base=configured(content)))
+    plan = plan_training(Arguments(collect=arguments.collect, base=configured(content)))
     return replace(plan, datasets=[data for data in plan.datasets if not data.config.is_trained], prompts=[])
 
 

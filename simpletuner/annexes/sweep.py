@@ -34,8 +34,8 @@ from simpletuner.encoding.read import BatchReader
 from simpletuner.errors import Problems, UserError
 from simpletuner.memory.precision import DTYPES, check_device
 from simpletuner.models.adapter import FamilyAdapter
-from simpletuner.planning.build import Plan
 from simpletuner.planning.entries import evaluated, list_entries
+from simpletuner.planning.plans import AnyPlan, Plan, SamplePlan
 from simpletuner.planning.resume import package_versions
 from simpletuner.reporting.events import EVALUATION, PREVIEWS, EventStream, RunningPhase
 from simpletuner.reporting.metrics import METRICS_FILE, read_rows
@@ -86,7 +86,7 @@ class Studio:
         loaded: the weights that the transformer was loaded for.
     """
 
-    plan: Plan
+    plan: SamplePlan
     device: torch.device
     subjects: Sequence[Subject]
     renderer: Renderer
@@ -95,7 +95,7 @@ class Studio:
     loaded: Sampled | None = None
 
     @classmethod
-    def open(cls, plan: Plan, events: EventStream) -> Studio:
+    def open(cls, plan: SamplePlan, events: EventStream) -> Studio:
         """Download the model and encode the prompts; text encoders are freed before the transformer is loaded."""
         prepare_machine(plan)
         adapter, device = build_adapter(plan), make_accelerator().device
@@ -209,7 +209,7 @@ class Studio:
         return self.transformer
 
 
-def read_caches(encoding: Encoding) -> tuple[Plan, Catalogue, BatchReader]:
+def read_caches(encoding: Encoding[AnyPlan]) -> tuple[AnyPlan, Catalogue, BatchReader]:
     """Fill the caches of a plan; returns the plan without damaged files, the catalogue and a reader."""
     filler = CacheFiller(encoding, list_entries(encoding.plan, complete_catalogue(encoding.plan)))
     filler.fill()
@@ -217,7 +217,9 @@ def read_caches(encoding: Encoding) -> tuple[Plan, Catalogue, BatchReader]:
     return filler.plan, filler.catalogue, reader
 
 
-def recipe(plan: Plan, subject: Subject, size: Size, index: int, weights: Sampled, strength: float) -> dict[str, Any]:
+def recipe(
+    plan: SamplePlan, subject: Subject, size: Size, index: int, weights: Sampled, strength: float
+) -> dict[str, Any]:
     """Everything that determines a render, as JSON values."""
     validation, values = plan.config.validation, plan.config.flat
     seed = plan.seed if validation.validation_seed is None else validation.validation_seed
@@ -233,7 +235,7 @@ def recipe(plan: Plan, subject: Subject, size: Size, index: int, weights: Sample
     }  # fmt: skip
 
 
-def render_samples(plan: Plan, weights: Sampled, strengths: Sequence[float], events: EventStream) -> list[Path]:
+def render_samples(plan: SamplePlan, weights: Sampled, strengths: Sequence[float], events: EventStream) -> list[Path]:
     """Render the previews of a plan into its output folder; returns the new files. Nothing is overwritten."""
     studio = Studio.open(plan, events)
 
@@ -248,7 +250,7 @@ def render_samples(plan: Plan, weights: Sampled, strengths: Sequence[float], eve
 
 
 def render_sweep(
-    plan: Plan, weights: Sequence[Sampled], strengths: Sequence[float], run: Path, arguments: Arguments,
+    plan: SamplePlan, weights: Sequence[Sampled], strengths: Sequence[float], run: Path, arguments: Arguments,
     events: EventStream,
 ) -> Sheet:  # fmt: skip
     """Render every prompt with all weights at all strengths, and write the contact sheet.

@@ -20,8 +20,8 @@ from simpletuner.atomic import write_json
 from simpletuner.config.json_reader import read_json
 from simpletuner.config.trackers import tracker_names, wandb_mode, why_missing
 from simpletuner.errors import Problems
-from simpletuner.planning.build import Plan
 from simpletuner.planning.lineage import WANDB_FILE
+from simpletuner.planning.plans import Plan
 from simpletuner.redaction import redact, redact_settings
 from simpletuner.reporting import events as happened
 from simpletuner.reporting.events import ENDED, Event, EventStream, log_failure

@@ -11,7 +11,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, Generic
 
 from simpletuner.budget.densities import find_densities
 from simpletuner.budget.device import Device, compared
@@ -22,9 +22,9 @@ from simpletuner.config.schema import BY_COST, BY_SIZE, RunConfig
 from simpletuner.config.speed import graph_key
 from simpletuner.errors import Problems
 from simpletuner.models.cost import BYTES, TILE, VaeLoad
-from simpletuner.planning.build import Plan
 from simpletuner.planning.checks import BACKGROUND_KEYS
 from simpletuner.planning.entries import Listing, evaluated, list_entries, make_catalogue, previews_of_a_round
+from simpletuner.planning.plans import AnyPlan, AnyPlan_co, Plan, SamplePlan
 from simpletuner.reporting.events import CACHING, EVALUATION, SAVING
 from simpletuner.reporting.events import PREVIEWS as PREVIEW_ROUNDS
 from simpletuner.reporting.intervals import Rounds
@@ -112,7 +112,7 @@ class PhasePeak:
 
 
 @dataclass(frozen=True)
-class Budget:
+class Budget(Generic[AnyPlan_co]):
     """A plan on a device, with the estimate of its memory and time.
 
     Attributes:
@@ -123,7 +123,7 @@ class Budget:
         densities: densities of block-sparse attention that earlier runs measured, by tokens of a sample.
     """
 
-    plan: Plan
+    plan: AnyPlan_co
     parts: Parts
     workload: Workload
     device: Device
@@ -136,7 +136,7 @@ class Budget:
     def config(self) -> RunConfig:
         return self.plan.config
 
-    def under(self, values: Mapping[str, Any], origin: str) -> Budget:
+    def under(self, values: Mapping[str, Any], origin: str) -> Budget[AnyPlan_co]:
         """The same run with changed settings; see `RunConfig.with_values`."""
         return replace(self, plan=replace(self.plan, config=self.config.with_values(values, origin)))
 
@@ -334,7 +334,7 @@ class Budget:
         return "fp32" if self.parts.spec.defaults.get("vae_dtype") == "fp32" else self.model.dtype
 
 
-def with_strips(budget: Budget) -> Budget:
+def with_strips(budget: Budget[AnyPlan]) -> Budget[AnyPlan]:
     """Decode previews in strips if `check_decoding` warns or they fit only this way, unless the user has chosen."""
     if budget.config.is_explicit(DECODING) or not budget.parts.spec.decodes_in_strips:
         return budget
@@ -346,7 +346,7 @@ def with_strips(budget: Budget) -> Budget:
     return strips if only_so or too_large else budget
 
 
-def check_decoding(budget: Budget, report: Problems) -> None:
+def check_decoding(budget: Budget[SamplePlan], report: Problems) -> None:
     """Warn about previews that are too large for torch to decode whole."""
     sizes = budget.workload.previews if budget.config.validation.validation_decoding == "whole" else ()
     numbers = {each.label: budget.parts.vae.upsampled(each.clip) for each in sizes}
@@ -355,7 +355,7 @@ def check_decoding(budget: Budget, report: Problems) -> None:
         report.warn(DECODING, f"{message} strips and tiles do not.")
 
 
-def with_faster_previews(budget: Budget) -> Budget:
+def with_faster_previews(budget: Budget[AnyPlan]) -> Budget[AnyPlan]:
     """Enable settings for faster previews if they fit with room to spare and the user has not decided."""
     if not budget.workload.previews or budget.device.memory is None:
         return budget
@@ -367,7 +367,7 @@ def with_faster_previews(budget: Budget) -> Budget:
     return budget
 
 
-def _faster_previews(budget: Budget) -> Iterator[str]:
+def _faster_previews(budget: Budget[SamplePlan]) -> Iterator[str]:
     """Keys of settings that make previews faster if memory allows."""
     config = budget.config
     if not budget.parts.cost.guided_together and config.speed.speed == "auto":
@@ -382,7 +382,7 @@ def _faster_previews(budget: Budget) -> Iterator[str]:
         yield from BACKGROUND_KEYS
 
 
-def decoding_seconds(budget: Budget) -> float:
+def decoding_seconds(budget: Budget[SamplePlan]) -> float:
     """Seconds of decoding a preview of each size."""
     parts, device = budget.parts, budget.device
     flops = sum(parts.vae.decode_flops(each.clip) for each in budget.workload.previews)
@@ -405,7 +405,7 @@ def saves_in_background(budget: Budget) -> bool:
     return room is not None and taken + copies <= room * (1 - SPARE)
 
 
-def make_budget(plan: Plan, device: Device) -> Budget:
+def make_budget(plan: AnyPlan, device: Device) -> Budget[AnyPlan]:
     """Estimate a plan as configured."""
     catalogue = make_catalogue(plan)
     listing = list_entries(plan, catalogue) if catalogue else None
@@ -417,16 +417,18 @@ def make_budget(plan: Plan, device: Device) -> Budget:
     return replace(budget, parts=budget.parts.with_densities(densities), densities=densities)
 
 
-def with_milestones(budget: Budget) -> Budget:
+def with_milestones(budget: Budget[AnyPlan]) -> Budget[AnyPlan]:
     """Set the interval of previews, unless the user has set one.
 
     The first and the last round are always rendered. `PREVIEW_SHARE` limits the number of rounds in between, in model
     FLOPs, which are independent of the machine, so that all processes and resumed sessions agree.
     """
-    plan, config, total = budget.plan, budget.config, budget.plan.length.total_steps
+    plan = budget.plan
+    config = budget.config
     intervals = config.validation.validation_step_interval, config.validation.validation_epoch_interval
-    if not plan.prompts or not budget.steps or intervals != (None, None):
+    if not isinstance(plan, Plan) or not plan.prompts or not budget.steps or intervals != (None, None):
         return budget
+    total = plan.length.total_steps
     buckets = zip(budget.workload.buckets, budget.steps, strict=True)
     step = config.schedule.gradient_accumulation_steps * sum(each.cost.model * bucket.share for bucket, each in buckets)
     affordable = PREVIEW_SHARE / (1 - PREVIEW_SHARE) * total * step / (_previews_alone(plan) * budget.preview_flops)
@@ -437,7 +439,7 @@ def with_milestones(budget: Budget) -> Budget:
     return budget.under({"validation_step_interval": interval}, BY_COST)
 
 
-def free_batch(budget: Budget, steps: float) -> int | None:
+def free_batch(budget: Budget[SamplePlan], steps: float) -> int | None:
     """The largest train_batch_size that fits and does not slow down a step; None if the current one is the largest.
 
     With small pictures on a fast GPU, a step is bound by the host's kernel launches. CUDA graphs avoid launches.

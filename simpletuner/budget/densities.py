@@ -16,8 +16,8 @@ from simpletuner.budget.device import Device
 from simpletuner.budget.workload import Workload
 from simpletuner.config.json_reader import read_stored
 from simpletuner.distributed.world import compute_threads
-from simpletuner.planning.build import Plan
 from simpletuner.planning.entries import machine_folder
+from simpletuner.planning.plans import SamplePlan
 
 OUTCOMES_FILE = "outcomes.json"
 
@@ -37,13 +37,13 @@ class Outcomes(RootModel[dict[str, dict[str, Outcome]]]):
     """The file."""
 
 
-def find_densities(plan: Plan, workload: Workload, device: Device) -> Mapping[int, float]:
+def find_densities(plan: SamplePlan, workload: Workload, device: Device) -> Mapping[int, float]:
     """The densities that runs of this kind measured on this device, by tokens of a sample."""
     runs = _read(machine_folder(plan)).root.get(_machine(device), {})
     return runs.get(kind_of_run(plan, workload), Outcome()).densities
 
 
-def remember_densities(plan: Plan, workload: Workload, device: Device, densities: Mapping[int, float]) -> None:
+def remember_densities(plan: SamplePlan, workload: Workload, device: Device, densities: Mapping[int, float]) -> None:
     """Store measured densities for later plans; those of other lengths are kept.
 
     Raises:
@@ -60,7 +60,7 @@ def remember_densities(plan: Plan, workload: Workload, device: Device, densities
         write_atomically(folder / OUTCOMES_FILE, outcomes.model_dump_json(indent=1).encode())
 
 
-def kind_of_run(plan: Plan, workload: Workload) -> str:
+def kind_of_run(plan: SamplePlan, workload: Workload) -> str:
     """Model, kind of training, processes, and the largest bucket, on which densities depend."""
     config = plan.config
     shape = workload.buckets[0].label if workload.buckets else "previews"

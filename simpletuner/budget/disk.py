@@ -10,14 +10,15 @@ from pathlib import Path
 
 from simpletuner.budget.budget import Budget
 from simpletuner.budget.device import gigabytes
+from simpletuner.budget.estimate import StepModel
 from simpletuner.caching.catalogue import FeatureCost, LatentEntry
 from simpletuner.config.precision import text_encoder_dtype
 from simpletuner.errors import Problem, Problems
 from simpletuner.models.cost import BYTES
 from simpletuner.models.spec import FamilySpec
-from simpletuner.planning.build import Plan
 from simpletuner.planning.entries import Listing, text_folder
 from simpletuner.planning.environment import existing
+from simpletuner.planning.plans import Plan, SamplePlan
 
 COMPRESSED = 0.8  # size of a latent compressed with zstd, relative to uncompressed
 USUAL_CAPTION = 0.25  # tokens of a typical caption, relative to the maximum
@@ -33,16 +34,12 @@ class Writing:
     at_once: float
 
 
-def find_writings(budget: Budget) -> Iterator[Writing]:
+def find_writings(budget: Budget[SamplePlan]) -> Iterator[Writing]:
     """Checkpoints, cache entries and weights offloaded to disk."""
-    plan, model, limits = budget.plan, budget.model, budget.config.checkpoints
-    # A LoRA is saved twice: exactly, to resume from, and as the file for pipelines.
-    copies = 1 if model.is_full else 2
-    one = model.trained_numbers * (copies * model.number_bytes + model.state_bytes + model.average_bytes)
-    saves = -(-plan.length.total_steps // limits.checkpoint_step_interval)
-    kept = min(saves, limits.checkpoints_total_limit or saves) + 1  # a new one is written before the oldest is removed
-    kept += limits.checkpoints_rolling_total_limit if limits.checkpointing_rolling_steps else 0
-    yield Writing("checkpoints", plan.output_dir, (kept + 1) * one, 2 * one)
+    plan = budget.plan
+    model = budget.model
+    if isinstance(plan, Plan):
+        yield _checkpoint_writing(plan, model)
     if budget.listing is not None:
         yield from _cache_writings(budget, budget.listing)
     folder = plan.config.offload.group_offload_to_disk_path
@@ -50,13 +47,27 @@ def find_writings(budget: Budget) -> Iterator[Writing]:
         yield Writing("offloaded weights", Path(folder).expanduser(), model.streamed_bytes, model.streamed_bytes)
 
 
-def _cache_writings(budget: Budget, listing: Listing) -> Iterator[Writing]:
+def _checkpoint_writing(plan: Plan, model: StepModel) -> Writing:
+    """The checkpoints that are kept, and the one that is written."""
+    limits = plan.config.checkpoints
+    # A LoRA is saved twice: exactly, to resume from, and as the file for pipelines.
+    copies = 1 if model.is_full else 2
+    one = model.trained_numbers * (copies * model.number_bytes + model.state_bytes + model.average_bytes)
+    saves = math.ceil(plan.length.total_steps / limits.checkpoint_step_interval)
+    kept = min(saves, limits.checkpoints_total_limit or saves) + 1  # a new one is written before the oldest is removed
+    if limits.checkpointing_rolling_steps:
+        kept += limits.checkpoints_rolling_total_limit
+    return Writing("checkpoints", plan.output_dir, (kept + 1) * one, 2 * one)
+
+
+def _cache_writings(budget: Budget[SamplePlan], listing: Listing) -> Iterator[Writing]:
     plan = budget.plan
     written = [*listing.ahead.missing, *(each for each in listing.encoded_in_training if each.storage == "ondemand")]
     latents = _latent_bytes(plan, written)
     redrawn = _redrawn(plan, listing)
     # Every later epoch adds the latents of its random crops.
-    later = max(0, plan.length.epochs - listing.epoch) * _latent_bytes(plan, redrawn)
+    last = plan.length.epochs if isinstance(plan, Plan) else listing.epoch
+    later = max(0, last - listing.epoch) * _latent_bytes(plan, redrawn)
     if latents or later:
         yield Writing("latents", [*written, *redrawn][0].folder, latents + later, latents)
     features = feature_costs(plan.spec, listing)
@@ -70,7 +81,7 @@ def _cache_writings(budget: Budget, listing: Listing) -> Iterator[Writing]:
         yield Writing("text embeddings", text_folder(plan), texts, texts * USUAL_CAPTION)
 
 
-def _latent_bytes(plan: Plan, entries: Sequence[LatentEntry]) -> float:
+def _latent_bytes(plan: SamplePlan, entries: Sequence[LatentEntry]) -> float:
     """The size of cached latents: 16 channels in float32."""
     total = 0.0
     for entry in entries:
@@ -79,7 +90,7 @@ def _latent_bytes(plan: Plan, entries: Sequence[LatentEntry]) -> float:
     return total
 
 
-def _redrawn(plan: Plan, listing: Listing) -> list[LatentEntry]:
+def _redrawn(plan: SamplePlan, listing: Listing) -> list[LatentEntry]:
     """The cached latents of an epoch whose random crops every epoch draws anew."""
     datasets = {dataset.id for dataset in plan.trained if dataset.changes_each_epoch}
     if not datasets:
@@ -98,7 +109,7 @@ def feature_costs(spec: FamilySpec, listing: Listing | None) -> FeatureCost:
     return FeatureCost(sum(each.stored for each in costs), sum(each.flops for each in costs))
 
 
-def check_disk(plan: Plan, writings: Iterable[Writing], report: Problems) -> None:
+def check_disk(plan: SamplePlan, writings: Iterable[Writing], report: Problems) -> None:
     """Report lack of disk space: fatal if `at_once` does not fit, a warning if `total` may not."""
     by_disk: dict[int, list[Writing]] = {}
     for writing in writings:
@@ -116,7 +127,7 @@ def check_disk(plan: Plan, writings: Iterable[Writing], report: Problems) -> Non
             report.warn("disk", f"{message} {_advice(plan, group)}")
 
 
-def _advice(plan: Plan, group: Sequence[Writing]) -> str:
+def _advice(plan: SamplePlan, group: Sequence[Writing]) -> str:
     """The setting that lowers the largest part of what is written to a disk."""
     largest = max(group, key=lambda writing: writing.total)
     if largest.what == "latents" and any(dataset.changes_each_epoch for dataset in plan.trained):

@@ -30,8 +30,8 @@ from simpletuner.models.cost import (
 from simpletuner.models.lora_layers import Targets, weights_of
 from simpletuner.models.source import ModelSource, encoder_weights
 from simpletuner.models.spec import FamilySpec
-from simpletuner.planning.build import Plan
 from simpletuner.planning.entries import Listing, evaluated, feature_kinds, latent_storage
+from simpletuner.planning.plans import Plan, SamplePlan
 from simpletuner.planning.techniques.spec import TechniqueSpec
 from simpletuner.weights.files import Shape
 from simpletuner.weights.part import Part
@@ -125,7 +125,7 @@ class Workload:
         return replace(self, buckets=[replace(each, batch=min(each.batch, batch)) for each in self.buckets])
 
 
-def workload_of(plan: Plan, listing: Listing | None) -> Workload:
+def workload_of(plan: SamplePlan, listing: Listing | None) -> Workload:
     """The workload of a plan and its missing cache entries; without a listing, all entries count as missing."""
     ahead, later = _to_encode(plan, listing)
     shapes = Counter((sample.geometry.size, sample.frames) for sample in ahead)
@@ -143,7 +143,7 @@ def workload_of(plan: Plan, listing: Listing | None) -> Workload:
     )
 
 
-def _to_encode(plan: Plan, listing: Listing | None) -> tuple[list[Sample], list[Sample]]:
+def _to_encode(plan: SamplePlan, listing: Listing | None) -> tuple[list[Sample], list[Sample]]:
     """(samples encoded before training, samples encoded during training)."""
     if listing is not None:
         entries = listing.ahead.missing, listing.encoded_in_training
@@ -153,7 +153,7 @@ def _to_encode(plan: Plan, listing: Listing | None) -> tuple[list[Sample], list[
     return ahead, [sample for kind, dataset in storage if kind != "ahead" for sample in dataset.samples]
 
 
-def buckets_of(plan: Plan) -> list[Bucket]:
+def buckets_of(plan: SamplePlan) -> list[Bucket]:
     """Training buckets with their shares, the largest first."""
     counts: Counter[Bucket] = Counter()
     for dataset in plan.trained:
@@ -164,7 +164,7 @@ def buckets_of(plan: Plan) -> list[Bucket]:
     return _largest_first(replace(bucket, share=count / counts.total()) for bucket, count in counts.items())
 
 
-def _bucket(plan: Plan, sample: Sample, batch: int = 1) -> Bucket:
+def _bucket(plan: SamplePlan, sample: Sample, batch: int = 1) -> Bucket:
     """The bucket of a sample, without its share."""
     # The prompt of i2i includes the source picture.
     text = prompt_length(plan, sample.partner.geometry.size if sample.partner else None)
@@ -175,7 +175,7 @@ def _largest_first(buckets: Iterable[Bucket]) -> list[Bucket]:
     return sorted(buckets, key=lambda bucket: bucket.pixels, reverse=True)
 
 
-def prompt_length(plan: Plan, picture: tuple[int, int] | None) -> int:
+def prompt_length(plan: SamplePlan, picture: tuple[int, int] | None) -> int:
     """Text tokens of the longest allowed prompt, including its source picture, if any."""
     cost = plan.spec.cost
     held = picture if picture and plan.flavour.task in plan.spec.words.hold_picture else None
@@ -184,7 +184,7 @@ def prompt_length(plan: Plan, picture: tuple[int, int] | None) -> int:
     return cost.padded_text or longest + (cost.picture_tokens(*held) if held else 0)
 
 
-def previews_of(plan: Plan) -> list[Bucket]:
+def previews_of(plan: SamplePlan) -> list[Bucket]:
     """Previews as buckets, the largest first."""
     validation = plan.config.validation
     if not plan.prompts:
@@ -291,7 +291,7 @@ def kernels_on(config: RunConfig, spec: FamilySpec, torch_type: str) -> Kernels:
     return Kernels(backend == "inductor" and measured, tile_lists=is_cuda)
 
 
-def parts_of(plan: Plan, torch_type: str) -> Parts:
+def parts_of(plan: SamplePlan, torch_type: str) -> Parts:
     """The parts of a plan on a type of device: from local files, else as published."""
     cost = plan.spec.cost
     source = plan.source
@@ -309,7 +309,7 @@ def parts_of(plan: Plan, torch_type: str) -> Parts:
     return Parts(
         spec=plan.spec,
         transformer=transformer,
-        targets=plan.lora_targets,
+        targets=plan.lora_targets if isinstance(plan, Plan) else [],
         vae=replace(cost.vae, settings=vae or {}, parameters=count_parameters(source["vae"]) or cost.vae.parameters),
         # The published number covers all encoders, so a missing encoder replaces the whole sum.
         text_parameters=sum(counts) if all(counts) else cost.text_parameters,
@@ -322,7 +322,7 @@ def parts_of(plan: Plan, torch_type: str) -> Parts:
     )
 
 
-def _dropped_parameters(plan: Plan, encoders: Sequence[Part]) -> int:
+def _dropped_parameters(plan: SamplePlan, encoders: Sequence[Part]) -> int:
     """Parameters of the text encoders that are dropped after loading; as published without local encoders."""
     sees, cost = plan.flavour.task in plan.spec.words.hold_picture, plan.spec.cost
     if not encoders:

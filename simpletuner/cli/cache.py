@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from simpletuner.cli.settings import PASS_THROUGH, logged_events, planned
+from simpletuner.cli.settings import PASS_THROUGH, logged_events, planned_caches
 from simpletuner.errors import UserError, counted
 
 if TYPE_CHECKING:
-    from simpletuner.planning.build import Plan
     from simpletuner.planning.entries import Listing
+    from simpletuner.planning.plans import Plan
 
 Shard = Annotated[str, typer.Option(metavar="I/N", help="Encode shard I, on N machines that share a disk.")]
 app = typer.Typer(help="Fill, verify, explain and clean up the caches of a configuration.", no_args_is_help=True)
@@ -26,7 +26,7 @@ def fill(context: typer.Context, shard: Shard = "1/1") -> None:
     number, count = map(int, match.groups()) if match else (0, 0)
     if not 1 <= number <= count:
         raise UserError(f"--shard {shard!r} is not a shard; 1/3 is the first of three, 3/3 the last.")
-    plan = planned(context.args, "caches")
+    plan = planned_caches(context.args)
     from simpletuner.caching.catalogue import Share
 
     with logged_events() as events:
@@ -42,7 +42,7 @@ def verify(context: typer.Context) -> None:
 
     A verification stopped by Ctrl-C resumes where it stopped: verifying.json in each cache folder records its progress.
     """
-    plan = planned(context.args, "caches")
+    plan = planned_caches(context.args)
     from simpletuner.annexes.display.progress import shown_events
     from simpletuner.annexes.inspection import Verification, forget_verifications
     from simpletuner.planning.entries import cache_folders
@@ -115,7 +115,7 @@ def explain_file(context: typer.Context, file: str) -> None:
 
 
 def _listing(tokens: list[str]) -> tuple[Plan, Listing]:
-    plan = planned(tokens, "caches")
+    plan = planned_caches(tokens)
     from simpletuner.planning.entries import list_entries, make_catalogue
 
     catalogue = make_catalogue(plan)

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from simpletuner.cli.settings import Cached, logged_events, planned, uncollected
+from simpletuner.cli.settings import Cached, logged_events, surveyed, uncollected
 
 PREVIEWED = 3
 Out = Annotated[Path, typer.Option("--out", metavar="FILE", help="The page to write.")]
@@ -28,9 +28,10 @@ def caption(
     from simpletuner.annexes.captions.wording import Wording, check_captions, uncaptioned, unread
 
     # A survey accepts files without captions; a plan for training does not.
-    plan, wording = planned(context.args, "survey"), Wording(style, trigger)
-    check_captions(plan, wording, dataset)
-    files = list(uncaptioned(plan.datasets, dataset))[:limit]
+    survey = surveyed(context.args)
+    wording = Wording(style, trigger)
+    check_captions(survey, wording, dataset)
+    files = list(uncaptioned(survey.datasets, dataset))[:limit]
     with logged_events() as events:
         for note in unread(files):
             events.say(note, warning=True)
@@ -42,10 +43,10 @@ def caption(
             from simpletuner.annexes.captions.captioner import described, write_captions
             from simpletuner.annexes.report.html import thin
         if preview:
-            for file, text in described(plan, thin(files, PREVIEWED), wording, events):
+            for file, text in described(survey, thin(files, PREVIEWED), wording, events):
                 events.say(f"{file.path}\n  {text}")
         else:
-            written = write_captions(plan, files, wording, events)
+            written = write_captions(survey, files, wording, events)
             events.say(f"Captions written: {written}; files left out: {len(files) - written}.")
 
 
@@ -56,9 +57,9 @@ def dataset(context: typer.Context, out: Out = Path("dataset.html"), cached: Cac
     """
     from simpletuner.annexes.display.progress import shown_events
 
-    plan = planned(context.args, "survey", cached=cached)
+    survey = surveyed(context.args, cached=cached)
     with shown_events() as events:
         from simpletuner.annexes.captions.dataset_page import write_page
 
-        write_page(plan, out, events)
+        write_page(survey, out, events)
         events.say(f"Saved {out}")

@@ -17,7 +17,7 @@ from simpletuner.errors import Problem, Problems, nearest
 if TYPE_CHECKING:
     from simpletuner.annexes.sampling import Sampled, SampleRequest
     from simpletuner.config.sources import Arguments
-    from simpletuner.planning.build import Plan
+    from simpletuner.planning.plans import SamplePlan
     from simpletuner.reporting.events import EventStream
 
 # Short names of the settings most often changed for samples.
@@ -94,7 +94,7 @@ def sweep_folder(run: Path) -> Path:
 @contextmanager
 def _planned(
     tokens: list[str], output: Path | None, key: str, strengths: list[str], **asked: Any
-) -> Iterator[tuple[SampleRequest, Plan, list[Sampled], EventStream]]:
+) -> Iterator[tuple[SampleRequest, SamplePlan, list[Sampled], EventStream]]:
     """Parse a command line and prepare its request, with a display; see `prepared_samples`."""
     from simpletuner.annexes.sampling import SampleRequest
     from simpletuner.config.types import parse_path
@@ -165,7 +165,7 @@ def parse_strengths(key: str, strengths: Iterable[object], problems: Problems) -
 @contextmanager
 def prepared_samples(
     request: SampleRequest, shown: AbstractContextManager[EventStream]
-) -> Iterator[tuple[Plan, list[Sampled], EventStream]]:
+) -> Iterator[tuple[SamplePlan, list[Sampled], EventStream]]:
     """The checked plan of a request that fits into memory, with its output folder created and torch loaded.
 
     Raises:

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -18,7 +18,7 @@ from simpletuner.errors import UserError
 if TYPE_CHECKING:
     from simpletuner.config.sources import Arguments
     from simpletuner.data.discovery import Scan
-    from simpletuner.planning.build import Plan
+    from simpletuner.planning.plans import Plan, Survey
     from simpletuner.reporting.events import EventStream
 
 # click passes unknown options through; the option schema parses them as settings.
@@ -75,16 +75,28 @@ def refuse_question(device: str | None, memory: str | None) -> None:
             raise UserError(f"{flag} {value}: {advice}")
 
 
-def planned(tokens: list[str], purpose: Literal["caches", "survey"], *, cached: bool = False) -> Plan:
-    """The plan of the settings on the command line.
+def planned_caches(tokens: list[str], *, cached: bool = False) -> Plan:
+    """The plan of the caches of a run, for the settings on the command line.
 
     Raises:
         ConfigError: lists all problems.
     """
-    from simpletuner.planning.build import make_plan
+    from simpletuner.planning.build import plan_training
 
     with uncollected():
-        return make_plan(command_settings(tokens, cached=cached), purpose)
+        return plan_training(command_settings(tokens, cached=cached), "caches")
+
+
+def surveyed(tokens: list[str], *, cached: bool = False) -> Survey:
+    """The datasets of the settings on the command line.
+
+    Raises:
+        ConfigError: lists all problems.
+    """
+    from simpletuner.planning.build import survey_datasets
+
+    with uncollected():
+        return survey_datasets(command_settings(tokens, cached=cached))
 
 
 def _collect_remote(*args: Any, fetches: bool) -> Mapping[str, Scan]:

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from simpletuner.budget.budget import Budget
     from simpletuner.cli.server import ServePage
     from simpletuner.config.sources import Arguments
-    from simpletuner.planning.build import Plan
+    from simpletuner.planning.plans import Plan
     from simpletuner.reporting.events import EventStream, RunState
     from simpletuner.run.companions import Companion
 
@@ -147,7 +147,7 @@ def start_limit(arguments: Arguments) -> float:
 
     try:
         layers, _ = arguments.layers(Problems())
-        return resolve_layers(layers, "train", Problems())[0].launch.start_timeout
+        return resolve_layers(layers, Problems())[0].launch.start_timeout
     except ConfigError:
         return LaunchConfig().start_timeout
 

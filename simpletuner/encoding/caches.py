@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain
-from typing import TypeVar
+from typing import Generic, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -45,10 +45,10 @@ from simpletuner.models.loading import check_shapes
 from simpletuner.models.lora_checks import check_init_lora
 from simpletuner.models.lora_layers import linear_modules
 from simpletuner.models.registry import load_adapter
-from simpletuner.planning.build import Plan
 from simpletuner.planning.checks import check_block_numbers, check_parts
 from simpletuner.planning.entries import Listing, list_entries, make_catalogue
 from simpletuner.planning.length import check_schedule, plan_length
+from simpletuner.planning.plans import AnyPlan, Plan, PreviewPlan, SamplePlan
 from simpletuner.reporting.events import CACHING, EventStream, PhaseStarted
 from simpletuner.techniques.table import TECHNIQUES
 from simpletuner.training.assemble import make_accelerator
@@ -65,14 +65,14 @@ SECONDS_TO_APPEAR = 120.0
 
 
 @dataclass
-class Encoding:
+class Encoding(Generic[AnyPlan]):
     """Encodes entries into their caches; one encoder is on the device at a time.
 
     Attributes:
         plan: selects the encoders and their precision.
     """
 
-    plan: Plan
+    plan: AnyPlan
     adapter: FamilyAdapter
     device: torch.device
     events: EventStream
@@ -183,7 +183,7 @@ class Encoding:
 
 
 @dataclass
-class CacheFiller:
+class CacheFiller(Generic[AnyPlan]):
     """Keeps the caches of a run complete.
 
     Attributes:
@@ -193,11 +193,11 @@ class CacheFiller:
         plan: the plan without files found to be damaged.
     """
 
-    encoding: Encoding
+    encoding: Encoding[AnyPlan]
     listing: Listing
     world: World = field(default_factory=World)
     share: Share = field(default_factory=Share)
-    plan: Plan = field(init=False)
+    plan: AnyPlan = field(init=False)
 
     def __post_init__(self) -> None:
         self.plan = self.encoding.plan
@@ -260,7 +260,7 @@ class CacheFiller:
             self.fill()
 
 
-def remove_damaged(plan: Plan, listing: Listing, share: Share) -> int:
+def remove_damaged(plan: SamplePlan, listing: Listing, share: Share) -> int:
     """Verify the entries of datasets with `scan_for_errors`; removes damaged entries and returns their number."""
     scanned = {dataset.id for dataset in plan.datasets if dataset.config.scan_for_errors}
     removed = 0
@@ -302,7 +302,7 @@ def load_encoder(
     return encoder
 
 
-def build_adapter(plan: Plan) -> FamilyAdapter:
+def build_adapter(plan: PreviewPlan) -> FamilyAdapter:
     """The family adapter for the plan's checkpoint."""
     return load_adapter(plan.spec)(plan.config, plan.flavour, plan.source, plan.sizes[0] if plan.sizes else None)
 
@@ -354,7 +354,7 @@ def save_indexes(datasets: Sequence[Dataset]) -> None:
         dataset.save_index()
 
 
-def fetch(plan: Plan, events: EventStream) -> None:
+def fetch(plan: SamplePlan, events: EventStream) -> None:
     """Download missing parts of the model.
 
     Raises:
@@ -374,7 +374,8 @@ def fetch(plan: Plan, events: EventStream) -> None:
         problems.raise_if_fatal()
     for role in ("transformer", "vae"):
         check_shapes(plan.source[role])
-    fetch_lora(plan, check_again=bool(absent))
+    if isinstance(plan, Plan):
+        fetch_lora(plan, check_again=bool(absent))
 
 
 def fetch_lora(plan: Plan, *, check_again: bool) -> None:
@@ -405,7 +406,7 @@ def download(parts: Sequence[Part], events: EventStream) -> None:
             phase.advance(1, f"{part.location}/{part.folder}")
 
 
-def complete_catalogue(plan: Plan) -> Catalogue:
+def complete_catalogue(plan: SamplePlan) -> Catalogue:
     """The catalogue of a plan whose model is on this machine.
 
     Raises:
@@ -417,7 +418,7 @@ def complete_catalogue(plan: Plan) -> Catalogue:
     return catalogue
 
 
-def without_undecodable(plan: Plan, failures: Failures, world: World) -> Plan:
+def without_undecodable(plan: AnyPlan, failures: Failures, world: World) -> AnyPlan:
     """The plan without files that could not be decoded; the main process records them.
 
     Raises:
@@ -433,9 +434,20 @@ def without_undecodable(plan: Plan, failures: Failures, world: World) -> Plan:
     if problems.are_fatal:
         raise UserError("\n".join(str(problem) for problem in problems if problem.fatal))
     world.main_only(lambda: quarantine(reduced.datasets, plan.output_dir))
-    # Fewer samples shorten epochs: a run counted in epochs has fewer steps, and windows of epochs end earlier.
-    reduced = replace(reduced, length=plan_length(reduced))
-    of_schedule = Problems()
-    check_schedule(reduced, of_schedule)
-    of_schedule.raise_if_fatal()
+    if isinstance(reduced, Plan):
+        return cast("AnyPlan", replanned(reduced))
     return reduced
+
+
+def replanned(plan: Plan) -> Plan:
+    """A plan whose datasets have become smaller, with the length that it has now.
+
+    Raises:
+        ConfigError: a step has no dataset any more.
+    """
+    # Fewer samples shorten epochs: a run counted in epochs has fewer steps, and windows of epochs end earlier.
+    plan = replace(plan, length=plan_length(plan.config.schedule, plan.sampler().schedule))
+    report = Problems()
+    check_schedule(plan, report)
+    report.raise_if_fatal()
+    return plan

@@ -1,14 +1,14 @@
 """From layers of settings to a plan: what will be trained, on which data, for how long, and every problem found.
 
-Nothing here loads a weight or imports torch, and nothing is written but files of remote datasets, and those only if the
-arguments allow it. Problems are collected and reported together.
+Nothing here loads a weight, and nothing is written but files of remote datasets, and those only if the arguments allow
+it. Problems are collected and reported together. Each kind of plan (`plans.py`) has a function that can be read from
+top to bottom; what they share are the stages below.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from functools import cached_property
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
@@ -16,40 +16,33 @@ from simpletuner.config.datasets import DatasetConfig, read_datasets
 from simpletuner.config.load import Layer, canonical, resolve
 from simpletuner.config.schema import RunConfig
 from simpletuner.config.sources import Arguments, dataset_file
+from simpletuner.config.types import Size
 from simpletuner.data.build import build_datasets
 from simpletuner.data.dataset import Dataset
 from simpletuner.data.entries import DataContext
 from simpletuner.data.sample import Sample
-from simpletuner.data.sampler import Sampler
 from simpletuner.data.schedule import Origin
-from simpletuner.distributed.world import World
-from simpletuner.errors import ConfigError, Problem, Problems, did_you_mean
+from simpletuner.errors import ConfigError, Problems, did_you_mean
 from simpletuner.models.adapter_kinds import trained_layers
-from simpletuner.models.lora_layers import Targets
 from simpletuner.models.registry import FAMILIES, canonical_family_name
 from simpletuner.models.source import ModelSource
 from simpletuner.models.spec import FamilySpec, Flavour
 from simpletuner.planning import checks, effects
-from simpletuner.planning.checkpoint_folder import Checkpoint, result_step
+from simpletuner.planning.checkpoint_folder import Checkpoint
 from simpletuner.planning.environment import as_launched, as_rendered, check_environment
-from simpletuner.planning.length import Length, check_schedule, data_origin, plan_length
+from simpletuner.planning.length import check_schedule, data_origin, plan_length
+from simpletuner.planning.plans import Length, Model, Plan, PreviewPlan, Survey, make_sampler
 from simpletuner.planning.prompts import ValidationPrompt, collect_prompts, fit_sizes
 from simpletuner.planning.resume import check_resume, decide_seed, has_same_data
-from simpletuner.planning.techniques.spec import TechniqueSpec, TrainedData
-from simpletuner.planning.techniques.table import chosen_techniques
 from simpletuner.weights.part import Part
 
-# What a plan is for: a run, its caches, pictures from its result, a look at the datasets, or a form that is being
-# filled in.
-Purpose = Literal["train", "caches", "sample", "survey", "draft"]
 
-
-def resolve_layers(layers: Sequence[Layer], purpose: Purpose, report: Problems) -> tuple[RunConfig, FamilySpec | None]:
-    """The settings with the defaults of the family that they name; None if it is unknown, in a draft the first one."""
+def resolve_layers(layers: Sequence[Layer], report: Problems) -> tuple[RunConfig, FamilySpec | None]:
+    """The settings with the defaults of the family that they name, and the family; None if it is unknown."""
     spec = find_family(layers, report)
-    if spec is None and purpose == "draft":
-        spec = next(iter(FAMILIES.values()))
-    return (resolve(layers, report, spec.defaults, spec.fixed) if spec else resolve(layers, report)), spec
+    if spec is None:
+        return resolve(layers, report), None
+    return resolve(layers, report, spec.defaults, spec.fixed), spec
 
 
 def find_family(layers: Sequence[Layer], report: Problems) -> FamilySpec | None:
@@ -109,107 +102,6 @@ def _resolve_i2v(entry: DatasetConfig) -> DatasetConfig:
 
 
 @dataclass(frozen=True)
-class Plan:
-    """Settings that have passed every check that needs no weights, and what they are applied to.
-
-    Attributes:
-        source: the parts of the model.
-        purpose: what the plan is for, see `make_plan`.
-        without_effect: keys that have no effect with these settings, set or not, and why.
-        seed: resolved, even if the user did not set one.
-        text_caches: the text_embeds entries of the dataset file.
-        resume: the checkpoint to continue from, None for a fresh run.
-        same_data: the checkpoint has the datasets and batch size of this plan, so the sample order continues too.
-        origin: where in the run the data of this session begins.
-        warnings: problems that do not prevent the run.
-        pictures: what previews start from, if not from pictures of the datasets.
-        lora_bytes: of the LoRA files that samples are rendered with at a time.
-    """
-
-    config: RunConfig
-    spec: FamilySpec
-    flavour: Flavour
-    source: ModelSource
-    purpose: Purpose = "train"
-    # Purposes that train nothing keep these defaults.
-    without_effect: Mapping[str, str] = field(default_factory=dict)
-    seed: int = 0
-    dataset_file: Path = Path()
-    datasets: list[Dataset] = field(default_factory=list)
-    text_caches: list[DatasetConfig] = field(default_factory=list)
-    lora_targets: Targets = field(default_factory=list)
-    prompts: list[ValidationPrompt] = field(default_factory=list)
-    sizes: list[tuple[int, int]] = field(default_factory=list)
-    length: Length = field(default_factory=lambda: Length(0, 0, 0))
-    origin: Origin = field(default_factory=Origin)
-    resume: Checkpoint | None = None
-    same_data: bool = True
-    warnings: list[Problem] = field(default_factory=list)
-    pictures: tuple[Sample, ...] = ()
-    lora_bytes: int = 0
-
-    @property
-    def output_dir(self) -> Path:
-        return Path(self.config.run.output_dir).expanduser()
-
-    @property
-    def title(self) -> str:
-        """The name of the run; that of its output folder if the user gave none."""
-        is_named = self.config.is_explicit("tracker_run_name")
-        return self.config.tracking.tracker_run_name if is_named else self.output_dir.resolve().name
-
-    @property
-    def frame_rate(self) -> float | None:
-        """Frames per second of preview clips; None for families of pictures."""
-        return self.spec.frame_rate and (self.config.validation.framerate or self.spec.frame_rate)
-
-    @property
-    def trained(self) -> list[Dataset]:
-        """The datasets whose samples are drawn in training."""
-        return [dataset for dataset in self.datasets if dataset.config.is_trained]
-
-    @property
-    def steps_done(self) -> int:
-        """Steps of the run before this session."""
-        if self.resume is not None:
-            return self.resume.step
-        lora = self.config.lora
-        return 0 if lora.init_lora is None else lora.init_lora_step
-
-    @property
-    def is_finished(self) -> bool:
-        """Whether the last step has a checkpoint, and the published result is of that step."""
-        if self.resume is None or self.resume.step < self.length.total_steps:
-            return False
-        return result_step(self.output_dir, self.config.model.model_type) == self.resume.step
-
-    @cached_property
-    def techniques(self) -> tuple[TechniqueSpec, ...]:
-        """The techniques that change the computation of a step."""
-        # Expected micro-batches per epoch: what matters is their proportion.
-        batches = {each.id: len(each.samples) * (each.repeats + 1) / each.batch_size for each in self.trained}
-        shares = {name: count / sum(batches.values()) for name, count in batches.items()}
-        regularised = {each.id: shares[each.id] for each in self.trained if each.config.is_regularisation_data}
-        masked = sum(shares[each.id] for each in self.trained if each.masks)
-        strengths = {each.id: each.config.slider_strength for each in self.trained if each.config.slider_strength}
-        return chosen_techniques(self.config, TrainedData(self.length.total_steps, regularised, strengths, masked))
-
-    def sampler(self, world: World | None = None) -> Sampler:
-        """The sample order from the beginning, for one process (default: the first)."""
-        config = self.config
-        if world is None:
-            world = World(size=config.launch.num_processes)
-        return Sampler(
-            self.trained,
-            seed=self.seed,
-            sampling=config.datasets.data_backend_sampling,
-            accumulation=config.schedule.gradient_accumulation_steps,
-            origin=self.origin,
-            world=world.data_parallel(config.launch.sequence_parallel_size),
-        )
-
-
-@dataclass(frozen=True)
 class Rendering:
     """What samples are rendered from, besides the settings.
 
@@ -226,75 +118,153 @@ class Rendering:
     transformer: Part | None = None
 
 
-def make_plan(arguments: Arguments, purpose: Purpose = "train", rendering: Rendering = Rendering()) -> Plan:
-    """The road from arguments to a plan, on which every open setting is resolved, and every problem found that shows
-    without weights. The purposes differ in the steps that they take:
+@dataclass(frozen=True)
+class Launched:
+    """Settings as a run or a survey is started with them.
 
-    | step                                                         | train | caches | survey | sample | draft |
-    |--------------------------------------------------------------|-------|--------|--------|--------|-------|
-    | read the settings, with the defaults of their family         | x     | x      | x      | x      | x     |
-    | launch: environment, processes, entries of the dataset file  | x     | x      | x      |        |       |
-    | find the model: flavour, task, parts, grid of pixels         | x     | x      | x      | x      | x     |
-    | judge the settings by the rules (`checks.findings`)          | x     | x      | x      | x      | x     |
-    | collect what previews render: prompts and sizes              | x     | x      |        | x      | x     |
-    | compare with the layers, and with the checkpoint to continue | x     | x      |        |        |       |
-    | list and measure the files of the datasets                   | x     | x      | x      |        |       |
-    | count the steps                                              | x     | x      |        |        |       |
-    | refuse to train if no step is left                           | x     |        |        |        |       |
+    Attributes:
+        config: with the processes that were started.
+        family: None if the settings name none that exists.
+        dataset_file, entries: the dataset file, and its entries.
+    """
+
+    config: RunConfig
+    family: FamilySpec | None
+    dataset_file: Path
+    entries: list[DatasetConfig]
+
+
+def plan_training(arguments: Arguments, purpose: Literal["train", "caches"] = "train") -> Plan:
+    """Resolve every setting, and report every problem that can be found without weights.
 
     Args:
         arguments: their `problems` receive whatever is wrong or worth knowing.
-        purpose: of a survey, datasets need not have captions, or enough samples; what is wrong with their files is in
-            the plan's warnings. The problems of samples and drafts are left to the caller, who may know of more.
-        rendering: of samples.
+        purpose: a run refuses to start if no step is left; its caches can be looked at with any number of steps.
 
     Raises:
         ConfigError: with every problem at once.
     """
-    problems, file, entries = arguments.problems, Path(), list[DatasetConfig]()
-    layers, folder = arguments.layers(problems)
-    config, spec = resolve_layers(layers, purpose, problems)
-    if purpose == "sample":
-        config = as_rendered(config, rendering.folder)
-    elif purpose != "draft":
-        config, file, entries = _launch(config, spec.name if spec else "", folder, problems)
-    # Without a family, only the rules for all families can add to the list.
-    if spec is None:
-        raise ConfigError([*problems, *checks.check_config(config, purpose)])
-    plan, entries = _find_model(config, spec, entries, rendering, problems)
-    found = checks.findings(plan, purpose)
-    # Of samples, the run has given its warnings; those of the command line are new.
-    origins, known = plan.config.origins, purpose == "sample"
-    reported = checks.worth_reporting(found, plan.config)
-    problems.extend(each for each in reported if each.fatal or not known or origins.get(each.where) == arguments.label)
-    texts = [entry for entry in entries if entry.is_text_embeds]
-    plan = replace(plan, purpose=purpose, dataset_file=file, text_caches=texts)
-    plan = replace(plan, without_effect=checks.without_effect(found))
-    # So far, settings and headers of weights; from here on, files that the settings name.
-    context = DataContext.of(plan.config, plan.spec, plan.flavour.task, arguments.collect)
-    if purpose == "survey":
-        return _survey(plan, entries, context, problems)
-    plan = _collect_previews(plan, rendering, problems)
-    return _plan_run(plan, entries, context, problems) if purpose in ("train", "caches") else plan
+    report = arguments.problems
+    launched = read_settings(arguments, report)
+    model, entries = find_model(launched, purpose, report)
+    found = checks.findings(model, purpose)
+    report.extend(checks.worth_reporting(found, model.config))
+    previews = plan_previews(model, Rendering(), report)
+
+    # Up to here, settings and headers of weights; from here on, files that the settings name.
+    targets = trained_layers(model.config, model.spec, model.source, report)
+    # Before the seed, which a continued run takes from its checkpoint.
+    resume = check_resume(model, targets, report)
+    seed = decide_seed(model.config.run.seed, resume)
+    datasets = list_datasets(model, entries, arguments, report)
+    # What follows needs whole datasets: with problems so far it would only report their consequences.
+    report.raise_if_fatal()
+
+    check_use_of_data(previews, datasets, entries, report)
+    same_data, origin, length = plan_schedule(model.config, datasets, resume, seed, report)
+    plan = Plan(
+        **vars(previews),
+        purpose=purpose,
+        dataset_file=launched.dataset_file,
+        text_caches=[entry for entry in entries if entry.is_text_embeds],
+        lora_targets=targets,
+        resume=resume,
+        seed=seed,
+        datasets=datasets,
+        same_data=same_data,
+        origin=origin,
+        length=length,
+        warnings=[],
+    )
+    check_schedule(plan, report)
+    report.raise_if_fatal()
+    # Several checks may warn of the same.
+    return replace(plan, warnings=list(dict.fromkeys(problem for problem in report if not problem.fatal)))
 
 
-def _launch(
-    config: RunConfig, family: str, folder: Path, report: Problems
-) -> tuple[RunConfig, Path, list[DatasetConfig]]:
+def plan_rendering(arguments: Arguments, rendering: Rendering) -> PreviewPlan:
+    """What samples render. Their problems are left to the caller, who may know of more.
+
+    Raises:
+        ConfigError: the family is unknown.
+    """
+    report = arguments.problems
+    layers, _ = arguments.layers(report)
+    config, family = resolve_layers(layers, report)
+    config = as_rendered(config, rendering.folder)
+    if family is None:
+        raise ConfigError([*report, *checks.check_config(config, "sample")])
+    model, _ = _model(config, family, [], rendering, report)
+    found = checks.worth_reporting(checks.findings(model, "sample"), model.config)
+    # The run has given its warnings; those of the command line are new.
+    origins = model.config.origins
+    report.extend(problem for problem in found if problem.fatal or origins.get(problem.where) == arguments.label)
+    return plan_previews(model, rendering, report)
+
+
+def plan_draft(arguments: Arguments) -> tuple[PreviewPlan, dict[str, str]]:
+    """What unfinished settings come to, and their keys without effect, set or not, with the reasons.
+
+    An unknown family counts as the first one. Problems are left to the caller, who may know of more.
+    """
+    report = arguments.problems
+    layers, _ = arguments.layers(report)
+    family = find_family(layers, report) or next(iter(FAMILIES.values()))
+    config = resolve(layers, report, family.defaults, family.fixed)
+    model, _ = _model(config, family, [], Rendering(), report)
+    found = checks.findings(model, "draft")
+    report.extend(checks.worth_reporting(found, model.config))
+    return plan_previews(model, Rendering(), report), checks.without_effect(found)
+
+
+def survey_datasets(arguments: Arguments) -> Survey:
+    """A look at the datasets, which need not have captions, or enough samples.
+
+    Raises:
+        ConfigError: with every problem of the settings; what is wrong with files is in the warnings of the survey.
+    """
+    report = arguments.problems
+    launched = read_settings(arguments, report)
+    model, entries = find_model(launched, "survey", report)
+    report.extend(checks.worth_reporting(checks.findings(model, "survey"), model.config))
+    context = DataContext.of(model.config, model.spec, model.flavour.task, arguments.collect)
+    found = Problems()
+    datasets = build_datasets(entries, context, found)
+    ids = {dataset.id for dataset in datasets}
+    # A problem of a dataset as a whole, and not of one of its keys, is about its files.
+    report.extend(problem for problem in found if problem.where not in ids)
+    report.raise_if_fatal()
+    return Survey(**vars(model), datasets=datasets, warnings=[replace(problem, fatal=False) for problem in found])
+
+
+def read_settings(arguments: Arguments, report: Problems) -> Launched:
     """The settings with the processes that were started, the dataset file, and its entries."""
+    layers, folder = arguments.layers(report)
+    config, family = resolve_layers(layers, report)
     check_environment(report)
     config = as_launched(config, report)
     file = dataset_file(config.run.data_backend_config, folder, report)
-    names = {"model_family": family, "output_dir": config.run.output_dir}
+    names = {"model_family": family.name if family else "", "output_dir": config.run.output_dir}
     entries = read_datasets(file, report, placeholders=names)
     checks.check_cache_folders(entries, report)
-    return config, file, entries
+    return Launched(config, family, file, entries)
 
 
-def _find_model(
+def find_model(launched: Launched, purpose: checks.Purpose, report: Problems) -> tuple[Model, list[DatasetConfig]]:
+    """The model that the settings name, and the entries of the datasets for its task.
+
+    Raises:
+        ConfigError: the family is unknown, so only the rules for all families can add to the report.
+    """
+    if launched.family is None:
+        raise ConfigError([*report, *checks.check_config(launched.config, purpose)])
+    return _model(launched.config, launched.family, launched.entries, Rendering(), report)
+
+
+def _model(
     config: RunConfig, spec: FamilySpec, entries: list[DatasetConfig], rendering: Rendering, report: Problems
-) -> tuple[Plan, list[DatasetConfig]]:
-    """The model that the settings name, with the pixel grid that its checkpoint needs unless the user set one."""
+) -> tuple[Model, list[DatasetConfig]]:
+    """The model of a family, with the pixel grid that its checkpoint needs unless the user set one."""
     flavour = find_flavour(config, spec, report)
     flavour, entries = settle_task(flavour, entries, has_picture=bool(rendering.pictures))
     source = ModelSource.from_config(spec, flavour, config).with_transformer(rendering.transformer)
@@ -303,54 +273,50 @@ def _find_model(
         # Written into the config, since datasets take what they leave unset from it.
         grid = {"aspect_bucket_alignment": spec.defaults["aspect_bucket_alignment"]}
         config = replace(config, datasets=config.datasets.model_copy(update=grid))
-    return Plan(config, spec, flavour, source), entries
+    return Model(config=config, spec=spec, flavour=flavour, source=source), entries
 
 
-def _survey(plan: Plan, entries: list[DatasetConfig], context: DataContext, problems: Problems) -> Plan:
-    found = Problems()
-    datasets = build_datasets(entries, context, found)
-    ids = {dataset.id for dataset in datasets}
-    # A problem of a dataset as a whole, and not of one of its keys, is about its files.
-    problems.extend(problem for problem in found if problem.where not in ids)
-    problems.raise_if_fatal()
-    return replace(plan, datasets=datasets, warnings=[replace(each, fatal=False) for each in found])
-
-
-def _collect_previews(plan: Plan, rendering: Rendering, report: Problems) -> Plan:
-    """The prompts, and the sizes. These are needed without previews too: Kandinsky fits its rope scale to them."""
-    config = plan.config
+def plan_previews(model: Model, rendering: Rendering, report: Problems) -> PreviewPlan:
+    """The prompts and the sizes of previews."""
+    config = model.config
     prompts = [*rendering.prompts] or collect_prompts(config.validation, report)
     checks.check_prompts(config, prompts, report)
-    wanted, lenient = config.validation.validation_resolution or (), config.run.i_know_what_i_am_doing
-    sizes = fit_sizes(wanted, plan.spec, report, lenient=lenient)
-    return replace(plan, prompts=prompts, sizes=sizes, pictures=rendering.pictures)
+    wanted = config.validation.validation_resolution or ()
+    sizes = fit_sizes(wanted, model.spec, report, lenient=config.run.i_know_what_i_am_doing)
+    return PreviewPlan(**vars(model), prompts=prompts, sizes=sizes, pictures=rendering.pictures)
 
 
-def _plan_run(plan: Plan, entries: list[DatasetConfig], context: DataContext, problems: Problems) -> Plan:
-    """The rest of the road for training: its layers, what it continues, its datasets and its length."""
-    config = plan.config
-    plan = replace(plan, lora_targets=trained_layers(config, plan.spec, plan.source, problems))
-    # Before the seed, which a continued run takes from its checkpoint.
-    resume = check_resume(plan, problems)
-    plan = replace(plan, resume=resume, seed=decide_seed(config.run.seed, resume))
-    # The datasets, with all their files listed and measured.
-    plan = replace(plan, datasets=build_datasets(entries, context, problems) if entries else [])
-    if not plan.trained and not problems.are_fatal:
-        problems.append(Problem("data_backend_config", "names no dataset to train on."))
-    checks.check_datasets(plan, problems)
-    # What follows needs whole datasets: with problems so far it would only report their consequences.
-    problems.raise_if_fatal()
+def list_datasets(model: Model, entries: list[DatasetConfig], arguments: Arguments, report: Problems) -> list[Dataset]:
+    """The datasets, with all their files listed and measured."""
+    context = DataContext.of(model.config, model.spec, model.flavour.task, arguments.collect)
+    datasets = build_datasets(entries, context, report) if entries else []
+    if not any(dataset.config.is_trained for dataset in datasets) and not report.are_fatal:
+        report.error("data_backend_config", "names no dataset to train on.")
+    checks.check_datasets(model, datasets, report)
+    return datasets
+
+
+def check_use_of_data(
+    previews: PreviewPlan, datasets: list[Dataset], entries: list[DatasetConfig], report: Problems
+) -> None:
+    """Report keys that cannot act on the datasets, and sizes of previews that were not trained."""
     unused = Problems()
-    effects.by_data(plan, entries, unused)
-    problems.extend(checks.worth_reporting(unused, config))
-    buckets = {each.id: sorted({sample.geometry.size for sample in each.samples}) for each in plan.trained}
-    plan.spec.checks.sizes(config, plan.flavour, plan.sizes, buckets, problems)
-    # The length needs the order of samples, and that the buckets and the place from which the data continues.
-    plan = replace(plan, same_data=has_same_data(plan, problems))
-    plan = replace(plan, origin=data_origin(plan))
-    plan = replace(plan, length=plan_length(plan))
-    checks.check_total(config, plan.length.total_steps, problems)
-    check_schedule(plan, problems)
-    problems.raise_if_fatal()
-    # Several checks may warn of the same.
-    return replace(plan, warnings=list(dict.fromkeys(problem for problem in problems if not problem.fatal)))
+    effects.by_data(previews.config, datasets, entries, unused)
+    report.extend(checks.worth_reporting(unused, previews.config))
+    trained: dict[str, list[Size]] = {}
+    for dataset in datasets:
+        if dataset.config.is_trained:
+            trained[dataset.id] = sorted({sample.geometry.size for sample in dataset.samples})
+    previews.spec.checks.sizes(previews.config, previews.flavour, previews.sizes, trained, report)
+
+
+def plan_schedule(
+    config: RunConfig, datasets: list[Dataset], resume: Checkpoint | None, seed: int, report: Problems
+) -> tuple[bool, Origin, Length]:
+    """Whether the sample order continues, where the data of this session begins, and the length of the run."""
+    trained = [dataset for dataset in datasets if dataset.config.is_trained]
+    same_data = resume is None or has_same_data(config, trained, resume, seed, report)
+    origin = data_origin(config, resume, same_data=same_data)
+    length = plan_length(config.schedule, make_sampler(config, trained, seed, origin).schedule)
+    checks.check_total(config, length.total_steps, report)
+    return same_data, origin, length

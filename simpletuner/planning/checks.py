@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from operator import itemgetter
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Literal
 
 from simpletuner.config.datasets import DatasetConfig
 from simpletuner.config.json_reader import check_unset
@@ -37,11 +37,13 @@ from simpletuner.models.source import (
 from simpletuner.models.spec import FamilySpec, Flavour
 from simpletuner.planning import effects
 from simpletuner.planning.environment import check_folders, check_launch, check_offload, why_not_writable
+from simpletuner.planning.plans import Model
 from simpletuner.planning.prompts import ValidationPrompt
 from simpletuner.planning.techniques.table import check_encoders, ruling_techniques
 
-if TYPE_CHECKING:  # it checks by this module
-    from simpletuner.planning.build import Plan, Purpose
+# What settings are judged for: a run, its caches, pictures from its result, a look at the datasets, or a form that is
+# being filled in.
+Purpose = Literal["train", "caches", "sample", "survey", "draft"]
 
 HIGHEST_USUAL_RATE = 0.1
 SMALLEST_RESOLUTION = 64  # pixels; a smaller number was probably meant as megapixels
@@ -88,16 +90,16 @@ def conflicts(config: RunConfig, report: Problems) -> None:
             option.conflicts(config.flat, report)
 
 
-def findings(plan: Plan, purpose: Purpose) -> Problems:
+def findings(model: Model, purpose: Purpose) -> Problems:
     """All findings about the settings and their checkpoint, including keys without effect, set or not.
 
     A survey looks at datasets alone. Samples are made with the settings of a run that gave its warnings, so they need
     only what makes rendering fail. A draft is judged after each answer, so no file of the checkpoint is looked for.
     """
-    config = plan.config
-    spec = plan.spec
-    flavour = plan.flavour
-    source = plan.source
+    config = model.config
+    spec = model.spec
+    flavour = model.flavour
+    source = model.source
     found = Problems()
     check_settings(config, purpose, found)
     if purpose == "survey":
@@ -106,7 +108,7 @@ def findings(plan: Plan, purpose: Purpose) -> Problems:
     spec.checks.settings(config, flavour, found)
     check_block_numbers(config, spec, source, found)
     if config.launch.sequence_parallel_size > 1:
-        check_sequence(plan, found)
+        check_sequence(model, found)
     if purpose == "draft":
         # The steps of an epoch are unknown without datasets.
         check_total(config, config.schedule.max_train_steps or 0, found)
@@ -291,14 +293,14 @@ def check_block_numbers(config: RunConfig, spec: FamilySpec, source: ModelSource
         technique.check_model(config, spec, routes, blocks, report)
 
 
-def check_sequence(plan: Plan, report: Problems) -> None:
+def check_sequence(model: Model, report: Problems) -> None:
     """Check that a sequence-parallel group divides the heads, and is within one machine."""
-    spec, launch = plan.spec, plan.config.launch
+    spec, launch = model.spec, model.config.launch
     size, key = launch.sequence_parallel_size, "sequence_parallel_size"
     if spec.heads is None:
         report.error(key, f"{size}: a block of {spec.title} needs all tokens of a sample together; use 1.")
         return
-    heads = spec.heads(plan.source["transformer"].read_config() or spec.cost.published(plan.flavour.name))
+    heads = spec.heads(model.source["transformer"].read_config() or spec.cost.published(model.flavour.name))
     both = math.gcd(heads, launch.local_processes)
     if both % size:
         allowed = ", ".join(str(each) for each in range(1, both + 1) if both % each == 0)
@@ -401,32 +403,33 @@ RULES = (
 SAMPLE_RULES = (conflicts, check_output, check_offload)
 
 
-def check_datasets(plan: Plan, report: Problems) -> None:
+def check_datasets(model: Model, datasets: Sequence[Dataset], report: Problems) -> None:
     """Entries that nothing uses, keys without effect, and what evaluation lacks."""
-    config, datasets = plan.config, plan.datasets
-    _check_kinds(config, plan.trained, report)
+    config = model.config
+    trained = [dataset for dataset in datasets if dataset.config.is_trained]
+    _check_kinds(config, trained, report)
     _check_previewed(config.validation.eval_dataset_id or [], datasets, report)
     for technique in ruling_techniques(config):
         technique.check_datasets(config, datasets, report)
     for dataset in datasets:
-        _check_resolution(plan, dataset, report)
+        _check_resolution(model, dataset, report)
         _check_cropping(dataset, report)
         _check_noise_levels(config, dataset, report)
         if dataset.config.slider_strength:
             _check_slider(config, dataset, report)
-        for key in sorted((FAMILY_DATASET_KEYS - plan.spec.words.dataset_keys) & dataset.config.model_fields_set):
-            report.warn(f"{dataset.id}.{key}", f"has no effect: {plan.spec.title} does not use it.")
+        for key in sorted((FAMILY_DATASET_KEYS - model.spec.words.dataset_keys) & dataset.config.model_fields_set):
+            report.warn(f"{dataset.id}.{key}", f"has no effect: {model.spec.title} does not use it.")
         if dataset.config.dataset_type == "eval":
-            _check_evaluated(plan, dataset, report)
+            _check_evaluated(model, dataset, report)
 
 
-def _check_evaluated(plan: Plan, dataset: Dataset, report: Problems) -> None:
+def _check_evaluated(model: Model, dataset: Dataset, report: Problems) -> None:
     """An eval dataset needs a use: its loss, or previews that start from it."""
-    measures_loss = plan.config.evaluation.measures_loss
-    if measures_loss and plan.flavour.task == "i2i" and not dataset.references:
+    measures_loss = model.config.evaluation.measures_loss
+    if measures_loss and model.flavour.task == "i2i" and not dataset.references:
         message = "is required: without source pictures this flavour has no loss on the dataset."
         report.error(f"{dataset.id}.conditioning_data", message)
-    elif not measures_loss and dataset.id not in (plan.config.validation.eval_dataset_id or []):
+    elif not measures_loss and dataset.id not in (model.config.validation.eval_dataset_id or []):
         report.warn(dataset.id, "is not used: set eval_steps_interval (loss) or eval_dataset_id (previews).")
 
 
@@ -481,17 +484,17 @@ def _check_slider(config: RunConfig, dataset: Dataset, report: Problems) -> None
         report.error(key, f"cannot be combined with {with_it}: not all that it changes scales with the strength.")
 
 
-def _check_resolution(plan: Plan, dataset: Dataset, report: Problems) -> None:
+def _check_resolution(model: Model, dataset: Dataset, report: Problems) -> None:
     """A resolution in pixels that looks like megapixels."""
     resolution, kind = dataset.config.resolution, dataset.config.resolution_type
     if resolution is not None and resolution < SMALLEST_RESOLUTION and kind != "area":
-        largest = (plan.spec.largest_side / 1000) ** 2  # megapixels
+        largest = (model.spec.largest_side / 1000) ** 2  # megapixels
         advice = "for megapixels set resolution_type area" if resolution <= largest else f"use {SMALLEST_RESOLUTION}"
         message = (
             f"{resolution:g} is in pixels, since resolution_type is {kind}; {advice}. "
             "(i_know_what_i_am_doing allows it.)"
         )
-        report.append(Problem(f"{dataset.id}.resolution", message, fatal=not plan.config.run.i_know_what_i_am_doing))
+        report.append(Problem(f"{dataset.id}.resolution", message, fatal=not model.config.run.i_know_what_i_am_doing))
 
 
 def _check_cropping(dataset: Dataset, report: Problems) -> None:

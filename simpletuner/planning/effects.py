@@ -7,7 +7,6 @@ rule reports `NoEffect`, which becomes a warning only for a key that the user se
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 from simpletuner.config.datasets import DatasetConfig
 from simpletuner.config.paths import home_path
@@ -19,9 +18,6 @@ from simpletuner.data.entries import holds_files
 from simpletuner.errors import NoEffect, Problems
 from simpletuner.models.source import ModelSource
 from simpletuner.models.spec import Flavour
-
-if TYPE_CHECKING:  # it finds what has no effect by this module
-    from simpletuner.planning.build import Plan
 
 LOCAL_TRACKERS = {"none", "simpletuner"}  # they have neither projects nor files of their own
 PICTURE_KEYS = ("validation_using_datasets", "eval_dataset_id")  # of previews that start from a picture
@@ -71,26 +67,25 @@ def by_source(source: ModelSource, report: Problems) -> None:
         report.append(NoEffect("revision", "has no effect: the model is in a folder, not in a repository on the hub."))
 
 
-def by_data(plan: Plan, entries: Sequence[DatasetConfig], report: Problems) -> None:
+def by_data(config: RunConfig, datasets: Sequence[Dataset], entries: Sequence[DatasetConfig], report: Problems) -> None:
     """Keys that cannot act on the datasets of a run.
 
     Args:
         entries: the entries of the dataset file as they are written.
     """
-    _by_evaluation(plan, report)
+    _by_evaluation(config, datasets, report)
     _by_entries([entry for entry in entries if holds_files(entry)], report)
-    _by_trained(plan, report)
-    if all(len(dataset.references) < 2 for dataset in plan.datasets):
+    _by_trained(config, [dataset for dataset in datasets if dataset.config.is_trained], report)
+    if all(len(dataset.references) < 2 for dataset in datasets):
         message = "has no effect: no dataset has several conditioning datasets to choose from."
         report.append(NoEffect("conditioning_multidataset_sampling", message))
-    if all(dataset.config.type == "local" for dataset in plan.datasets):
+    if all(dataset.config.type == "local" for dataset in datasets):
         report.append(NoEffect("retry_failed", "has no effect: no dataset is remote."))
 
 
-def _by_trained(plan: Plan, report: Problems) -> None:
+def _by_trained(config: RunConfig, trained: Sequence[Dataset], report: Problems) -> None:
     """Keys of the order of samples and of their batches."""
-    trained = plan.trained
-    processes = plan.config.launch.data_processes
+    processes = config.launch.data_processes
     if len(trained) == 1:
         message = f"has no effect: {trained[0].id} is the only dataset that is trained."
         report.append(NoEffect("data_backend_sampling", message))
@@ -102,15 +97,15 @@ def _by_trained(plan: Plan, report: Problems) -> None:
         report.append(NoEffect("allow_dataset_oversubscription", message))
 
 
-def _by_evaluation(plan: Plan, report: Problems) -> None:
+def _by_evaluation(config: RunConfig, datasets: Sequence[Dataset], report: Problems) -> None:
     """Keys of the evaluation loss, which needs data, and several datasets for their mean."""
-    if not plan.config.evaluation.measures_loss:
+    if not config.evaluation.measures_loss:
         return
-    if not any(_is_evaluated(dataset) for dataset in plan.datasets):
+    if not any(_is_evaluated(dataset) for dataset in datasets):
         message = "has no effect: no dataset has dataset_type eval or hold_out, on which to measure the loss."
         for key in ("eval_steps_interval", "eval_epoch_interval", "eval_timesteps"):
             report.append(NoEffect(key, message))
-    if sum(dataset.config.dataset_type == "eval" for dataset in plan.datasets) < 2:
+    if sum(dataset.config.dataset_type == "eval" for dataset in datasets) < 2:
         report.append(
             NoEffect("eval_dataset_pooling", "has no effect: a mean needs several datasets with an evaluation loss.")
         )

@@ -27,13 +27,13 @@ from simpletuner.data.dataset import Dataset
 from simpletuner.data.entries import DataContext, text_entry_of
 from simpletuner.data.sample import Sample
 from simpletuner.models.source import ModelSource
-from simpletuner.planning.build import Plan
 from simpletuner.planning.environment import driver
+from simpletuner.planning.plans import SamplePlan
 
 TEXT_ROLES = ("text_encoder", "tokenizer", "text_encoder_2", "tokenizer_2")
 
 
-def make_catalogue(plan: Plan) -> Catalogue | None:
+def make_catalogue(plan: SamplePlan) -> Catalogue | None:
     """The cache entries of a plan; None while a part of the checkpoint is not on this machine.
 
     Keys depend on the content of the encoders, so they are unknown before a download.
@@ -79,7 +79,7 @@ def _identity(source: ModelSource, roles: Iterable[str]) -> str | None:
     return checkpoint_identity(*filter(None, folders)) if all(folders) else None
 
 
-def _caches(plan: Plan, dataset: Dataset) -> DatasetCaches:
+def _caches(plan: SamplePlan, dataset: Dataset) -> DatasetCaches:
     config, preservation = dataset.config, plan.config.preservation
     # The target of regularisation data is already the base model.
     preserves = preservation.is_on and config.is_trained and not config.is_regularisation_data
@@ -93,14 +93,14 @@ def _caches(plan: Plan, dataset: Dataset) -> DatasetCaches:
     )
 
 
-def latent_storage(plan: Plan, dataset: Dataset) -> Storage:
+def latent_storage(plan: SamplePlan, dataset: Dataset) -> Storage:
     """When the latents of a dataset are encoded."""
     if dataset.config.vae_cache_disable:
         return "never"
     return "ondemand" if plan.config.caching.vae_cache_ondemand else "ahead"
 
 
-def text_folder(plan: Plan, dataset: Dataset | None = None) -> Path:
+def text_folder(plan: SamplePlan, dataset: Dataset | None = None) -> Path:
     """The text cache of a dataset, or of the prompts (None): the folder of its entry, else the family's default."""
     entry = text_entry_of(dataset.config if dataset else DatasetConfig(id="prompts"), plan.text_caches)
     if entry is not None and entry.cache_dir:
@@ -108,12 +108,12 @@ def text_folder(plan: Plan, dataset: Dataset | None = None) -> Path:
     return DataContext.of(plan.config, plan.spec, plan.flavour.task).text_root
 
 
-def machine_folder(plan: Plan) -> Path:
+def machine_folder(plan: SamplePlan) -> Path:
     """The folder of machine-specific data for all runs: compiled code, measured densities."""
     return Path(plan.config.run.cache_dir or "cache").expanduser()
 
 
-def cache_folders(plan: Plan) -> list[Path]:
+def cache_folders(plan: SamplePlan) -> list[Path]:
     """Every existing cache folder of a plan, without duplicates."""
     folders = [text_folder(plan)]
     for dataset in plan.datasets:
@@ -126,14 +126,14 @@ def cache_folders(plan: Plan) -> list[Path]:
 class Listing:
     """Every cache entry that a run reads in an epoch: captions and prompts, latents, and features of techniques."""
 
-    plan: Plan
+    plan: SamplePlan
     epoch: int
     catalogue: Catalogue
     texts: Entries[TextEntry]
     latents: Entries[LatentEntry]
     features: Entries[FeatureEntry]
 
-    def holds_for(self, plan: Plan, epoch: int) -> bool:
+    def holds_for(self, plan: SamplePlan, epoch: int) -> bool:
         """Whether another plan certainly reads the same entries; False if unknown without listing them again."""
         # New random crops have different latents.
         same_epoch = epoch == self.epoch or not any(each.changes_each_epoch for each in plan.datasets)
@@ -159,7 +159,7 @@ class Listing:
         return uncached + [entry for entry in later if entry.storage == "never"]
 
 
-def list_entries(plan: Plan, catalogue: Catalogue, epoch: int = 1) -> Listing:
+def list_entries(plan: SamplePlan, catalogue: Catalogue, epoch: int = 1) -> Listing:
     """The entries that the run reads in an epoch; a text with several uses is listed once."""
     dropout = plan.config.text.caption_dropout_probability > 0
     trained = [each.at_epoch(epoch) for each in plan.trained]
@@ -175,12 +175,12 @@ def list_entries(plan: Plan, catalogue: Catalogue, epoch: int = 1) -> Listing:
     return Listing(plan, epoch, catalogue, Entries(texts), latents, features)
 
 
-def feature_kinds(plan: Plan) -> list[FeatureKind]:
+def feature_kinds(plan: SamplePlan) -> list[FeatureKind]:
     """The features that the techniques of a run cache for every sample."""
     return [kind for technique in plan.techniques for kind in technique.features if kind.is_cached]
 
 
-def evaluated(plan: Plan) -> list[Dataset]:
+def evaluated(plan: SamplePlan) -> list[Dataset]:
     """The eval datasets of the evaluation loss, cut to the evaluated samples."""
     if not plan.config.evaluation.measures_loss:
         return []
@@ -190,7 +190,7 @@ def evaluated(plan: Plan) -> list[Dataset]:
     return [replace(each, samples=each.samples[:most]) for each in sets]
 
 
-def prompt_entries(plan: Plan, catalogue: Catalogue) -> list[TextEntry]:
+def prompt_entries(plan: SamplePlan, catalogue: Catalogue) -> list[TextEntry]:
     """The embeddings that validation needs, including the negative prompt."""
     if not plan.prompts:
         return []
@@ -208,7 +208,7 @@ def prompt_entries(plan: Plan, catalogue: Catalogue) -> list[TextEntry]:
     ]
 
 
-def preview_sources(plan: Plan) -> list[Sample | None]:
+def preview_sources(plan: SamplePlan) -> list[Sample | None]:
     """The sources of previews: none (None), source pictures (i2i), or the first frames of clips (i2v).
 
     They come from `eval_dataset_id`, else from the trained datasets.
@@ -225,7 +225,7 @@ def preview_sources(plan: Plan) -> list[Sample | None]:
     return [*sources[: plan.config.validation.num_eval_images]]
 
 
-def previews_of_a_round(plan: Plan) -> tuple[int, int]:
+def previews_of_a_round(plan: SamplePlan) -> tuple[int, int]:
     """(previews per round, previews per size and seed): of all prompts, source pictures and sets of weights."""
     config = plan.config
     weights = 2 if config.ema.use_ema and config.ema.ema_validation == "comparison" else 1

@@ -2,53 +2,33 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
-
 from simpletuner.config.optimizers import peak_learning_rate
 from simpletuner.config.rates import learning_rate_at
-from simpletuner.config.schema import DECAYING_SCHEDULERS
+from simpletuner.config.schema import DECAYING_SCHEDULERS, RunConfig, ScheduleConfig
 from simpletuner.data.dataset import Dataset
 from simpletuner.data.schedule import Origin, Schedule, Stretch, epochs_of, steps_of
 from simpletuner.errors import Problem, Problems, counted, shorten
 from simpletuner.planning.checkpoint_folder import Checkpoint
-
-if TYPE_CHECKING:  # it is measured by this module
-    from simpletuner.planning.build import Plan
+from simpletuner.planning.plans import Length, Plan, steps_before
 
 # A change of the learning rate by more than this share of it is worth a warning.
 NOTICEABLE_JUMP = 0.1
 
 
-@dataclass(frozen=True)
-class Length:
-    """How long a run is.
-
-    Attributes:
-        total_steps: optimizer steps of the whole run, with those done by earlier sessions.
-        batches_per_epoch: batches of each process in the first epoch of the session.
-        epochs: number of the last epoch.
-    """
-
-    total_steps: int
-    batches_per_epoch: int
-    epochs: int
-
-
-def data_origin(plan: Plan) -> Origin:
+def data_origin(config: RunConfig, resume: Checkpoint | None, *, same_data: bool) -> Origin:
     """Where the data of a session begins: with the epoch in which its checkpoint was saved.
 
     If the datasets have changed, an epoch that was not complete starts over.
     """
-    batches_done = plan.steps_done * plan.config.schedule.gradient_accumulation_steps
-    if plan.resume is None:
+    batches_done = steps_before(config, resume) * config.schedule.gradient_accumulation_steps
+    if resume is None:
         return Origin(1, batches_done)
-    if not plan.same_data:
-        return Origin(next_epoch(plan.resume), batches_done)
-    progress = plan.resume.manifest.progress
+    if not same_data:
+        return Origin(next_epoch(resume), batches_done)
+    progress = resume.manifest.progress
     if progress is None:  # older checkpoints do not say where in the epoch they are
         return Origin()
-    return Origin(plan.resume.manifest.epoch, batches_done - progress.position)
+    return Origin(resume.manifest.epoch, batches_done - progress.position)
 
 
 def next_epoch(checkpoint: Checkpoint) -> int:
@@ -58,13 +38,11 @@ def next_epoch(checkpoint: Checkpoint) -> int:
     return manifest.epoch if manifest.progress is None else manifest.progress.epochs_done + 1
 
 
-def plan_length(plan: Plan) -> Length:
+def plan_length(config: ScheduleConfig, schedule: Schedule) -> Length:
     """Steps and epochs of a run: `max_train_steps`, else `num_train_epochs` (default 1).
 
     What is left of a run counted in epochs is counted in epochs of today's data.
     """
-    config = plan.config.schedule
-    schedule = plan.sampler().schedule
     accumulation = config.gradient_accumulation_steps
     per_epoch = schedule.length(schedule.origin.epoch)
     steps = config.max_train_steps or 0

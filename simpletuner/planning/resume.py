@@ -11,7 +11,7 @@ from contextlib import suppress
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from simpletuner.caching.keys import checkpoint_identity, digest
 from simpletuner.config.absent import REMOVED_IN
@@ -28,14 +28,13 @@ from simpletuner.data.media_checks import is_converted
 from simpletuner.data.schedule import has_step_window
 from simpletuner.errors import Problem, Problems, counted, shorten
 from simpletuner.models.adapter_kinds import adapter_kind
+from simpletuner.models.lora_layers import Targets
 from simpletuner.models.source import ModelSource
 from simpletuner.planning.checkpoint_folder import Checkpoint, Identity, select_checkpoint
 from simpletuner.planning.environment import allows_other_batch_size
 from simpletuner.planning.lineage import find_branch
+from simpletuner.planning.plans import Model, Plan
 from simpletuner.weights.lora_names import LORA_FILE
-
-if TYPE_CHECKING:  # it resumes by this module
-    from simpletuner.planning.build import Plan
 
 PACKAGES = (
     "simpletuner", "torch", "diffusers", "transformers", "accelerate", "peft", "huggingface_hub", "safetensors",
@@ -68,35 +67,35 @@ def decide_seed(configured: int | None, resume: Checkpoint | None) -> int:
     return int(time.time()) if configured == 0 else configured
 
 
-def check_resume(plan: Plan, report: Problems) -> Checkpoint | None:
+def check_resume(model: Model, targets: Targets, report: Problems) -> Checkpoint | None:
     """The checkpoint to continue from; reports changed settings before weights are loaded."""
-    checkpoint = select_checkpoint(plan.config.run.resume_from_checkpoint, plan.output_dir, report)
+    checkpoint = select_checkpoint(model.config.run.resume_from_checkpoint, model.output_dir, report)
     if checkpoint is None:
         return None
-    identity, model_type = checkpoint.manifest.identity, plan.config.model.model_type
+    identity, model_type = checkpoint.manifest.identity, model.config.model.model_type
     for what, old, new in (
-        ("model_family", identity.model_family, plan.spec.name),
-        ("model_flavour", identity.model_flavour, plan.flavour.name),
+        ("model_family", identity.model_family, model.spec.name),
+        ("model_flavour", identity.model_flavour, model.flavour.name),
         ("model_type", identity.model_type, model_type),
     ):
         if old != new:
             message = f"{checkpoint.path} was trained with {what} {old}, not {new}; choose another output_dir."
             report.error("resume_from_checkpoint", message)
     # The batch, the base and its files; then the settings that the mathematics depends on.
-    _check_batch(plan.config, checkpoint, report)
-    if branch := find_branch(plan.output_dir, checkpoint):
+    _check_batch(model.config, checkpoint, report)
+    if branch := find_branch(model.output_dir, checkpoint):
         report.warn("resume_from_checkpoint", branch.announcement)
     recorded = read_json(checkpoint.path / "config.json", Problems(), dict) or {}
-    _check_base(plan.config, checkpoint, recorded, report)
-    _check_start(plan.config.lora, checkpoint, recorded, report)
-    _check_weights(plan.source, checkpoint, report)
-    _check_kernels(plan.output_dir, checkpoint, report)
+    _check_base(model.config, checkpoint, recorded, report)
+    _check_start(model.config.lora, checkpoint, recorded, report)
+    _check_weights(model.source, checkpoint, report)
+    _check_kernels(model.output_dir, checkpoint, report)
     removed = trained_with_removed(recorded)
     if removed:
         report.error("resume_from_checkpoint", _cannot_continue(checkpoint, removed))
     # Either way the run needs another output_dir; its changed settings would only add lines.
     elif identity.model_type == model_type:
-        _check_settings(mathematics(plan), checkpoint, report)
+        _check_settings(mathematics(model, targets), checkpoint, report)
     return checkpoint
 
 
@@ -164,8 +163,8 @@ def identify(plan: Plan) -> Identity:
         files=file_digests(plan.trained),
         versions=package_versions(),
         weights=weight_identities(plan.source),
-        settings=mathematics(plan) | dataset_mathematics(plan.trained),
-        order=sample_order(plan),
+        settings=mathematics(plan, plan.lora_targets) | dataset_mathematics(plan.trained),
+        order=sample_order(config, plan.trained, plan.seed),
         origins={key: origin for key, origin in config.origins.items() if origin != "default"},
     )
 
@@ -176,12 +175,12 @@ def weight_identities(source: ModelSource) -> dict[str, str]:
     return {role: checkpoint_identity(folder) for role, folder in folders.items() if folder is not None}
 
 
-def mathematics(plan: Plan) -> dict[str, Any]:
+def mathematics(model: Model, targets: Targets) -> dict[str, Any]:
     """The settings that determine a step's result, except rates, steps and intervals, which may change.
 
     Derived defaults are recorded as effective values.
     """
-    config, spec = plan.config, plan.spec
+    config, spec = model.config, model.spec
     lora, precision = config.lora, config.precision
     fixed: dict[str, Any] = {
         "optimizer": optimizer_name(config.optimizer, precision.mixed_precision),
@@ -192,7 +191,7 @@ def mathematics(plan: Plan) -> dict[str, Any]:
         fixed |= {
             # Effective values: the rank for an unset alpha, a file's content, the layers of a name.
             "lora_alpha": lora.lora_alpha or lora.lora_rank,
-            "peft_lora_target_modules": plan.lora_targets,
+            "peft_lora_target_modules": targets,
         }
         if (key := adapter_kind(lora).settings_file) and (path := getattr(lora, key)):
             fixed[key] = read_json(Path(path).expanduser(), Problems())
@@ -229,24 +228,25 @@ def dataset_mathematics(trained: Sequence[Dataset]) -> dict[str, Any]:
     return settings
 
 
-def sample_order(plan: Plan) -> dict[str, Any]:
+def sample_order(config: RunConfig, trained: Sequence[Dataset], seed: int) -> dict[str, Any]:
     """Settings that determine, together with the samples, the composition of batches and the crops."""
-    order: dict[str, Any] = {"seed": plan.seed}
-    for dataset in plan.trained:
-        config, samples = dataset.config, dataset.batch_size * plan.config.launch.data_processes
+    order: dict[str, Any] = {"seed": seed}
+    for dataset in trained:
+        samples = dataset.batch_size * config.launch.data_processes
+        entry = dataset.config
         counts = Counter((sample.geometry.size, sample.frames) for sample in dataset.samples)
         # "768x512@61": width, height, frames.
         sizes = sorted((f"{width}x{height}@{frames}", count) for ((width, height), frames), count in counts.items())
         order |= {
             f"{dataset.id}{SIZES}": [f"{count} of {size}" for size, count in sizes],
             f"{dataset.id}.train_batch_size": f"{samples} over all processes",
-            f"{dataset.id}.slider_strength": config.slider_strength or 0,
-            f"{dataset.id}.crop": config.crop and [config.crop, config.crop_aspect, config.crop_style],
-            f"{dataset.id}.probability": config.probability,
-            f"{dataset.id}.window": [config.start_epoch, config.end_epoch, config.start_step, config.end_step],
+            f"{dataset.id}.slider_strength": entry.slider_strength or 0,
+            f"{dataset.id}.crop": entry.crop and [entry.crop, entry.crop_aspect, entry.crop_style],
+            f"{dataset.id}.probability": entry.probability,
+            f"{dataset.id}.window": [entry.start_epoch, entry.end_epoch, entry.start_step, entry.end_step],
         }
         if has_step_window(dataset):  # whose steps are counted in micro-batches
-            order["gradient_accumulation_steps"] = plan.config.schedule.gradient_accumulation_steps
+            order["gradient_accumulation_steps"] = config.schedule.gradient_accumulation_steps
     return order
 
 
@@ -356,22 +356,22 @@ def _digests(datasets: Sequence[Dataset]) -> set[str]:
     return digests
 
 
-def _check_files(plan: Plan, checkpoint: Checkpoint, report: Problems) -> None:
+def _check_files(config: RunConfig, trained: Sequence[Dataset], checkpoint: Checkpoint, report: Problems) -> None:
     """Refuse datasets that have no file of the checkpoint's: they are more likely meant for another run."""
     known = set(checkpoint.manifest.identity.files.split())  # older checkpoints lack it
-    today = _digests(plan.trained)
-    if not known or known & today or plan.config.datasets.override_dataset_config:
+    today = _digests(trained)
+    if not known or known & today or config.datasets.override_dataset_config:
         return
     message = f"has none of the files that {checkpoint.path} was trained on. For other data, choose another output_dir"
-    if plan.config.model.model_type == "lora" and plan.config.lora.lora_type == "standard":
+    if config.model.model_type == "lora" and config.lora.lora_type == "standard":
         message += f" (init_lora={checkpoint.path} starts from this LoRA there)"
     report.error("data_backend_config", f"{message}; override_dataset_config continues this run with them.")
 
 
-def _changed_files(plan: Plan, checkpoint: Checkpoint) -> str:
+def _changed_files(trained: Sequence[Dataset], checkpoint: Checkpoint) -> str:
     """A sentence with the number of files that are gone and that are new; empty if neither is known."""
     known = set(checkpoint.manifest.identity.files.split())
-    today = set(file_digests(plan.trained).split())
+    today = set(file_digests(trained).split())
     if not known or max(len(known), len(today)) >= FILES_RECORDED:  # older checkpoints lack it; samples do not tell
         return ""
     changes = []
@@ -382,30 +382,30 @@ def _changed_files(plan: Plan, checkpoint: Checkpoint) -> str:
     return f" {', '.join(changes)}." if changes else ""
 
 
-def has_same_data(plan: Plan, report: Problems) -> bool:
+def has_same_data(
+    config: RunConfig, trained: Sequence[Dataset], checkpoint: Checkpoint, seed: int, report: Problems
+) -> bool:
     """Whether the sample order can continue where the checkpoint stopped."""
-    if plan.resume is None:
-        return True
-    identity = plan.resume.manifest.identity
-    name = plan.resume.path.name
-    _check_files(plan, plan.resume, report)
-    _check_settings(dataset_mathematics(plan.trained), plan.resume, report)
-    _check_conversions(plan.trained, plan.resume, report)
-    epoch = plan.resume.manifest.epoch
-    progress = plan.resume.manifest.progress
+    identity = checkpoint.manifest.identity
+    name = checkpoint.path.name
+    _check_files(config, trained, checkpoint, report)
+    _check_settings(dataset_mathematics(trained), checkpoint, report)
+    _check_conversions(trained, checkpoint, report)
+    epoch = checkpoint.manifest.epoch
+    progress = checkpoint.manifest.progress
     is_complete = progress is not None and progress.epochs_done == epoch
     consequence = f"epoch {epoch} is complete" if is_complete else f"epoch {epoch} starts over"
     # First compare by key; the fingerprint shows only that the data differ.
-    files = _changed_files(plan, plan.resume)
-    if changes := list(_changes(identity.order, sample_order(plan))):
+    files = _changed_files(trained, checkpoint)
+    if changes := list(_changes(identity.order, sample_order(config, trained, seed))):
         for key, change in changes:
             cause = files if key.endswith(SIZES) else ""
             report.warn(key, f"{name} {change}; {consequence}.{cause}")
         return False
-    if fingerprint(plan.trained) != identity.datasets:
-        if not plan.config.datasets.override_dataset_config:
+    if fingerprint(trained) != identity.datasets:
+        if not config.datasets.override_dataset_config:
             report.warn("data_backend_config", f"the datasets are not those of {name}; {consequence}.{files}")
         return False
     of_batch = Problems()
-    _check_batch(plan.config, plan.resume, of_batch)
+    _check_batch(config, checkpoint, of_batch)
     return not of_batch

@@ -16,7 +16,7 @@ from simpletuner.config.json_reader import read_stored
 
 if TYPE_CHECKING:
     from simpletuner.budget.budget import Budget
-    from simpletuner.planning.build import Plan
+    from simpletuner.planning.plans import Plan
     from simpletuner.reporting.events import StepReport
     from simpletuner.run.session import Session
     from simpletuner.training.state import Assembly, TrainState

@@ -26,8 +26,8 @@ from simpletuner.encoding.caches import CacheFiller
 from simpletuner.encoding.fill import prepared_picture
 from simpletuner.encoding.read import BatchReader
 from simpletuner.memory.precision import DTYPES
-from simpletuner.planning.build import Plan
 from simpletuner.planning.entries import evaluated, feature_kinds, preview_sources
+from simpletuner.planning.plans import Plan, SamplePlan
 from simpletuner.planning.resume import identify
 from simpletuner.redaction import redact_settings, redact_texts
 from simpletuner.reporting.events import EventStream
@@ -182,7 +182,7 @@ def build_validation(session: Session, recorded: Recorded, thread: Executor) -> 
     return validation
 
 
-def build_subjects(plan: Plan, catalogue: Catalogue, reader: BatchReader) -> list[Subject]:
+def build_subjects(plan: SamplePlan, catalogue: Catalogue, reader: BatchReader) -> list[Subject]:
     """One subject per prompt and source picture; pictures are fitted to the size of a preview."""
 
     def embeds(text: str, picture: Sample | None, negative: bool, size: Size) -> TextEmbeds:

@@ -23,11 +23,11 @@ from simpletuner.distributed.world import World, compute_threads
 from simpletuner.encoding.caches import Encoding, build_adapter, prepare_caches
 from simpletuner.errors import Interrupted, full_text
 from simpletuner.memory.precision import DTYPES, check_device
-from simpletuner.planning.build import Plan
 from simpletuner.planning.checkpoint_folder import FOLDER_NAME, PIPELINE_FOLDER
 from simpletuner.planning.entries import latent_storage, text_folder
 from simpletuner.planning.length import length_key
 from simpletuner.planning.lineage import branch_folder, start_line
+from simpletuner.planning.plans import Plan, SamplePlan
 from simpletuner.reporting.events import EventStream, RunState, StateChanged
 from simpletuner.reporting.metrics import MEDIA_FILE, METRICS_FILE, damage_in
 from simpletuner.reporting.record import Recorded, RunRecord
@@ -201,7 +201,7 @@ def sweep_strays(plan: Plan) -> None:
         sweep_files(folder, deep=True, older_than=ABANDONED)
 
 
-def prepare_machine(plan: Plan) -> None:
+def prepare_machine(plan: SamplePlan) -> None:
     """Set process-wide options of torch."""
     torch.set_num_threads(compute_threads(plan.config.caching.torch_num_threads))
     config = plan.config

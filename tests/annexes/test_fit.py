@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -26,12 +27,13 @@ from simpletuner.budget.estimate import FLOAT32_SHARE
 from simpletuner.budget.workload import Bucket, Parts, Workload, kernels_on
 from simpletuner.config.load import Layer, resolve
 from simpletuner.config.schema import RunConfig
+from simpletuner.data.schedule import Origin
 from simpletuner.errors import Problems
 from simpletuner.models.cost import Kernels, VaeLoad
 from simpletuner.models.kandinsky5.cost import VIDEO_COST
 from simpletuner.models.registry import FAMILIES
 from simpletuner.models.source import ModelSource
-from simpletuner.planning.build import Plan
+from simpletuner.planning.plans import Length, Plan
 from tests.reports import found_by
 
 STREAMING = "enable_group_offload true, group_offload_use_stream true"
@@ -65,7 +67,27 @@ def budget(
     workload = Workload([bucket], [], encodes_text, [], 0.0)
     spec, settled = FAMILIES[family], config(family, **settings)
     source = ModelSource.from_config(spec, spec.flavour(flavour), settled)
-    return Budget(Plan(settled, spec, spec.flavour(flavour), source), parts(family, flavour), workload, device)
+    plan = Plan(
+        config=settled,
+        spec=spec,
+        flavour=spec.flavour(flavour),
+        source=source,
+        prompts=[],
+        sizes=[],
+        pictures=(),
+        seed=0,
+        warnings=[],
+        datasets=[],
+        text_caches=[],
+        purpose="train",
+        dataset_file=Path("multidatabackend.json"),
+        lora_targets=[],
+        resume=None,
+        same_data=True,
+        origin=Origin(),
+        length=Length(0, 0, 0),
+    )
+    return Budget(plan, parts(family, flavour), workload, device)
 
 
 @cache

@@ -10,7 +10,7 @@ import pytest
 
 from simpletuner.cli.help import settings_help
 from simpletuner.config.sources import parse_arguments
-from simpletuner.planning.build import make_plan
+from simpletuner.planning.build import plan_training
 from tests.complaints import complaint
 from tests.workspace import Workspace
 
@@ -74,7 +74,7 @@ def test_a_step_names_its_checkpoint(workspace: Workspace, resumed: str) -> None
     assert workspace.train("max_train_steps=2", "checkpoint_step_interval=1") == 0
 
     with workspace.inside():
-        plan = make_plan(parse_arguments(["max_train_steps=3", f"resume_from_checkpoint={resumed}"]))
+        plan = plan_training(parse_arguments(["max_train_steps=3", f"resume_from_checkpoint={resumed}"]))
 
     assert plan.resume is not None
     assert plan.resume.path.name == "checkpoint-1"

@@ -26,7 +26,7 @@ from simpletuner.errors import DiskFullError
 from simpletuner.models.adapter import TextRequest
 from simpletuner.models.kandinsky5.image import Kandinsky5ImageAdapter
 from simpletuner.models.kandinsky5.text import Kandinsky5TextEncoder
-from simpletuner.planning.build import Plan
+from simpletuner.planning.plans import Plan
 from tests.techniques.alignment import SPEC, PatchTeacher
 from tests.workspace import DATASETS, Workspace
 

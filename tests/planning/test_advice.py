@@ -18,7 +18,7 @@ from simpletuner.config.schema import all_options
 from simpletuner.config.sources import Arguments, configured
 from simpletuner.errors import ConfigError, Problem
 from simpletuner.models.registry import FAMILIES
-from simpletuner.planning.build import make_plan
+from simpletuner.planning.build import plan_training
 from tests.advice import Judge, Settings, comes_to_an_end, proposals, refused_next
 from tests.workspace import CONFIG, DATASETS, Workspace
 
@@ -133,7 +133,7 @@ def test_what_a_message_about_a_dataset_proposes_is_not_refused_next(workspace: 
         content = json.loads(workspace.path("config/config.json").read_text())
         arguments = Arguments(base=configured({**CONFIG, **content}))
         try:
-            make_plan(arguments)
+            plan_training(arguments)
         except ConfigError as error:
             return [problem for problem in error.problems if problem.fatal]
         return []

@@ -7,13 +7,14 @@ from typing import Any
 import pytest
 
 from simpletuner.config.load import Layer, resolve
+from simpletuner.data.schedule import Origin
 from simpletuner.distributed.world import World
 from simpletuner.errors import Problems
 from simpletuner.models.registry import FAMILIES
 from simpletuner.models.source import ModelSource
-from simpletuner.planning.build import Plan
 from simpletuner.planning.checks import check_config, check_sequence
 from simpletuner.planning.environment import as_launched, may_shard
+from simpletuner.planning.plans import Model, make_sampler
 from tests.reports import found_by
 
 SHARDED = {"num_processes": 4, "fsdp_enable": True}
@@ -122,17 +123,16 @@ def test_processes_divide_heads_and_machines(
     launch = {"num_processes": processes, "num_machines": machines, "sequence_parallel_size": size}
     settled = config(model_family=family.name, model_flavour=flavour, **launch)
     chosen = family.flavour(flavour)
-    plan = Plan(settled, family, chosen, ModelSource.from_config(family, chosen, settled))
-    assert list(map(str, found_by(check_sequence, plan))) == ([f"sequence_parallel_size: {error}"] if error else [])
+    source = ModelSource.from_config(family, chosen, settled)
+    model = Model(config=settled, spec=family, flavour=chosen, source=source)
+    assert list(map(str, found_by(check_sequence, model))) == ([f"sequence_parallel_size: {error}"] if error else [])
 
 
 def test_processes_that_share_tokens_get_the_same_samples() -> None:
     settled = config(num_processes=4, sequence_parallel_size=2)
-    family = FAMILIES["kandinsky5-video"]
-    plan = Plan(settled, family, family.flavours[0], ModelSource({}))
-    samplers = [plan.sampler(World(rank, 4)) for rank in range(4)]
+    samplers = [make_sampler(settled, [], 0, Origin(), World(rank, 4)) for rank in range(4)]
     assert [sampler.world.place for sampler in samplers] == [(0, 2), (0, 2), (1, 2), (1, 2)]
-    assert plan.sampler().world.size == settled.launch.data_processes == 2
+    assert make_sampler(settled, [], 0, Origin()).world.size == settled.launch.data_processes == 2
 
 
 def test_where_fsdp_may_be_used() -> None:

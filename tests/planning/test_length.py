@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 
 from simpletuner.config.sources import parse_arguments
-from simpletuner.planning.build import Plan, make_plan
+from simpletuner.planning.build import plan_training
 from simpletuner.planning.checkpoint_folder import Manifest, Progress, write_manifest
 from simpletuner.planning.length import length_key
+from simpletuner.planning.plans import Plan
 from simpletuner.planning.resume import identify
 from tests.complaints import complaint, warnings
 from tests.workspace import DATASETS, Workspace
@@ -32,7 +33,7 @@ def second(id: str = "second", **keys: Any) -> dict[str, Any]:
 
 def planned(workspace: Workspace, *settings: str) -> Plan:
     with workspace.inside():
-        return make_plan(parse_arguments(list(settings)))
+        return plan_training(parse_arguments(list(settings)))
 
 
 def save_checkpoint(workspace: Workspace, step: int, epoch: int, progress: Progress | None) -> None:

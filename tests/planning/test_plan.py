@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from simpletuner.config.sources import parse_arguments
-from simpletuner.planning.build import make_plan
+from simpletuner.planning.build import plan_training
 from simpletuner.planning.checkpoint_folder import Checkpoint, Identity, Manifest
 from simpletuner.planning.resume import decide_seed
 from simpletuner.run.companions import Ledger
@@ -29,7 +29,7 @@ def plan(workspace: Workspace, capsys: Capture, *settings: str) -> str:
 @pytest.mark.parametrize(("settings", "title"), [([], "output"), (["tracker_run_name=a star"], "a star")])
 def test_a_run_without_a_name_is_called_as_its_folder(workspace: Workspace, settings: list[str], title: str) -> None:
     with workspace.inside():
-        assert make_plan(parse_arguments(settings)).title == title
+        assert plan_training(parse_arguments(settings)).title == title
 
 
 def test_it_says_what_will_run(workspace: Workspace, capsys: Capture) -> None:

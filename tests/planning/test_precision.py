@@ -19,7 +19,7 @@ from simpletuner.config.precision import (
 )
 from simpletuner.config.schema import PrecisionConfig, all_options
 from simpletuner.config.sources import parse_arguments
-from simpletuner.planning.build import make_plan
+from simpletuner.planning.build import plan_training
 from simpletuner.planning.entries import make_catalogue
 from simpletuner.run.train import prepare_machine
 from tests.complaints import complaint, complaints, warnings
@@ -180,7 +180,7 @@ def test_full_float32_of_a_gpu_is_part_of_the_latents_keys(
     monkeypatch.setattr(shutil, "which", lambda name: f"/usr/bin/{name}")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     with workspace.inside():
-        catalogue = make_catalogue(make_plan(parse_arguments([f"vae_dtype={dtype}"])))
+        catalogue = make_catalogue(plan_training(parse_arguments([f"vae_dtype={dtype}"])))
     assert catalogue is not None
     assert catalogue.vae.tf32 is expected
     assert catalogue.text_encoder.tf32 is None
@@ -191,7 +191,7 @@ def test_cudnn_computes_no_attention(workspace: Workspace) -> None:
     """Its gradients of masked attention may be NaN."""
     torch.backends.cuda.enable_cudnn_sdp(True)
     with workspace.inside():
-        prepare_machine(make_plan(parse_arguments([])))
+        prepare_machine(plan_training(parse_arguments([])))
     assert not torch.backends.cuda.cudnn_sdp_enabled()
 
 
@@ -204,7 +204,7 @@ def test_nothing_changes_torchs_settings_beside_training(
     places: tuple[Any, ...] = (torch.backends.cuda.matmul, torch.backends.cudnn)
     before = [each.allow_tf32 for each in places]
     with workspace.inside():
-        plan = make_plan(parse_arguments(["vae_dtype=fp32", f"vae_cache_ondemand={not ahead}".lower()]))
+        plan = plan_training(parse_arguments(["vae_dtype=fp32", f"vae_cache_ondemand={not ahead}".lower()]))
     prepare_machine(plan if trains else replace(plan, datasets=[]))
     found = [each.allow_tf32 for each in places]
     for each, was in zip(places, before, strict=True):

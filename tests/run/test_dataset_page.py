@@ -15,7 +15,7 @@ from PIL import Image, ImageFilter
 from simpletuner.annexes.captions.dataset_page import caption_reader, colour_grid, motion, near_duplicates
 from simpletuner.config.sources import parse_arguments
 from simpletuner.models.registry import load_adapter
-from simpletuner.planning.build import make_plan
+from simpletuner.planning.build import survey_datasets
 from tests.clips import Clip
 from tests.pictures import photograph
 from tests.workspace import DATASETS, Workspace
@@ -107,7 +107,7 @@ def test_captions_are_cut_where_the_encoder_cuts_them(
         Clip(seconds=6).write(workspace.path(f"{PICTURES}/p0.mp4"))
     workspace.write_datasets([{**DATASETS[0], "dataset_type": kind}, DATASETS[1]])
     with workspace.inside():
-        found = make_plan(parse_arguments([]), "survey")
+        found = survey_datasets(parse_arguments([]))
         adapter = load_adapter(found.spec)(found.config, found.flavour, found.source)
         encoder = adapter.load_text_encoder(torch.device("cpu"), torch.float32)
         read = caption_reader(found)

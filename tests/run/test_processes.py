@@ -27,7 +27,7 @@ from simpletuner.annexes.processes.group import process_group
 from simpletuner.config.sources import parse_arguments
 from simpletuner.distributed.world import World
 from simpletuner.errors import Interrupted
-from simpletuner.planning.build import make_plan
+from simpletuner.planning.build import plan_training
 from tests.closeness import ROTATION, distance
 from tests.commands import forked_commands
 from tests.parameters import first_of
@@ -196,10 +196,10 @@ def test_other_captions_and_settings_of_datasets_are_other_data(
     workspace: Workspace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(workspace.folder)
-    first = agreed_values(make_plan(parse_arguments([])))
+    first = agreed_values(plan_training(parse_arguments([])))
     workspace.path("datasets/pictures/p0.txt").write_text("another text")
     workspace.write_datasets([{**DATASETS[0], "timestep_sampling_offset": 0.5}, DATASETS[1]])
-    told = differences([("one", first), ("two", agreed_values(make_plan(parse_arguments([]))))])
+    told = differences([("one", first), ("two", agreed_values(plan_training(parse_arguments([]))))])
     assert [each.where for each in told] == ["pictures.captions", "pictures.timestep_sampling_offset"]
     assert "is 0.0 in the first process, but 0.5 in process 1 on two." in told[1].message
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from simpletuner.config.techniques import Route
 from simpletuner.diffusion.batch import Batch, NoisyBatch
 from simpletuner.diffusion.flow import hold_first_frame, make_noisy
-from simpletuner.planning.build import Plan
+from simpletuner.planning.plans import Plan
 from simpletuner.planning.techniques.preservation import PreservationSpec
 from simpletuner.planning.techniques.spec import TechniqueSpec
 from simpletuner.planning.techniques.table import chosen_techniques

@@ -39,7 +39,7 @@ from simpletuner.models.kandinsky5.loading import load_processor
 from simpletuner.models.kandinsky5.text import QWEN_LAYERS
 from simpletuner.models.loading import load_whole, user_errors
 from simpletuner.models.source import ModelSource
-from simpletuner.planning.build import Plan
+from simpletuner.planning.plans import Survey
 from simpletuner.reporting.events import EventStream
 from simpletuner.training.assemble import make_accelerator
 from simpletuner.weights.part import Part
@@ -186,7 +186,7 @@ ADVICE = "To reduce memory, set group_offload_text_encoder, or text_encoder_1_pr
 Shown = tuple[DatasetFile, DescriptionRequest]
 
 
-def write_captions(survey: Plan, files: Sequence[DatasetFile], wording: Wording, events: EventStream) -> int:
+def write_captions(survey: Survey, files: Sequence[DatasetFile], wording: Wording, events: EventStream) -> int:
     """Write a caption file beside each file, keeping existing captions; returns how many were written."""
     written = 0
     for file, caption in described(survey, files, wording, events):
@@ -199,7 +199,7 @@ def write_captions(survey: Plan, files: Sequence[DatasetFile], wording: Wording,
 
 
 def described(
-    survey: Plan, files: Sequence[DatasetFile], wording: Wording, events: EventStream
+    survey: Survey, files: Sequence[DatasetFile], wording: Wording, events: EventStream
 ) -> Iterator[tuple[DatasetFile, str]]:
     """Caption files; files that cannot be decoded are logged and skipped.
 
@@ -226,7 +226,7 @@ def described(
             phase.advance(len(group), group[-1].name)
 
 
-def open_captioner(survey: Plan, events: EventStream) -> QwenCaptioner:
+def open_captioner(survey: Survey, events: EventStream) -> QwenCaptioner:
     """Download missing components and load the captioner, onto the device or streamed to it.
 
     Raises:
@@ -256,7 +256,7 @@ def _streamed_if_large(config: RunConfig, part: Part, device: torch.device) -> R
     return config if fits else config.with_values({"group_offload_text_encoder": True}, "chosen by offload auto")
 
 
-def longest(survey: Plan, captioner: QwenCaptioner, wording: Wording) -> int:
+def longest(survey: Survey, captioner: QwenCaptioner, wording: Wording) -> int:
     """The maximum number of tokens after the trigger: by style, and so that the family's prompt is not truncated.
 
     Raises:

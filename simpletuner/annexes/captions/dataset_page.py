@@ -24,7 +24,7 @@ from simpletuner.data.media_checks import NOTICEABLE_ENLARGEMENT
 from simpletuner.data.pictures import fit
 from simpletuner.data.sample import UNCAPTIONED, LedgerEntry
 from simpletuner.distributed.world import usable_cores
-from simpletuner.planning.build import Plan
+from simpletuner.planning.plans import Survey
 from simpletuner.reporting.events import EventStream
 
 TOKENIZER = "tokenizer.json"
@@ -85,7 +85,7 @@ class FileCard:
 CaptionReader = Callable[[Dataset, str], Words]
 
 
-def write_page(survey: Plan, path: Path, events: EventStream) -> None:
+def write_page(survey: Survey, path: Path, events: EventStream) -> None:
     """Inspect all files and write the page, and nothing else.
 
     Raises:
@@ -110,7 +110,7 @@ def write_page(survey: Plan, path: Path, events: EventStream) -> None:
     write_atomically(path, page, durable=False)
 
 
-def look_at_all(survey: Plan, events: EventStream) -> dict[str, list[FileCard]]:
+def look_at_all(survey: Survey, events: EventStream) -> dict[str, list[FileCard]]:
     """The cards of all files by dataset, decoded in threads."""
     read, cards = caption_reader(survey), {dataset.id: list[FileCard]() for dataset in survey.datasets}
     files = [(dataset, entry) for dataset in survey.datasets for entry in placed(dataset)]
@@ -142,13 +142,13 @@ def placed(dataset: Dataset) -> Iterator[LedgerEntry]:
         yield entry
 
 
-def tokenizer_file(survey: Plan) -> Path | None:
+def tokenizer_file(survey: Survey) -> Path | None:
     """The tokenizer of the checkpoint, if it is on this machine."""
     folder = survey.source["tokenizer"].local_folder()
     return folder / TOKENIZER if folder is not None and (folder / TOKENIZER).is_file() else None
 
 
-def caption_reader(survey: Plan) -> CaptionReader:
+def caption_reader(survey: Survey) -> CaptionReader:
     """A function that splits captions where prompts are truncated, if the checkpoint's tokenizer is on this machine."""
     spec, file = survey.spec, tokenizer_file(survey)
     if file is None:

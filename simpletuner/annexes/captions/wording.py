@@ -15,7 +15,7 @@ from simpletuner.data.pictures import PICTURE_SUFFIXES
 from simpletuner.errors import Problem, Problems, did_you_mean
 from simpletuner.models.source import ModelSource
 from simpletuner.models.spec import FamilySpec
-from simpletuner.planning.build import Plan
+from simpletuner.planning.plans import Survey
 
 Style = Literal["short", "long", "tags"]
 # Maximum tokens of a caption by style; the prompt may have room for fewer.
@@ -72,7 +72,7 @@ class Wording:
         return f"{self.lead}{text}" if text else ""
 
 
-def check_captions(survey: Plan, wording: Wording, wanted: str | None) -> None:
+def check_captions(survey: Survey, wording: Wording, wanted: str | None) -> None:
     """Check the options of `simpletuner caption`.
 
     Args:

@@ -22,6 +22,7 @@ from simpletuner.config.types import typed
 from simpletuner.errors import Problem, Problems
 from simpletuner.planning.checks import conflicts
 from simpletuner.planning.environment import check_launch, check_offload, may_shard
+from simpletuner.planning.plans import SamplePlan
 
 HEADROOM = 0.05  # share of memory that auto leaves free, for other programs and estimation errors
 STREAMED = {"enable_group_offload": True, "group_offload_use_stream": True}
@@ -30,6 +31,9 @@ STATE_ON_HOST = {**RELEASED, "offload_optimizer_state": True}
 LOW_BIT = {"optimizer": "ao-adamw8bit"}
 DISK, KEPT = "group_offload_to_disk_path", "gradient_checkpointing_kept_blocks"
 DECODINGS = {"strips": "only their rounding", "tiles": "pixels slightly at the seams"}  # and their side effects
+
+# Rendering is fitted into memory like a run.
+AnyBudget = Budget[SamplePlan]
 
 
 @dataclass(frozen=True)
@@ -54,16 +58,16 @@ class Change:
     def __str__(self) -> str:
         return self.words or ", ".join(f"{key} {typed(value)}" for key, value in self.values.items())
 
-    def of(self, budget: Budget) -> Budget:
+    def of(self, budget: AnyBudget) -> AnyBudget:
         """The budget after this change."""
         return replace(budget.under(self.values, CHOSEN), workload=self.apply(budget.workload))
 
 
-def _after(budget: Budget, changes: Sequence[Change]) -> Budget:
+def _after(budget: AnyBudget, changes: Sequence[Change]) -> AnyBudget:
     return reduce(lambda before, change: change.of(before), changes, budget)
 
 
-def check_fit(budget: Budget, report: Problems) -> None:
+def check_fit(budget: AnyBudget, report: Problems) -> None:
     """Report a phase that does not fit, with the smallest change that helps.
 
     With `i_know_what_i_am_doing`, the problem is a warning.
@@ -92,7 +96,7 @@ def _settings_of(changes: Sequence[Change]) -> dict[str, Any]:
     return {key: value for change in changes if are_settings for key, value in change.values.items()}
 
 
-def smallest_change(budget: Budget) -> list[Change]:
+def smallest_change(budget: AnyBudget) -> list[Change]:
     """A minimal set of changes that fits, in the order of `possible_changes`; empty if nothing fits.
 
     Changes are added until everything fits; then unnecessary ones are removed.
@@ -112,7 +116,7 @@ def smallest_change(budget: Budget) -> list[Change]:
     return taken
 
 
-def possible_changes(budget: Budget) -> Iterator[Change]:
+def possible_changes(budget: AnyBudget) -> Iterator[Change]:
     """Changes that this configuration does not have yet, mildest first."""
     config, workload, room = budget.config, budget.workload, _room(budget)
     yield from _step_changes(budget)
@@ -133,7 +137,7 @@ def possible_changes(budget: Budget) -> Iterator[Change]:
         yield Change({"validation_disable": True}, apply=lambda before: replace(before, previews=[]))
 
 
-def _step_changes(budget: Budget) -> Iterator[Change]:
+def _step_changes(budget: AnyBudget) -> Iterator[Change]:
     """Changes to training that do not change results."""
     config, room = budget.config, _room(budget)
     kept = config.precision.gradient_checkpointing_kept_blocks
@@ -152,7 +156,7 @@ def _step_changes(budget: Budget) -> Iterator[Change]:
     yield from _offload_changes(budget) if budget.device.has_own_memory else ()
 
 
-def _offload_changes(budget: Budget) -> Iterator[Change]:
+def _offload_changes(budget: AnyBudget) -> Iterator[Change]:
     """Changes that move weights and state off a GPU."""
     config, offload, room = budget.config, budget.config.offload, _room(budget)
     if config.model.model_type == "full":
@@ -169,7 +173,7 @@ def _offload_changes(budget: Budget) -> Iterator[Change]:
         yield Change({"offload_block_inputs": True}, "time", reason)
 
 
-def _phase_changes(budget: Budget) -> Iterator[Change]:
+def _phase_changes(budget: AnyBudget) -> Iterator[Change]:
     """Changes to loading and to the phases before and after training."""
     offload, caching = budget.config.offload, budget.config.caching
     if budget.device.has_own_memory and not offload.group_offload_text_encoder:
@@ -185,7 +189,7 @@ def _phase_changes(budget: Budget) -> Iterator[Change]:
         yield Change({"vae_enable_tiling": True}, "encoding", "; latents change at the tiles' seams")
 
 
-def _decodings(budget: Budget) -> Iterator[Change]:
+def _decodings(budget: AnyBudget) -> Iterator[Change]:
     """Changes that decode previews in less memory."""
     ways = ["whole", *(how for how in DECODINGS if how == "tiles" or budget.parts.spec.decodes_in_strips)]
     now = budget.config.validation.validation_decoding
@@ -194,19 +198,19 @@ def _decodings(budget: Budget) -> Iterator[Change]:
         yield Change({DECODING: how}, "time", reason)
 
 
-def _may_move(budget: Budget) -> bool:
+def _may_move(budget: AnyBudget) -> bool:
     """Whether tensors can leave the device during a step: to other memory, and no CUDA graph needs fixed addresses."""
     return budget.device.has_own_memory and graph_key(budget.config.launch) is None
 
 
-def _may_stream(budget: Budget) -> bool:
+def _may_stream(budget: AnyBudget) -> bool:
     """Whether blocks could be streamed but are not: their weights must be frozen and unsharded."""
     config = budget.config
     is_free = not (config.offload.enable_group_offload or config.launch.fsdp_enable)
     return _may_move(budget) and is_free and config.model.model_type == "lora"
 
 
-def _shared_tokens(budget: Budget) -> Iterator[Change]:
+def _shared_tokens(budget: AnyBudget) -> Iterator[Change]:
     """Share the tokens of a sample among as many processes as heads and machines allow; steps have fewer samples."""
     config, cost = budget.config, budget.parts.transformer
     size = math.gcd(config.launch.local_processes, cost.hidden // cost.head)
@@ -219,7 +223,7 @@ def _shared_tokens(budget: Budget) -> Iterator[Change]:
         yield change
 
 
-def _smaller_samples(budget: Budget) -> Iterator[Change]:
+def _smaller_samples(budget: AnyBudget) -> Iterator[Change]:
     """Shorter clips, then smaller pictures, described by dataset keys; for previews if nothing is trained."""
     workload, spec = budget.workload, budget.parts.spec
     longest = max((bucket.frames for bucket in workload.buckets or workload.previews), default=1)
@@ -233,19 +237,19 @@ def _smaller_samples(budget: Budget) -> Iterator[Change]:
         yield Change({}, words=words, apply=partial(Workload.scaled, spec=spec, sides=share))
 
 
-def _sharding(budget: Budget) -> list[Change]:
+def _sharding(budget: AnyBudget) -> list[Change]:
     """FSDP2, if it is allowed and the user has not set it."""
     config, reason = budget.config, f"each process keeps a share of the weights, to fit {_room(budget)}"
     is_open = may_shard(config) and not config.launch.fsdp_enable and not config.is_explicit("fsdp_enable")
     return [Change({"fsdp_enable": True}, reason=reason)] if is_open else []
 
 
-def _room(budget: Budget) -> str:
+def _room(budget: AnyBudget) -> str:
     device = budget.device
     return device.name if device.usable is None else gigabytes(device.usable)
 
 
-def choose(budget: Budget) -> Budget:
+def choose(budget: AnyBudget) -> AnyBudget:
     """The choice of `offload: auto`: the fastest settings that fit with `HEADROOM`.
 
     Tries every selection of the changes that only cost time, with as many blocks as fit kept on the device or not
@@ -270,7 +274,7 @@ def choose(budget: Budget) -> Budget:
     return _taken(lean, _time_changes(lean, hopeless))
 
 
-def _open_changes(budget: Budget, role: str) -> list[Change]:
+def _open_changes(budget: AnyBudget, role: str) -> list[Change]:
     """The changes of a role that override no key set by the user."""
     flat, is_explicit, changes = budget.config.flat, budget.config.is_explicit, []
     for change in (change for change in possible_changes(budget) if change.role == role):
@@ -281,17 +285,17 @@ def _open_changes(budget: Budget, role: str) -> list[Change]:
     return changes
 
 
-def _time_changes(budget: Budget, hopeless: frozenset[str]) -> list[Change]:
+def _time_changes(budget: AnyBudget, hopeless: frozenset[str]) -> list[Change]:
     """Changes that only cost time, without ways of decoding previews that cannot fit anyway."""
     return [each for each in _open_changes(budget, "time") if PREVIEWS not in hopeless or DECODING not in each.values]
 
 
-def _lacking(budget: Budget) -> frozenset[str]:
+def _lacking(budget: AnyBudget) -> frozenset[str]:
     """The phases before and after training that do not fit."""
     return frozenset(phase.name for phase, _ in budget.shortages(headroom=HEADROOM) if not phase.trains)
 
 
-def _eased(budget: Budget, change: Change) -> Budget:
+def _eased(budget: AnyBudget, change: Change) -> AnyBudget:
     """The budget with a change, if it helps a phase before training that does not fit; else the budget."""
     after = change.of(budget)
     for phase, smaller in zip(budget.phases, after.phases, strict=True):
@@ -301,7 +305,7 @@ def _eased(budget: Budget, change: Change) -> Budget:
     return budget
 
 
-def _taken(budget: Budget, changes: Sequence[Change]) -> Budget:
+def _taken(budget: AnyBudget, changes: Sequence[Change]) -> AnyBudget:
     """The budget after changes, with their reasons as decisions."""
     for change in changes:
         flat = budget.config.flat
@@ -310,7 +314,7 @@ def _taken(budget: Budget, changes: Sequence[Change]) -> Budget:
     return budget
 
 
-def _with_reason_for_ddp(chosen: Budget) -> Budget:
+def _with_reason_for_ddp(chosen: AnyBudget) -> AnyBudget:
     """Add the reason why weights are not sharded, although they could be."""
     is_lora = chosen.config.model.model_type == "lora"
     more = ", while FSDP2 would gather the whole model in every pass" if is_lora else ""
@@ -318,7 +322,7 @@ def _with_reason_for_ddp(chosen: Budget) -> Budget:
     return replace(chosen, decisions=[reason, *chosen.decisions])
 
 
-def _fastest(start: Budget, hopeless: frozenset[str]) -> Budget | None:
+def _fastest(start: AnyBudget, hopeless: frozenset[str]) -> AnyBudget | None:
     """The budget with the fastest selection of changes that fits, mildest first among equals; None if none fits."""
     fitting: list[list[Change]] = []
     for selected in _selections(_time_changes(start, hopeless)):
@@ -343,7 +347,7 @@ def _selections(changes: Sequence[Change]) -> Iterator[list[Change]]:
             yield selected
 
 
-def _best_level(budget: Budget, selected: Sequence[Change], hopeless: frozenset[str]) -> list[Change] | None:
+def _best_level(budget: AnyBudget, selected: Sequence[Change], hopeless: frozenset[str]) -> list[Change] | None:
     """The fastest level of `_levels` that fits; None if none does."""
 
     def fits(level: Sequence[Change], *, on_host: bool = False) -> bool:
@@ -360,7 +364,7 @@ def _best_level(budget: Budget, selected: Sequence[Change], hopeless: frozenset[
     return best if best is not None and fits(best, on_host=True) else None
 
 
-def _levels(budget: Budget, keys: set[str]) -> list[list[Change]]:
+def _levels(budget: AnyBudget, keys: set[str]) -> list[list[Change]]:
     """What may stay on the device with the selected changes of `keys`, in order of device memory."""
     config, blocks = budget.config, len(budget.parts.transformer.blocks)
     levels: list[list[Change]] = [[]]
@@ -387,7 +391,7 @@ REPLICATED: Mapping[str, Mapping[str, Any]] = {
 }
 
 
-def check_sharded_lora(budget: Budget, report: Problems) -> None:
+def check_sharded_lora(budget: AnyBudget, report: Problems) -> None:
     """Warn about FSDP2 for a LoRA that would fit with DDP."""
     if not budget.config.launch.is_sharded or budget.config.model.model_type != "lora" or not budget.steps:
         return

@@ -68,7 +68,7 @@ def nominal_files(arguments: Arguments) -> Iterator[tuple[Arguments, str]]:
 def _read(arguments: Arguments) -> tuple[RunConfig, list[dict[str, Any]]]:
     """The configuration, and the entries of its dataset file; none if the file cannot be read."""
     layers, folder = arguments.layers(Problems())
-    config = resolve_layers(layers, "train", Problems())[0]
+    config = resolve_layers(layers, Problems())[0]
     path = dataset_file(config.run.data_backend_config, folder, Problems())
     entries = read_json(path, Problems(), list) or []
     return config, [entry for entry in entries if isinstance(entry, dict)]

@@ -1,4 +1,4 @@
-"""Makes a plan that fits: `make_plan`, then checks of memory, disk and devices."""
+"""Makes a plan that fits: `plan_training`, then checks of memory, disk and devices."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import shutil
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import replace
+from typing import cast
 
 from simpletuner.annexes.fitting.fit import STATE_ON_HOST, Change, check_fit, check_sharded_lora, choose
 from simpletuner.annexes.fitting.show import MISSING_GPU
@@ -32,8 +33,9 @@ from simpletuner.config.sources import Arguments
 from simpletuner.distributed.world import launched
 from simpletuner.errors import ConfigError, Problem, Problems, counted
 from simpletuner.models.source import ModelSource
-from simpletuner.planning.build import Plan, make_plan
+from simpletuner.planning.build import plan_training
 from simpletuner.planning.environment import existing, why_not_writable
+from simpletuner.planning.plans import AnyPlan, Plan, SamplePlan
 from simpletuner.reporting.wording import duration
 
 FEATURE_SHARE = 0.2  # of the free disk space, at most, for features of techniques
@@ -91,7 +93,7 @@ def weigh_plan(arguments: Arguments) -> Budget:
         ConfigError: other problems prevent a plan.
     """
     try:
-        budget = weigh(make_plan(arguments), arguments.problems, arguments.device)
+        budget = weigh(plan_training(arguments), arguments.problems, arguments.device)
     except ConfigError as error:
         raise ConfigError([_with_equivalent(each, arguments) for each in error.problems]) from None
     slow = Problems()
@@ -100,7 +102,7 @@ def weigh_plan(arguments: Arguments) -> Budget:
     return with_warnings(budget, [*slow, *budget.plan.warnings])
 
 
-def with_warnings(budget: Budget, warnings: list[Problem]) -> Budget:
+def with_warnings(budget: Budget[AnyPlan], warnings: list[Problem]) -> Budget[AnyPlan]:
     """A budget whose plan has these warnings."""
     return replace(budget, plan=replace(budget.plan, warnings=warnings))
 
@@ -114,7 +116,7 @@ def _with_equivalent(problem: Problem, arguments: Arguments) -> Problem:
         change = Change({problem.where: FOR_LORA[problem.where], **values})
         settings = [*arguments.settings, *FOR_LORA.items(), *values.items()]
         with suppress(ConfigError):  # such as datasets that do not exist, which the error names already
-            plan = make_plan(replace(arguments, settings=settings, problems=Problems()))
+            plan = plan_training(replace(arguments, settings=settings, problems=Problems()))
             budget = weigh(plan, Problems(), arguments.device)
             if budget.config.model.model_type == "full" and budget.device.is_gpu and budget.fits:
                 ways.setdefault("{} on the device and {} on the host".format(*map(gigabytes, budget.peaks)), change)
@@ -125,7 +127,7 @@ def _with_equivalent(problem: Problem, arguments: Arguments) -> Problem:
     return replace(problem, message=f"{problem.message} This would fit: {advice}.", remedy=remedy)
 
 
-def weigh(plan: Plan, report: Problems, asked: AskedDevice = HERE) -> Budget:
+def weigh(plan: AnyPlan, report: Problems, asked: AskedDevice = HERE) -> Budget[AnyPlan]:
     """A plan with its estimate, and with what `offload: auto` and the other automatic settings choose.
 
     Args:
@@ -159,7 +161,7 @@ def weigh(plan: Plan, report: Problems, asked: AskedDevice = HERE) -> Budget:
     return with_warnings(budget, [*budget.plan.warnings, *(problem for problem in judged if not problem.fatal)])
 
 
-def _sparing(budget: Budget) -> dict[str, object]:
+def _sparing(budget: Budget[SamplePlan]) -> dict[str, object]:
     """Settings that keep features off a disk that is too small for them."""
     kinds = (kind for technique in budget.plan.techniques for kind in technique.features)
     sparing = {key: value for kind in kinds for key, value in kind.spared_by.items()}
@@ -170,10 +172,11 @@ def _sparing(budget: Budget) -> dict[str, object]:
     return sparing if features > FEATURE_SHARE * shutil.disk_usage(latents).free else {}
 
 
-def _chosen(budget: Budget) -> Budget:
+def _chosen(budget: Budget[AnyPlan]) -> Budget[AnyPlan]:
     """The budget with what `offload: auto` chooses."""
-    chosen = choose(budget)
-    if batch := free_batch(chosen, steps_per_epoch(chosen.plan)):
+    chosen = cast("Budget[AnyPlan]", choose(budget))  # of the same plan, with other settings
+    batch = free_batch(chosen, steps_per_epoch(chosen.plan)) if isinstance(chosen.plan, Plan) else None
+    if batch:
         advice = f"with train_batch_size {batch} a step would take as long: the GPU waits for the host"
         chosen = replace(chosen, decisions=[*chosen.decisions, advice], proposals={advice: {"train_batch_size": batch}})
     if chosen.config.caching.vae_enable_tiling != budget.config.caching.vae_enable_tiling:

@@ -29,9 +29,9 @@ from simpletuner.config.types import typed
 from simpletuner.data.dataset import Dataset
 from simpletuner.data.sample import LedgerEntry
 from simpletuner.errors import Problem, counted, visible
-from simpletuner.planning.build import Plan
 from simpletuner.planning.entries import evaluated, previews_of_a_round
 from simpletuner.planning.lineage import continuation
+from simpletuner.planning.plans import Plan, SamplePlan
 from simpletuner.redaction import redact_settings
 from simpletuner.reporting.wording import duration
 
@@ -319,7 +319,7 @@ def start_lines(budget: Budget) -> Iterator[str]:
     yield fit_line(budget)
 
 
-def fit_line(budget: Budget) -> str:
+def fit_line(budget: Budget[SamplePlan]) -> str:
     """`  fits: up to 16.4 GB of 25.8 GB on a GPU with 24 GiB, while training at 1024x1024`"""
     device = budget.device
     peak = max(budget.phases, key=lambda phase: phase.needed(device))

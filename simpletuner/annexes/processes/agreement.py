@@ -10,7 +10,7 @@ from pathlib import Path
 from simpletuner.budget.budget import Budget
 from simpletuner.distributed.world import World
 from simpletuner.errors import ConfigError, Problem, shorten
-from simpletuner.planning.build import Plan
+from simpletuner.planning.plans import Plan
 from simpletuner.planning.resume import identify
 
 

@@ -32,8 +32,8 @@ from simpletuner.errors import Problems
 from simpletuner.headers import METADATA, read_header
 from simpletuner.models.registry import load_adapter
 from simpletuner.models.usage import Usage
-from simpletuner.planning.build import Plan
 from simpletuner.planning.checkpoint_folder import PIPELINE_FOLDER, describe_errors, result_step
+from simpletuner.planning.plans import Plan
 from simpletuner.redaction import HIDDEN, redact, redact_settings
 from simpletuner.reporting.metrics import MEDIA_FILE, METRICS_FILE, MediaRecord, read_media, read_rows
 from simpletuner.reporting.wording import size_text

@@ -32,7 +32,7 @@ from simpletuner.run.companions import Companion, Ledger, Task, strike
 from simpletuner.weights.published_lora import OFFICIAL_SETTINGS
 
 if TYPE_CHECKING:
-    from simpletuner.planning.build import Plan
+    from simpletuner.planning.plans import Plan
     from simpletuner.reporting.events import StepReport
     from simpletuner.training.state import Assembly, TrainState
 

@@ -41,8 +41,8 @@ from simpletuner.errors import (
     is_out_of_memory,
     reached_limit,
 )
-from simpletuner.planning.build import Plan
 from simpletuner.planning.entries import list_entries
+from simpletuner.planning.plans import Plan
 from simpletuner.planning.resume import identify
 from simpletuner.redaction import redact, redact_settings
 from simpletuner.reporting.events import Event, EventStream, PhaseStarted, StepReport

@@ -19,9 +19,9 @@ from simpletuner.annexes.fitting.ready import ready_plan
 from simpletuner.config.records import without_removed
 from simpletuner.config.sources import Arguments, Located, located_at, read_config_file
 from simpletuner.errors import Problems, UserError, shorten
-from simpletuner.planning.build import Plan
 from simpletuner.planning.checkpoint_folder import Checkpoint, find_checkpoints
 from simpletuner.planning.length import data_origin
+from simpletuner.planning.plans import Plan
 from simpletuner.redaction import HIDDEN, redact_settings
 
 FOLDER, FAILURE_FILE, CONFIG_FILE = "failures", "failure.json", "config.json"
@@ -92,8 +92,9 @@ def prepare(folder: Path, arguments: Arguments) -> tuple[Failure, Plan]:
     folders = {"output_dir": str(folder / "replay"), "cache_dir": run.cache_dir or f"{run.output_dir}/cache"}
     config = plan.config.with_values(folders, "--replay")
     # Even if the data has changed, the order of samples continues; `changes` reports the differences.
-    plan = replace(plan, config=config, resume=checkpoint_before(plan, failure.step - 1), same_data=True)
-    return failure, replace(plan, origin=data_origin(plan))
+    checkpoint = checkpoint_before(plan, failure.step - 1)
+    origin = data_origin(config, checkpoint, same_data=True)
+    return failure, replace(plan, config=config, resume=checkpoint, same_data=True, origin=origin)
 
 
 def _settings_of(config: Path, report: Problems) -> Located:

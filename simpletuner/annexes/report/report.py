@@ -25,7 +25,7 @@ from simpletuner.data.files import DeviceError, MediaError
 from simpletuner.data.sample import Sample
 from simpletuner.encoding.fill import prepared_picture
 from simpletuner.errors import UserError
-from simpletuner.planning.build import Plan
+from simpletuner.planning.plans import Plan
 from simpletuner.redaction import redact, redact_settings
 from simpletuner.reporting import events as happened
 from simpletuner.reporting.events import ENDED, Event, EventStream

@@ -1,0 +1,213 @@
+"""The kinds of plan, in stages: each has everything that the one before has, and all of it is known.
+
+| stage         | what is known                                            | for                                      |
+|---------------|----------------------------------------------------------|------------------------------------------|
+| `Model`       | the settings, and the model that they name               | everything                               |
+| `Survey`      | a model, and its datasets with what is wrong with them   | a look at the datasets, captions         |
+| `PreviewPlan` | a model, and what previews render                        | drafts on the page and of `configure`    |
+| `SamplePlan`  | and the seed                                             | samples from a result                    |
+| `Plan`        | and the datasets, the checkpoint to continue, the length | a run and its caches                     |
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Literal
+
+from typing_extensions import TypeVar
+
+from simpletuner.config.datasets import DatasetConfig
+from simpletuner.config.schema import RunConfig
+from simpletuner.data.dataset import Dataset
+from simpletuner.data.sample import Sample
+from simpletuner.data.sampler import Sampler
+from simpletuner.data.schedule import Origin
+from simpletuner.distributed.world import World
+from simpletuner.errors import Problem
+from simpletuner.models.lora_layers import Targets
+from simpletuner.models.source import ModelSource
+from simpletuner.models.spec import FamilySpec, Flavour
+from simpletuner.planning.checkpoint_folder import Checkpoint, result_step
+from simpletuner.planning.prompts import ValidationPrompt
+from simpletuner.planning.techniques.spec import TechniqueSpec, TrainedData
+from simpletuner.planning.techniques.table import chosen_techniques
+
+
+@dataclass(frozen=True, kw_only=True)
+class Model:
+    """Settings, and the model that they name.
+
+    Attributes:
+        config: the settings, with those that the checkpoint decides.
+        source: the parts of the model.
+    """
+
+    config: RunConfig
+    spec: FamilySpec
+    flavour: Flavour
+    source: ModelSource
+
+    @property
+    def output_dir(self) -> Path:
+        return Path(self.config.run.output_dir).expanduser()
+
+    @property
+    def title(self) -> str:
+        """The name of the run; that of its output folder if the user gave none."""
+        is_named = self.config.is_explicit("tracker_run_name")
+        return self.config.tracking.tracker_run_name if is_named else self.output_dir.resolve().name
+
+    @property
+    def frame_rate(self) -> float | None:
+        """Frames per second of preview clips; None for families of pictures."""
+        return self.spec.frame_rate and (self.config.validation.framerate or self.spec.frame_rate)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Survey(Model):
+    """A model and the datasets for it, whether or not they can be trained on.
+
+    Attributes:
+        warnings: what is wrong with the files of the datasets.
+    """
+
+    datasets: list[Dataset]
+    warnings: list[Problem]
+
+
+@dataclass(frozen=True, kw_only=True)
+class PreviewPlan(Model):
+    """A model, and what its previews render.
+
+    Attributes:
+        sizes: (width, height) in pixels. Known without previews too: Kandinsky fits its rope scale to them.
+        pictures: what previews start from, if not from pictures of the datasets.
+    """
+
+    prompts: list[ValidationPrompt]
+    sizes: list[tuple[int, int]]
+    pictures: tuple[Sample, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplePlan(PreviewPlan):
+    """What rendering needs.
+
+    Attributes:
+        seed: resolved, even if the user did not set one.
+        warnings: problems that do not prevent the run.
+        datasets: samples have none.
+        text_caches: the text_embeds entries of the dataset file; samples have none.
+        lora_bytes: of the LoRAs that are applied to the transformer at a time.
+    """
+
+    seed: int
+    warnings: list[Problem]
+    datasets: list[Dataset]
+    text_caches: list[DatasetConfig]
+    lora_bytes: int = 0
+
+    @property
+    def trained(self) -> list[Dataset]:
+        """The datasets whose samples are drawn in training."""
+        return [dataset for dataset in self.datasets if dataset.config.is_trained]
+
+    @property
+    def techniques(self) -> tuple[TechniqueSpec, ...]:
+        """The techniques that change the computation of a step; samples take none."""
+        return ()
+
+
+@dataclass(frozen=True)
+class Length:
+    """How long a run is.
+
+    Attributes:
+        total_steps: optimizer steps of the whole run, with those done by earlier sessions.
+        batches_per_epoch: batches of each process in the first epoch of the session.
+        epochs: number of the last epoch.
+    """
+
+    total_steps: int
+    batches_per_epoch: int
+    epochs: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan(SamplePlan):
+    """A run: settings that have passed every check that needs no weights, and what they are applied to.
+
+    Attributes:
+        purpose: a run that trains, or its caches alone, which may be finished.
+        dataset_file: the file with the entries of the datasets.
+        lora_targets: the layers that a LoRA trains.
+        resume: the checkpoint to continue from; None for a fresh run.
+        same_data: the checkpoint has the datasets and batch size of this plan, so the sample order continues too.
+        origin: where in the run the data of this session begins.
+    """
+
+    purpose: Literal["train", "caches"]
+    dataset_file: Path
+    lora_targets: Targets
+    resume: Checkpoint | None
+    same_data: bool
+    origin: Origin
+    length: Length
+
+    @property
+    def steps_done(self) -> int:
+        """Steps of the run before this session."""
+        return steps_before(self.config, self.resume)
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether the last step has a checkpoint, and the published result is of that step."""
+        if self.resume is None or self.resume.step < self.length.total_steps:
+            return False
+        return result_step(self.output_dir, self.config.model.model_type) == self.resume.step
+
+    @cached_property
+    def techniques(self) -> tuple[TechniqueSpec, ...]:
+        """The techniques that change the computation of a step."""
+        # Expected micro-batches per epoch: what matters is their proportion.
+        batches = {each.id: len(each.samples) * (each.repeats + 1) / each.batch_size for each in self.trained}
+        shares = {name: count / sum(batches.values()) for name, count in batches.items()}
+        regularised = {each.id: shares[each.id] for each in self.trained if each.config.is_regularisation_data}
+        masked = sum(shares[each.id] for each in self.trained if each.masks)
+        strengths = {each.id: each.config.slider_strength for each in self.trained if each.config.slider_strength}
+        return chosen_techniques(self.config, TrainedData(self.length.total_steps, regularised, strengths, masked))
+
+    def sampler(self, world: World | None = None) -> Sampler:
+        """The sample order from the beginning, for one process (default: the first)."""
+        return make_sampler(self.config, self.trained, self.seed, self.origin, world)
+
+
+# For what runs and samples have alike: `Budget` is that of a run, `Budget[SamplePlan]` that of either.
+AnyPlan = TypeVar("AnyPlan", bound=SamplePlan, default=Plan)
+AnyPlan_co = TypeVar("AnyPlan_co", bound=SamplePlan, default=Plan, covariant=True)
+
+
+def make_sampler(
+    config: RunConfig, trained: list[Dataset], seed: int, origin: Origin, world: World | None = None
+) -> Sampler:
+    """The order in which samples are drawn, for one process (default: the first)."""
+    if world is None:
+        world = World(size=config.launch.num_processes)
+    return Sampler(
+        trained,
+        seed=seed,
+        sampling=config.datasets.data_backend_sampling,
+        accumulation=config.schedule.gradient_accumulation_steps,
+        origin=origin,
+        world=world.data_parallel(config.launch.sequence_parallel_size),
+    )
+
+
+def steps_before(config: RunConfig, resume: Checkpoint | None) -> int:
+    """Steps of a run before this session: those of its checkpoint, or of the LoRA that it starts from."""
+    if resume is not None:
+        return resume.step
+    lora = config.lora
+    return 0 if lora.init_lora is None else lora.init_lora_step
