@@ -18,6 +18,7 @@ from simpletuner.config.techniques import Route
 from simpletuner.diffusion.batch import Batch
 from simpletuner.distributed.world import World
 from simpletuner.planning.checkpoint_folder import Identity, open_checkpoint
+from simpletuner.planning.techniques.tread import TreadSpec
 from simpletuner.reporting.events import EventStream
 from simpletuner.techniques.base import Technique
 from simpletuner.techniques.tread import Tread
@@ -63,7 +64,7 @@ CASES = {
     ),
     "full-bf16": Case({"model_type": "full", "mixed_precision": "bf16", "gradient_checkpointing": True}),
     "lora": Case({"gradient_checkpointing": True, **CLIPPED}),
-    "lora-tread": Case({}, lambda: [Tread([Route(0.5, 1, 1)])]),
+    "lora-tread": Case({}, lambda: [Tread(TreadSpec([Route(0.5, 1, 1)]))]),
 }
 RELAYED = ("full", "lora")  # several processes begin the relay with the case itself
 EXACT = "full-bf16"

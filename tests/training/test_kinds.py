@@ -22,6 +22,7 @@ from simpletuner.models.adapter_kinds import planned_adapters
 from simpletuner.models.kandinsky5.loading import load_processor
 from simpletuner.models.lora_layers import weights_of
 from simpletuner.planning.checkpoint_folder import ERRORS
+from simpletuner.planning.techniques.tread import TreadSpec
 from simpletuner.run.rehearsal import rehearse_micro_step
 from simpletuner.techniques.tread import Tread
 from simpletuner.training.assemble import assemble, make_accelerator
@@ -110,7 +111,7 @@ def test_other_gpus_are_not_touched(t2i_checkpoint: Path, kind: str, monkeypatch
     """By default, `fork_rng` saves the state of every visible GPU, which takes memory on all of them."""
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
     monkeypatch.setattr(torch.cuda, "get_rng_state", lambda device: pytest.fail(f"touches GPU {device}"))
-    make_assembly(t2i_checkpoint, Tread([Route(0.5, 1, -1)]), **KINDS[kind])
+    make_assembly(t2i_checkpoint, Tread(TreadSpec([Route(0.5, 1, -1)])), **KINDS[kind])
     low_rank(torch.randn(8, 8), 0.9, 2)
 
 
