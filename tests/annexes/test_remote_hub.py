@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from simpletuner.annexes.remote import listers, store
+from simpletuner.annexes.remote import hub_rows, store
 from simpletuner.data.entries import DataContext
 from simpletuner.data.pictures import decode
 from tests.annexes.web import Site, picture, serve
@@ -63,7 +63,7 @@ def test_rows_become_files_and_nothing_is_loaded_twice(
     }  # fmt: skip
     assert dataset.samples[2].path.read_bytes() == picture(2), "undecoded, as it is in the table"
     assert all(", split train, row " in line.note for line in dataset.ledger())
-    monkeypatch.setattr(listers, "_load", None)
+    monkeypatch.setattr(hub_rows, "_load", None)
     assert build(context, entry)[0][0].samples == dataset.samples
 
 

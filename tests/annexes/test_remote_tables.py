@@ -62,7 +62,7 @@ def test_addresses_become_samples_and_nothing_is_fetched_twice(
 def test_what_cannot_be_had_is_listed_and_left_alone_until_asked_for(
     context: DataContext, tmp_path: Path, site: Site, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("simpletuner.annexes.remote.listers.WEB_PICTURE", 5000)
+    monkeypatch.setattr("simpletuner.annexes.remote.web_table.WEB_PICTURE", 5000)
     site.status["/busy.png"] = [503, 429]
     site.add("/short.png", picture(3))
     site.announced["/short.png"] = 4000

@@ -9,8 +9,9 @@ from functools import partial
 from pathlib import Path
 
 from simpletuner.annexes.display.progress import shown_events
-from simpletuner.annexes.remote.listers import list_rows, list_table
+from simpletuner.annexes.remote.hub_rows import list_rows
 from simpletuner.annexes.remote.store import Offer, Store, UnfetchedError
+from simpletuner.annexes.remote.web_table import list_table
 from simpletuner.config.datasets import DatasetConfig
 from simpletuner.data.discovery import Scan, classify, wanted_suffixes
 from simpletuner.data.entries import DataContext

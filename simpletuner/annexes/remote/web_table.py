@@ -1,0 +1,110 @@
+"""Lists type csv: a table of addresses, or of paths relative to it, with captions."""
+
+from __future__ import annotations
+
+import csv
+import hashlib
+import io
+import os
+import re
+from collections.abc import Iterator, Sequence
+from functools import partial
+from pathlib import Path
+
+from simpletuner.annexes.remote.store import CHUNK, DownloadError, Item, Offer, Store
+from simpletuner.annexes.remote.web import read_url
+from simpletuner.config.datasets import DatasetConfig
+from simpletuner.data.caption_tables import check_columns
+from simpletuner.data.files import LARGEST_CLIP, LARGEST_PICTURE, MediaError, check_regular, read_file
+from simpletuner.errors import Problems, shorten
+
+WEB_PICTURE, WEB_CLIP = 10 << 20, 200 << 20  # bytes of one download
+SCHEME = re.compile(r"([a-z][a-z0-9+.-]+):", re.IGNORECASE)  # two letters or more: C:\ is a path
+
+
+def list_table(config: DatasetConfig, store: Store, report: Problems) -> Offer:
+    """The rows of a table; of rows with the same address, the last."""
+    table = read_table(config, report)
+    rows = {address: caption for address, caption in table if address}
+    where, repeated = f"{config.id}.csv_file", sum(bool(address) for address, _ in table) - len(rows)
+    if repeated:
+        report.warn(where, f"{repeated} rows repeat the address of another row; the last one is used.")
+    if len(rows) + repeated < len(table):
+        empty = [str(number) for number, (address, _) in enumerate(table, 1) if not address]
+        report.warn(where, f"rows without an address: {shorten(empty)}.")
+    items = [web_item(address, name_of(address), config, Path(config.csv_file or "").parent) for address in rows]
+    return Offer(items, {address: (caption,) if caption else () for address, caption in rows.items()})
+
+
+def read_table(config: DatasetConfig, report: Problems) -> list[tuple[str, str]]:
+    """(address, caption) of every row."""
+    path, where = Path(config.csv_file or ""), f"{config.id}.csv_file"
+    named = {"csv_url_column": config.csv_url_column, "csv_caption_column": config.csv_caption_column or ""}
+    try:
+        # Spreadsheets write a byte order mark; `newline=""` keeps line breaks inside quoted captions.
+        table = csv.DictReader(io.StringIO(read_file(path, LARGEST_PICTURE).decode("utf-8-sig"), newline=""))
+        columns = list(table.fieldnames or ())
+        missing = Problems()
+        check_columns(named, columns, config.id, missing)
+        report.extend(missing)
+        rows = [] if missing else list(table)
+        address, caption = ([(row[column] or "").strip() for row in rows] for column in named.values())
+        return list(zip(address, caption, strict=True))
+    except MediaError as error:
+        report.error(where, f"{str(path)!r} {error}.")
+    except (UnicodeDecodeError, csv.Error) as error:
+        report.error(where, f"{str(path)!r} is not a table in UTF-8: {error}.")
+    return []
+
+
+def name_of(address: str) -> str:
+    """The path in the store, without a suffix: a hash of the address, in 256 subfolders."""
+    digest = hashlib.sha256(address.encode("utf-8", "surrogatepass")).hexdigest()
+    return f"{digest[:2]}/{digest[:32]}"
+
+
+def web_item(address: str, name: str, config: DatasetConfig, base: Path) -> Item:
+    """The file at an address, or at a path relative to `base`."""
+    scheme = SCHEME.match(address)
+    if scheme is None:
+        path, folders = base / address, () if config.allow_private_urls else (base,)
+        return Item(address, name, partial(copy_file, path, folders), _version(path))
+    if scheme[1].lower() not in ("http", "https"):
+        # Still an item, so that the plan lists the row with the reason.
+        return Item(address, name, partial(_refuse, scheme[1]))
+    most = WEB_CLIP if config.holds_clips else WEB_PICTURE
+    return Item(address, name, partial(read_url, address, most, allow_private=config.allow_private_urls))
+
+
+def _version(path: Path) -> str:
+    try:
+        status = path.stat()
+    except (OSError, ValueError):  # ValueError: NUL in the name
+        return ""
+    return f"{status.st_size}-{status.st_mtime_ns}"
+
+
+def copy_file(path: Path, folders: Sequence[Path]) -> Iterator[bytes]:
+    """Read a local file in chunks.
+
+    Args:
+        folders: the file must be below one of them, since the table may come from anybody. Links below them may lead
+            anywhere, since only local users can create them. Empty allows all paths.
+
+    Raises:
+        DownloadError: the file is not below the folders, or cannot be read.
+    """
+    named, *roots = (os.path.abspath(place) for place in (path, *folders))  # noqa: PTH100 - links are not resolved
+    if roots and not any(Path(named).is_relative_to(root) for root in roots):
+        raise DownloadError("is outside of the folder of its table; set allow_private_urls to accept such files")
+    try:
+        check_regular(path, LARGEST_CLIP)
+        with path.open("rb") as file:
+            while chunk := file.read(CHUNK):
+                yield chunk
+    except (MediaError, OSError) as error:
+        raise DownloadError(str(error)) from error
+
+
+def _refuse(scheme: str) -> Iterator[bytes]:
+    raise DownloadError(f"uses {scheme}; only http and https are supported")
