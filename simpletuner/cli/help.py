@@ -85,6 +85,7 @@ def settings_help(wanted: str) -> list[str]:
     Raises:
         UserError: no key matches.
     """
+    from simpletuner.config.absent import why_absent
     from simpletuner.config.datasets import dataset_options
     from simpletuner.config.schema import option_names, sections
     from simpletuner.config.sections import EVERYDAY_WORDS
@@ -101,6 +102,9 @@ def settings_help(wanted: str) -> list[str]:
         first, *rest = same_name
         return [*explain_key(first, [*related]), *chain(*map(explain_key, rest)), *chain(*map(summary, section))]
     if not (options := section or mentions):
+        why = why_absent(name, "config") or why_absent(name, "datasets")
+        if why:
+            raise UserError(f"{wanted!r} {why}.")
         known = [*names, *of_datasets, *" ".join(EVERYDAY_WORDS).split()]
         raise UserError(f"no setting mentions {wanted!r}.{did_you_mean(name, known)}")
     return [*chain(*map(summary, options))]
