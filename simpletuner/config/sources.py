@@ -11,7 +11,7 @@ import tomllib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from simpletuner.config.absent import why_absent
 from simpletuner.config.device import HERE, AskedDevice
@@ -23,9 +23,6 @@ from simpletuner.config.schema import option_names
 from simpletuner.config.strays import describe_folder
 from simpletuner.config.types import plain_key
 from simpletuner.errors import ConfigError, Problem, Problems, did_you_mean, not_one_of
-
-if TYPE_CHECKING:
-    from simpletuner.data.entries import Collect
 
 EXTRA_ARGUMENTS = "TRAINER_EXTRA_ARGS"
 # A JSON object: settings of a process that the page starts which a command line would show to every user.
@@ -80,6 +77,12 @@ def configured(values: Mapping[str, Any]) -> Located:
     return Located([launch_layer(), Layer(ARGUMENTS, [(key, resolve_alias(value)) for key, value in values.items()])])
 
 
+class CollectRemote(Protocol):
+    """Lists the files of remote datasets by id; `simpletuner.data.entries.Collect` names the types, which are above."""
+
+    def __call__(self, entries: Sequence[Any], context: Any, report: Problems, /) -> Mapping[str, Any]: ...
+
+
 @dataclass
 class Arguments:
     """The parsed command line.
@@ -97,7 +100,7 @@ class Arguments:
 
     settings: list[tuple[str, object]] = field(default_factory=list)
     selectors: dict[str, str] = field(default_factory=dict)
-    collect: Collect | None = None
+    collect: CollectRemote | None = None
     problems: Problems = field(default_factory=Problems)
     base: Located | None = None
     label: str = COMMAND_LINE
