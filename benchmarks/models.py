@@ -25,9 +25,9 @@ from simpletuner.config.load import Layer, resolve
 from simpletuner.config.schema import RunConfig
 from simpletuner.diffusion.batch import Batch
 from simpletuner.errors import Problems
-from simpletuner.models.adapter import FamilyAdapter
+from simpletuner.models.adapter import FamilyAdapter, load_adapter
 from simpletuner.models.cost import STOCK, FamilyCost, Kernels, TransformerCost
-from simpletuner.models.registry import FAMILIES, load_adapter
+from simpletuner.models.registry import FAMILIES
 from simpletuner.models.source import ModelSource
 from simpletuner.weights.part import Part
 from tests.tiny import WIDTH, build_qwen

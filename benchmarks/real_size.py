@@ -39,8 +39,9 @@ from simpletuner.budget.device import HOST_BASE
 from simpletuner.budget.workload import Parts
 from simpletuner.config.schema import RunConfig
 from simpletuner.diffusion.flow import make_noisy
+from simpletuner.models.adapter import load_adapter
 from simpletuner.models.cost import BatchShape
-from simpletuner.models.registry import FAMILIES, load_adapter
+from simpletuner.models.registry import FAMILIES
 from simpletuner.models.source import ModelSource
 from simpletuner.training.assemble import assemble
 from simpletuner.training.state import TrainingSpec

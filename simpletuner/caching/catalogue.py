@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar, Generic, Literal, Protocol, TypeVar
+from typing import ClassVar, Generic, Literal, TypeVar
 
 from simpletuner.caching.entry import list_keys
 from simpletuner.caching.keys import EncoderIdentity, FeatureKey, LatentKey, TextKey, checkpoint_identity, digest
@@ -18,21 +18,9 @@ from simpletuner.data.dataset import Dataset
 from simpletuner.data.sample import Sample
 from simpletuner.models.vision import VisionEncoder
 
-if TYPE_CHECKING:
-    from torch import Tensor
-
-
 FEATURES = "features"  # the tensor in an entry of features
 # When latents are encoded: before training; on first use, then cached; or at every use, never cached.
 Storage = Literal["ahead", "ondemand", "never"]
-
-
-class FeatureEncoder(Protocol):
-    """Computes the features of one kind."""
-
-    def encode(self, latents: Tensor) -> Tensor:
-        """The features of one sample's clean latents `C F H W`; any shape and dtype."""
-        ...
 
 
 @dataclass(frozen=True)

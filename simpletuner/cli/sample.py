@@ -174,7 +174,7 @@ def prepared_samples(
     from simpletuner.annexes.fitting.ready import weigh
     from simpletuner.annexes.fitting.show import fit_line
     from simpletuner.annexes.sampling import plan_samples
-    from simpletuner.models.registry import load_adapter
+    from simpletuner.models.adapter import load_adapter
 
     arguments = request.arguments
     plan, weights = plan_samples(request)

@@ -18,7 +18,6 @@ from torch import Tensor, nn
 from simpletuner.caching.catalogue import (
     AnyEntry,
     Catalogue,
-    FeatureEncoder,
     FeatureEntry,
     LatentEntry,
     Share,
@@ -40,16 +39,23 @@ from simpletuner.memory.heap import trim_heap
 from simpletuner.memory.offload.attach import LayerQuantiser, Offload
 from simpletuner.memory.precision import DTYPES
 from simpletuner.memory.quantisation.layers import quantise
-from simpletuner.models.adapter import Encoder, EncoderQuantiser, FamilyAdapter, LatentEncoder, TextEncoder
+from simpletuner.models.adapter import (
+    Encoder,
+    EncoderQuantiser,
+    FamilyAdapter,
+    LatentEncoder,
+    TextEncoder,
+    load_adapter,
+)
 from simpletuner.models.loading import check_shapes
 from simpletuner.models.lora_checks import check_init_lora
 from simpletuner.models.lora_layers import linear_modules
-from simpletuner.models.registry import load_adapter
 from simpletuner.planning.checks import check_block_numbers, check_parts
 from simpletuner.planning.entries import Listing, list_entries, make_catalogue
 from simpletuner.planning.length import check_schedule, plan_length
 from simpletuner.planning.plans import AnyPlan, Plan, PreviewPlan, SamplePlan
 from simpletuner.reporting.events import CACHING, EventStream, PhaseStarted
+from simpletuner.techniques.base import FeatureEncoder
 from simpletuner.techniques.table import TECHNIQUES
 from simpletuner.training.assemble import make_accelerator
 from simpletuner.training.loader import in_loop

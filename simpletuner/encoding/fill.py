@@ -29,7 +29,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from simpletuner.caching.catalogue import FEATURES, AnyEntry, FeatureEncoder, FeatureEntry, LatentEntry, TextEntry
+from simpletuner.caching.catalogue import FEATURES, AnyEntry, FeatureEntry, LatentEntry, TextEntry
 from simpletuner.caching.keys import provenance_of
 from simpletuner.config.schema import CachingConfig
 from simpletuner.config.types import Size
@@ -42,6 +42,7 @@ from simpletuner.diffusion.batch import TextEmbeds, upload
 from simpletuner.encoding.read import CacheStore
 from simpletuner.errors import UserError, is_out_of_memory, shorten
 from simpletuner.models.adapter import LatentEncoder, TextEncoder, TextRequest
+from simpletuner.techniques.base import FeatureEncoder
 
 logger = logging.getLogger(__name__)
 

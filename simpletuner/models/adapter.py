@@ -382,3 +382,9 @@ class FamilyAdapter(ABC):
         settings = self.transformer_class.load_config(self.source["transformer"].fetch())
         transformer = loading.share_zero_weights(loading.build_bare(self.transformer_class, settings))
         return loading.stock_pipeline(self.pipeline_class, self.source, transformer=transformer)
+
+
+def load_adapter(spec: FamilySpec) -> type[FamilyAdapter]:
+    """Import the adapter class that a spec names."""
+    adapter: type[FamilyAdapter] = resolve_name(spec.adapter)
+    return adapter

@@ -1,7 +1,7 @@
 """Describes a model family as plain data, readable without torch and before anything is downloaded.
 
 A family is a folder under `models/` with a `spec.py` that defines a `FamilySpec`, and the adapter module that the spec
-names. Code that needs weights calls `registry.load_adapter`.
+names. Code that needs weights calls `adapter.load_adapter`.
 """
 
 from __future__ import annotations

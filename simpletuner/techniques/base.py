@@ -12,12 +12,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
-from simpletuner.caching.catalogue import FeatureEncoder, FeatureKind
+from simpletuner.caching.catalogue import FeatureKind
 from simpletuner.config.techniques import Route
 from simpletuner.diffusion.batch import Batch, NoisyBatch
 from simpletuner.diffusion.seeds import Place
@@ -32,6 +32,14 @@ if TYPE_CHECKING:
 Predict = Callable[[NoisyBatch], Tensor]
 # An extra forward pass, with gradients, through the given function; returns losses by their logged names.
 ExtraPass = Callable[[Predict], Mapping[str, Tensor]]
+
+
+class FeatureEncoder(Protocol):
+    """Computes the features of one kind."""
+
+    def encode(self, latents: Tensor) -> Tensor:
+        """The features of one sample's clean latents `C F H W`; any shape and dtype."""
+        ...
 
 
 class Technique:

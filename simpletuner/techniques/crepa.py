@@ -25,12 +25,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import normalize, pad
 
-from simpletuner.caching.catalogue import FeatureEncoder, FeatureKind
+from simpletuner.caching.catalogue import FeatureKind
 from simpletuner.config.alignment import CrepaConfig
 from simpletuner.diffusion.batch import NoisyBatch, upload
 from simpletuner.models.adapter import FamilyAdapter, LatentEncoder
 from simpletuner.planning.techniques.crepa import CrepaSpec, TeacherFeatures
-from simpletuner.techniques.base import Predict, Site, Technique
+from simpletuner.techniques.base import FeatureEncoder, Predict, Site, Technique
 from simpletuner.techniques.teacher import load_teacher
 
 FEATURES = "crepa"

@@ -12,9 +12,9 @@ from torch.utils.flop_counter import FlopCounterMode
 from benchmarks.cost_table import Case, Trial, metered_block, structure_of
 from benchmarks.models import cost_of
 from simpletuner.config.schema import all_options
+from simpletuner.models.adapter import load_adapter
 from simpletuner.models.cost import NO_ADAPTERS, BatchShape
 from simpletuner.models.lora_layers import matching_modules
-from simpletuner.models.registry import load_adapter
 from simpletuner.models.spec import FamilySpec
 from tests.closeness import MODEL, assert_close
 

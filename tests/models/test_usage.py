@@ -15,8 +15,9 @@ import torch
 from PIL import Image
 
 from simpletuner.config.schema import FamilyOptions, family_groups
+from simpletuner.models.adapter import load_adapter
 from simpletuner.models.kandinsky5.loading import load_processor
-from simpletuner.models.registry import FAMILIES, load_adapter
+from simpletuner.models.registry import FAMILIES
 from simpletuner.models.spec import OriginalWeights, Task
 from simpletuner.models.usage import Usage
 from tests.tiny import make_checkpoint

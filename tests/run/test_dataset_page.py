@@ -14,7 +14,7 @@ from PIL import Image, ImageFilter
 
 from simpletuner.annexes.captions.dataset_page import caption_reader, colour_grid, motion, near_duplicates
 from simpletuner.config.sources import parse_arguments
-from simpletuner.models.registry import load_adapter
+from simpletuner.models.adapter import load_adapter
 from simpletuner.planning.build import survey_datasets
 from tests.clips import Clip
 from tests.pictures import photograph

@@ -19,8 +19,9 @@ from simpletuner.memory.offload.attach import Offload, streamed_blocks
 from simpletuner.memory.offload.image import WeightImage, leaves
 from simpletuner.memory.precision import DTYPES
 from simpletuner.memory.quantisation.layers import quantise
+from simpletuner.models.adapter import load_adapter
 from simpletuner.models.loading import DeferredWeights
-from simpletuner.models.registry import FAMILIES, load_adapter
+from simpletuner.models.registry import FAMILIES
 from simpletuner.models.source import ModelSource
 from simpletuner.training.assemble import load_frozen
 from tests.fidelity.family import CPU, make_adapter, make_config

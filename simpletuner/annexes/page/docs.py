@@ -12,11 +12,10 @@ from markupsafe import Markup
 from starlette.requests import Request
 from starlette.responses import FileResponse, HTMLResponse, Response
 
-import simpletuner
 from simpletuner.annexes.page.project import Refusal
 from simpletuner.annexes.report.html import render
 
-FOLDER = (Path(simpletuner.__file__).parent / "docs").resolve()  # in a clone, a link to the folder of the repository
+FOLDER = (Path(__file__).parents[2] / "docs").resolve()  # in a clone, a link to the folder of the repository
 SHOWN = {".md", ".png"}
 
 

@@ -30,7 +30,6 @@ from simpletuner.config.paths import home_path
 from simpletuner.config.precision import transformer_dtype
 from simpletuner.errors import Problems
 from simpletuner.headers import METADATA, read_header
-from simpletuner.models.registry import load_adapter
 from simpletuner.models.usage import Usage
 from simpletuner.planning.checkpoint_folder import PIPELINE_FOLDER, describe_errors, result_step
 from simpletuner.planning.plans import Plan
@@ -275,4 +274,6 @@ def example_program(plan: Plan, base: str, result: str, *, alone: bool = False) 
         alone=alone,
         original=plan.flavour.original if takes_original(plan) else None,
     )
+    from simpletuner.models.adapter import load_adapter  # imports torch, which checks of uploads do without
+
     return load_adapter(plan.spec).usage_snippet(usage)
