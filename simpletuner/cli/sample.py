@@ -174,7 +174,6 @@ def prepared_samples(
     from simpletuner.annexes.fitting.ready import weigh
     from simpletuner.annexes.fitting.show import fit_line
     from simpletuner.annexes.sampling import plan_samples
-    from simpletuner.models.adapter import load_adapter
 
     arguments = request.arguments
     plan, weights = plan_samples(request)
@@ -190,6 +189,7 @@ def prepared_samples(
         for decision in budget.decisions:
             events.say(f"  offload auto: {decision}")
         with events.phase("Loading torch"), uncollected():
-            # The adapter's module imports torch and diffusers.
+            from simpletuner.models.adapter import load_adapter  # torch and diffusers come with it
+
             load_adapter(plan.spec)
         yield plan, weights, events

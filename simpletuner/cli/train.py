@@ -222,7 +222,6 @@ def run_checked(budget: Budget, events: EventStream, world: World, *, yes: bool)
     from simpletuner.annexes.fitting.ready import check_gpu, on_cpu
     from simpletuner.annexes.fitting.show import start_lines
     from simpletuner.annexes.publishing.uploads import open_hub
-    from simpletuner.models.adapter import load_adapter
     from simpletuner.planning.entries import machine_folder
     from simpletuner.planning.length import length_key
     from simpletuner.reporting.events import StateChanged
@@ -254,6 +253,7 @@ def run_checked(budget: Budget, events: EventStream, world: World, *, yes: bool)
     with events.phase("Loading torch", stage="init_torch"), uncollected():
         import torch
 
+        from simpletuner.models.adapter import load_adapter
         from simpletuner.run.train import announced_end, run_plan
 
         load_adapter(plan.spec)
