@@ -105,7 +105,7 @@ def train(
 def plan(config: Mapping[str, Any], *, device: str | None = None, device_memory: float | None = None) -> dict[str, Any]:
     """The document of `simpletuner plan --json`: what a run would do, its duration and its memory.
 
-    If the run does not fit, `ok` is false and `problems` has the reasons. Imports no torch.
+    If the run does not fit, `ok` is false and `problems` has the reasons.
 
     Args:
         config: see `train`.

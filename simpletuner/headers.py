@@ -1,7 +1,7 @@
 """Headers of safetensors files: eight bytes of length, then JSON, then the data of all tensors.
 
 The safetensors library writes metadata in an order that varies between processes. Where equal content must give equal
-bytes, this module rewrites the header with sorted keys. Imports no torch.
+bytes, this module rewrites the header with sorted keys.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Figures of a run for displays: pace and remaining time, curves, stills, and events as text. Free of torch."""
+"""Figures of a run for displays: pace and remaining time, curves, stills, and events as text."""
 
 from __future__ import annotations
 

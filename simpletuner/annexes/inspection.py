@@ -1,4 +1,4 @@
-"""Inspects cache folders for `simpletuner cache verify`, `gc` and `explain`. Free of torch.
+"""Inspects cache folders for `simpletuner cache verify`, `gc` and `explain`.
 
 Nothing is deleted without `--remove`, and `gc` deletes only what it has listed.
 """

@@ -1,4 +1,4 @@
-"""The events of a run as JSON payloads, and their log `events.jsonl` in the output folder. Free of torch.
+"""The events of a run as JSON payloads, and their log `events.jsonl` in the output folder.
 
 Webhooks, the web page and other programs read these payloads; docs/WEBHOOKS.md describes them. Pictures and clips are
 paths relative to the output folder.

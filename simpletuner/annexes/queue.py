@@ -1,4 +1,4 @@
-"""The job queue of a project: commands that wait for the GPU. Free of torch.
+"""The job queue of a project: commands that wait for the GPU.
 
 The queue is stored in `queue.json`, so it survives a reboot. A thread of one server starts the next job when nothing
 else runs. Every job is a separate process, which outlives the server.

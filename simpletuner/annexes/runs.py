@@ -1,4 +1,4 @@
-"""The state of a run, read from its process and its output folder. Free of torch.
+"""The state of a run, read from its process and its output folder.
 
 No state is stored: after a crash of the run, the server or the machine, everything is read from the folder again.
 """

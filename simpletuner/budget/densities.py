@@ -1,6 +1,6 @@
 """Densities of block-sparse attention (NABLA) that runs measured, for later estimates on the same machine.
 
-`outcomes.json` in the cache folder: device -> kind of run -> `Outcome`. Imports no torch.
+`outcomes.json` in the cache folder: device -> kind of run -> `Outcome`.
 """
 
 from __future__ import annotations

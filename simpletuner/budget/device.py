@@ -1,4 +1,4 @@
-"""The device that trains, and its speed, as measured by an earlier run or assumed. Imports no torch."""
+"""The device that trains, and its speed, as measured by an earlier run or assumed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Asks the drivers of this machine about its GPUs. Imports no torch.
+"""Asks the drivers of this machine about its GPUs.
 
 NVIDIA's and AMD's drivers come with a program, Apple's chips are known to the system. Where no program answers but the
 driver's device files are there (containers, Intel), torch is asked in a process of its own.

@@ -1,4 +1,4 @@
-"""Estimates the memory and duration of a training step, and the communication between processes. Imports no torch.
+"""Estimates the memory and duration of a training step, and the communication between processes.
 
 On the device, at the peak of a step:
 

@@ -1,4 +1,4 @@
-"""The cache entries that a run needs, and which of them exist. Imports no torch, since the plan uses it.
+"""The cache entries that a run needs, and which of them exist.
 
 The catalogue is the only place that maps samples and captions to cache keys. Filling, planning and loading all use it,
 so they always agree.

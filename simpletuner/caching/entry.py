@@ -1,4 +1,4 @@
-"""The file format and path of one cache entry. Imports no torch.
+"""The file format and path of one cache entry.
 
 An entry is a safetensors file inside one zstd frame, which standard tools can unpack. Its metadata holds the
 provenance, the entry's key and a checksum over everything else, so that reading detects bit rot, truncation and renamed

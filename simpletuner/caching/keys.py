@@ -2,7 +2,7 @@
 
 An entry's key is the SHA-256 of everything that determines its content: the bytes of the file, its preparation, and the
 encoder. Files of the same name never collide, edits and other sizes get new entries, and nothing is encoded twice.
-Imports no torch: the plan counts cached entries before any model is loaded.
+The plan counts cached entries before any model is loaded.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The device that a plan is asked about: part of the question, and never a setting of a run. Imports no torch."""
+"""The device that a plan is asked about: part of the question, and never a setting of a run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Keys for launching processes, sharding (FSDP2) and torch.compile. Imports no torch."""
+"""Keys for launching processes, sharding (FSDP2) and torch.compile."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Adapter keys: kind, size and published LoRA. Imports no torch."""
+"""Adapter keys: kind, size and published LoRA."""
 
 from __future__ import annotations
 

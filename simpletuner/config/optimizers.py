@@ -1,4 +1,4 @@
-"""The table of optimizers, and the checks of the chosen one. Imports no torch.
+"""The table of optimizers, and the checks of the chosen one.
 
 The table has each optimizer's class, settings and defaults; the functions below read it.
 """

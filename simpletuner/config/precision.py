@@ -1,6 +1,6 @@
 """Precision keys: dtypes by name, and the quantisation of weights.
 
-Dtype and quantisation of an encoder are part of the identity of its cache entries. Imports no torch:
+Dtype and quantisation of an encoder are part of the identity of its cache entries. Names only:
 `memory.quantisation` applies these tables.
 """
 

@@ -1,4 +1,4 @@
-"""Keys for results that leave the machine: the hub, the model card, and scripts. Imports no torch."""
+"""Keys for results that leave the machine: the hub, the model card, and scripts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Resolves `speed` and the individual speed switches. Imports no torch."""
+"""Resolves `speed` and the individual speed switches."""
 
 from __future__ import annotations
 

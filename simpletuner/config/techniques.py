@@ -1,5 +1,5 @@
 """Keys of techniques that change a training step: token routing (TREAD), loss terms (distance, masks, preservation) and
-scheduled sampling with ReflexFlow; derived values. Imports no torch."""
+scheduled sampling with ReflexFlow; derived values."""
 
 from __future__ import annotations
 

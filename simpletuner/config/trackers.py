@@ -1,7 +1,7 @@
 """Keys of trackers, and whether they can work here.
 
 Without an API key wandb prompts for one, and an unattended run would wait forever. The login is therefore checked
-first, without importing wandb. Imports no torch.
+first, without importing wandb.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Keys of webhooks: the receivers of a run's events. Imports no torch."""
+"""Keys of webhooks: the receivers of a run's events."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The kinds of adapter, for plan, budget and training. Imports no torch.
+"""The kinds of adapter, for plan, budget and training.
 
 Kinds other than LoRA are annexes: like the adapters of families, they are named here and imported on use.
 """

@@ -1,4 +1,4 @@
-"""Checks of LoRA files by their headers, before a weight is loaded. Imports no torch."""
+"""Checks of LoRA files by their headers, before a weight is loaded."""
 
 from __future__ import annotations
 

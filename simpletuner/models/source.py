@@ -1,4 +1,4 @@
-"""The parts of a checkpoint together, and whether they fit each other. Imports no torch."""
+"""The parts of a checkpoint together, and whether they fit each other."""
 
 from __future__ import annotations
 

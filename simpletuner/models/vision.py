@@ -1,4 +1,4 @@
-"""DINOv2 vision encoders by name, folder or hub id: location and cost. Imports no torch."""
+"""DINOv2 vision encoders by name, folder or hub id: location and cost."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Finds checkpoints and checks that they are complete. Imports no torch.
+"""Finds checkpoints and checks that they are complete.
 
 A checkpoint is complete if its manifest exists: the manifest is written last, before the folder is renamed.
 """

@@ -1,4 +1,4 @@
-"""Continues a run from a checkpoint that is not its last: what was trained after it is set aside. Imports no torch.
+"""Continues a run from a checkpoint that is not its last: what was trained after it is set aside.
 
 An output folder shows one line of training: its checkpoints, record, previews and result belong together, and the
 newest checkpoint is the one with the highest step. A run that continues from an earlier checkpoint starts a branch:

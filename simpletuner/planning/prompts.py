@@ -1,4 +1,4 @@
-"""Validation prompts, their file names and sizes. Imports no torch."""
+"""Validation prompts, their file names and sizes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Writes the record of a run from its events; `metrics` defines its two files. Imports no torch."""
+"""Writes the record of a run from its events; `metrics` defines its two files."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The figures of a step: how each is recorded, and how people see it. Imports no torch."""
+"""The figures of a step: how each is recorded, and how people see it."""
 
 from __future__ import annotations
 

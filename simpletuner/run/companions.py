@@ -1,4 +1,4 @@
-"""Companions of a run (uploads, model card, records), and the ledger of their pending tasks. Imports no torch.
+"""Companions of a run (uploads, model card, records), and the ledger of their pending tasks.
 
 The ledger is a file, so that the next start completes tasks interrupted by a kill.
 """

@@ -1,4 +1,4 @@
-"""Reads the names and shapes of weights from the headers of files, and finds damaged ones. Imports no torch."""
+"""Reads the names and shapes of weights from the headers of files, and finds damaged ones."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the Hugging Face hub has of a checkpoint: the files that a part needs, and their sizes. Imports no torch."""
+"""What the Hugging Face hub has of a checkpoint: the files that a part needs, and their sizes."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Transformers that are published as one file in their original form, with diffusers' names and shapes of weights.
 
 diffusers loads a folder with a config.json. `OriginalTransformer` makes one beside the downloaded file, of a link to it
-and the config.json of a related checkpoint. Imports no torch.
+and the config.json of a related checkpoint.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A part of a checkpoint: where it is, what is wrong with its files, and how it is fetched. Imports no torch.
+"""A part of a checkpoint: where it is, what is wrong with its files, and how it is fetched.
 
 A part is in a local folder or in a repository of the Hugging Face hub.
 """

@@ -1,4 +1,4 @@
-"""Where a LoRA is, and how strongly it acts: the file, its header, and the settings file beside it. Imports no torch.
+"""Where a LoRA is, and how strongly it acts: the file, its header, and the settings file beside it.
 
 The matrices of a LoRA alone do not say their strength. It is stated in one of four places:
 

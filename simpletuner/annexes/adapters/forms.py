@@ -1,4 +1,4 @@
-"""In which program's form a LoRA is, and whether it can have the other form. Free of torch."""
+"""In which program's form a LoRA is, and whether it can have the other form."""
 
 from __future__ import annotations
 

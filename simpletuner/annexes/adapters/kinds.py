@@ -1,4 +1,4 @@
-"""LoKr, LoHa and LyCORIS for the plan and the budget: their adapted layers and parameter counts. Free of torch.
+"""LoKr, LoHa and LyCORIS for the plan and the budget: their adapted layers and parameter counts.
 
 The settings file of LyCORIS selects among the family's linear layers (`all-linear`) by the rules of the library's
 presets. A class name selects all layers inside modules of that class.

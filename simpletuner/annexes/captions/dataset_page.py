@@ -1,4 +1,4 @@
-"""`simpletuner dataset`: a page that shows how all dataset files will be trained. Free of torch."""
+"""`simpletuner dataset`: a page that shows how all dataset files will be trained."""
 
 from __future__ import annotations
 

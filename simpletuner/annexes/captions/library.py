@@ -1,4 +1,4 @@
-"""The files of a dataset for the page: how they are trained, and edits of their captions. Free of torch.
+"""The files of a dataset for the page: how they are trained, and edits of their captions.
 
 Files are inspected a few at a time: a folder of a million files is listed, but not read. User files are never deleted
 or moved. A caption is replaced only if it has not changed since the editor read it. Before a batch of captions is

@@ -1,5 +1,5 @@
 """The processes that the page starts. Runs outlive the server, which finds, stops and continues them; plans and dataset
-pages are killed when their client disconnects. Free of torch.
+pages are killed when their client disconnects.
 """
 
 from __future__ import annotations

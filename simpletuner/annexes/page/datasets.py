@@ -1,4 +1,4 @@
-"""The page of `simpletuner dataset` for a saved config. Free of torch."""
+"""The page of `simpletuner dataset` for a saved config."""
 
 from __future__ import annotations
 

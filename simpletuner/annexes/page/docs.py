@@ -1,4 +1,4 @@
-"""The documentation as pages: the Markdown files of docs/, which wheels include. Free of torch."""
+"""The documentation as pages: the Markdown files of docs/, which wheels include."""
 
 from __future__ import annotations
 

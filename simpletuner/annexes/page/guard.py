@@ -1,4 +1,4 @@
-"""Access control: the checks that every request passes before it is routed. Free of torch.
+"""Access control: the checks that every request passes before it is routed.
 
 The page has no accounts: it is for the user who started it. On a loopback address, Linux reports the user of a
 connection, since it lists sockets with their users. A forwarded port belongs to the user who forwards it: the login

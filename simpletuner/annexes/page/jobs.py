@@ -1,4 +1,4 @@
-"""The queue on the page: starting and monitoring its jobs, and adding, moving and removing them. Free of torch."""
+"""The queue on the page: starting and monitoring its jobs, and adding, moving and removing them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The files of a dataset on the page: viewing, captioning, masking, excluding and including. Free of torch.
+"""The files of a dataset on the page: viewing, captioning, masking, excluding and including.
 
 Masks are PNG files in a dataset of masks beside the pictures. Training needs a mask for every file, so the first
 painted mask adds white masks for all other files, which are still learned whole. Only a client that has read the

@@ -1,7 +1,4 @@
-"""Runs on the page: state, events, metrics as numbers and buttons; and events received from remote runs.
-
-Free of torch.
-"""
+"""Runs on the page: state, events, metrics as numbers and buttons; and events received from remote runs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Parts of the page that are drawn one by one: a part that fails says so in its place. Free of torch."""
+"""Parts of the page that are drawn one by one: a part that fails says so in its place."""
 
 from __future__ import annotations
 

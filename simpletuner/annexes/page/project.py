@@ -1,4 +1,4 @@
-"""The project that a server serves, and refusals of requests. Free of torch.
+"""The project that a server serves, and refusals of requests.
 
 The page accesses only paths below the project and `--root`, and packaged examples. Paths in settings and datasets are
 checked before they are accessed. Only weights may be anywhere: the page neither shows nor changes them.

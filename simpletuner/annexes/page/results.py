@@ -1,4 +1,4 @@
-"""What a run has made, on the page: curves, previews, its result, samples and sweep; and downloads. Free of torch."""
+"""What a run has made, on the page: curves, previews, its result, samples and sweep; and downloads."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The web page on port 8001: routes, and the server, which runs in a process or a thread. Free of torch."""
+"""The web page on port 8001: routes, and the server, which runs in a process or a thread."""
 
 from __future__ import annotations
 

@@ -4,7 +4,6 @@ README.md                describes the run; the hub reads its front matter
 simpletuner_config.json  the settings, without secrets and paths of this machine
 assets/                  previews of the step, and a curve of the evaluation loss
 
-Free of torch.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Uploads a run and runs the user's scripts, in order, in a thread. A failure never ends the run. Free of torch."""
+"""Uploads a run and runs the user's scripts, in order, in a thread. A failure never ends the run."""
 
 from __future__ import annotations
 

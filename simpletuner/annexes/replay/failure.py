@@ -1,4 +1,4 @@
-"""The record of a failure in `output_dir/failures/step-<n>/`, and the plan to repeat the step. Free of torch.
+"""The record of a failure in `output_dir/failures/step-<n>/`, and the plan to repeat the step.
 
 A process other than 0 that fails alone writes `step-<n>-process-<rank>/`.
 

@@ -1,7 +1,4 @@
-"""HTML pages from Jinja templates in this folder, or of another annex as `annex/name`; all texts are escaped.
-
-Free of torch.
-"""
+"""HTML pages from Jinja templates in this folder, or of another annex as `annex/name`; all texts are escaped."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The contact sheet of a sweep, and other samples of a run. Free of torch."""
+"""The contact sheet of a sweep, and other samples of a run."""
 
 from __future__ import annotations
 

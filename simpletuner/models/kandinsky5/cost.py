@@ -1,4 +1,4 @@
-"""Costs of Kandinsky 5 that `cost.json` lacks: published transformers, encoders, NABLA's tiles. Imports no torch."""
+"""Costs of Kandinsky 5 that `cost.json` lacks: published transformers, encoders, NABLA's tiles."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Costs of Sana Video that `cost.json` lacks: published transformers and encoders. Imports no torch."""
+"""Costs of Sana Video that `cost.json` lacks: published transformers and encoders."""
 
 from __future__ import annotations
 
