@@ -64,8 +64,8 @@ def test_the_vae_is_gone_before_its_memory_is_given_back(
     assembly: Any = SimpleNamespace(
         accelerator=accelerator, adapter=SimpleNamespace(load_preview_pipeline=load, spec=KANDINSKY5_IMAGE),
         transformer=nn.Identity(), trained=SimpleNamespace(ema=None),
-        sampling_weights=nullcontext, averaged=nullcontext, world=World(), is_sharded=False, parameters={},
-        module_parameters={}, settings=SimpleNamespace(total_steps=9, seed=0),
+        sampling_weights=nullcontext, averaged=nullcontext, world=World(), is_sharded=False, all_parameters={},
+        settings=SimpleNamespace(total_steps=9, seed=0),
     )  # fmt: skip
     for step in range(2):
         validation.rehearse(assembly) if rehearsed else validation.render(assembly, TrainState(step))
