@@ -9,8 +9,9 @@ from typing import Any, get_args
 import pytest
 
 from simpletuner.annexes.remote.collect import LISTERS
-from simpletuner.config.datasets import PATH_KEYS, read_datasets
+from simpletuner.config.datasets import PATH_KEYS, DatasetConfig, read_datasets
 from simpletuner.config.remote import SOURCES, RemoteKeys, Source, SourceName
+from simpletuner.data.entries import DataContext
 from simpletuner.errors import Problem, Problems
 
 HUB = {"id": "hub", "type": "huggingface", "dataset_name": "owner/set"}
@@ -57,3 +58,24 @@ def test_every_source_has_a_type_its_keys_and_a_lister() -> None:
 def test_what_a_source_requires_and_its_folders_are_keys_of_a_dataset(source: Source) -> None:
     assert {*source.required} <= source.keys.model_fields.keys()
     assert {*source.folders} <= {*PATH_KEYS}
+
+
+@pytest.mark.parametrize(
+    ("keys", "folder"),
+    [
+        ({"huggingface_cache_dir": "~/first", "cache_dir": "second"}, Path("~/first").expanduser()),
+        ({"cache_dir": "second"}, Path("second")),
+    ],
+)
+def test_downloads_go_to_the_first_folder_that_is_named(
+    context: DataContext, keys: dict[str, Any], folder: Path
+) -> None:
+    entry = DatasetConfig(id="hub", type="huggingface", **keys)
+
+    assert context.fill(entry).instance_data_dir == str(folder)
+
+
+def test_downloads_without_a_folder_go_to_the_cache_of_the_run(context: DataContext) -> None:
+    entry = DatasetConfig(id="hub", type="huggingface")
+
+    assert context.fill(entry).instance_data_dir == str(context.download_root / "huggingface" / "hub")

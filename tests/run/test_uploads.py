@@ -16,8 +16,10 @@ import yaml
 from huggingface_hub import ModelCard
 
 from simpletuner.annexes.payloads import EVENTS_FILE
+from simpletuner.annexes.publishing.again import recorded_settings
 from simpletuner.annexes.publishing.uploads import Uploads
 from simpletuner.config.publishing import PublishConfig
+from simpletuner.config.sources import Arguments
 from simpletuner.headers import METADATA, read_header
 from simpletuner.planning.checkpoint_folder import Identity, Manifest, describe_files, prune, write_manifest
 from simpletuner.reporting.events import CheckpointSaved, EventStream, PhaseStarted, Uploaded
@@ -119,6 +121,22 @@ def test_publish_reports_what_it_cannot_do(hub: FakeHub, workspace: Workspace, c
     assert capsys.readouterr().err.splitlines()[-1] == "Not everything was uploaded; the same command tries again."
     assert workspace.run("publish", "output", "--hub_model_id=star") == 0
     assert 'pipe.load_lora_weights("me/star")' in hub.repositories["me/star"].text("README.md")
+
+
+def test_publish_names_recorded_settings_that_are_gone(hub: FakeHub, tmp_path: Path) -> None:
+    folder = tmp_path / "checkpoint-1"
+    folder.mkdir()
+    names = {"tracker_project_name": "stars", "tracker_run_name": "first"}
+    (folder / "config.json").write_text(json.dumps({**names, "publishing_config": [{"bucket": "b"}]}))
+    write_manifest(folder, Manifest(1, 1, IDENTITY, describe_files(folder)))
+    arguments = Arguments()
+
+    settings, recorded = recorded_settings(tmp_path, arguments)
+
+    assert settings.push_to_hub
+    assert recorded == names
+    [problem] = arguments.problems
+    assert problem.message == "publishing_config was removed in 0.2.0 and left out."
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ from simpletuner.config.json_reader import check_unset, read_json
 from simpletuner.config.load import build_group, canonical
 from simpletuner.config.paths import absence_of
 from simpletuner.config.publishing import PublishConfig, check_publishing
+from simpletuner.config.records import without_removed
 from simpletuner.config.sources import Arguments
 from simpletuner.distributed.requests import signals_as_interrupt
 from simpletuner.errors import Problem, Problems, SimpleTunerError, UserError
@@ -54,6 +55,7 @@ def recorded_settings(output_dir: Path, arguments: Arguments) -> tuple[PublishCo
         found = f"{str(output_dir)!r} is not the output folder of a run: it has no checkpoint."
         raise UserError(found if output_dir.exists() else absence_of(output_dir))
     problems = arguments.problems
+    recorded = without_removed(recorded, str(whole[-1].path / "config.json"), problems)
     given, keys = canonical(arguments.layer(), problems), PublishConfig.model_fields.keys()
     for key in sorted(given.keys() - keys):
         problems.append(Problem(key, "has no effect: only settings of the section Publishing are used here."))
