@@ -79,10 +79,10 @@ def configure(
     named = Path("config", name, "config.json")  # as the other commands find it
     if name != str(file) or (named.is_file() and not file.exists()):
         raise UserError(f"{str(file)!r} is not a file: write simpletuner configure {shlex.quote(str(named))}")
-    from simpletuner.annexes.wizard.session import run_session
-    from simpletuner.annexes.wizard.talk import Talk
+    from simpletuner.annexes.configure.session import run_session
+    from simpletuner.annexes.questions.dialogue import Dialogue
 
-    run_session(file, Talk(defaults=defaults))
+    run_session(file, Dialogue(asks=not defaults))
 
 
 def publish(context: typer.Context, output_dir: Annotated[Path, typer.Argument(help="A run's folder.")]) -> None:

@@ -42,8 +42,8 @@ def start(
 
     Settings on the command line go into the config, as in start my_cat max_train_steps=500.
     """
-    from simpletuner.annexes.start.questions import ask
-    from simpletuner.annexes.wizard.talk import Talk
+    from simpletuner.annexes.questions.dialogue import Dialogue
+    from simpletuner.annexes.start.interview import ask_run
     from simpletuner.config.load import canonical
     from simpletuner.config.schema import main_name
     from simpletuner.config.sources import parse_arguments
@@ -60,7 +60,7 @@ def start(
         arguments.problems.append(Problem(chosen, "has no effect: start writes a config of its own."))
     arguments.problems.raise_if_fatal()
     given = {"purpose": purpose, "trigger": trigger, "model": model, "name": name}
-    run = ask(folder, Talk(defaults=yes), given, settings, captions=caption, device=arguments.device)
+    run = ask_run(folder, Dialogue(asks=not yes), given, settings, captions=caption, device=arguments.device)
     if not dry_run:
         _check_training(run)
     run.save()

@@ -17,7 +17,7 @@ from PIL import Image
 
 from simpletuner.annexes.page.project import CONFIG_NAME
 from simpletuner.annexes.page.receive import receive
-from simpletuner.annexes.start import questions
+from simpletuner.annexes.start import answers
 from simpletuner.annexes.start.intervals import checkpoint_interval, preview_interval
 from simpletuner.annexes.start.media_folder import MediaFolder, OpenedFiles
 from simpletuner.annexes.start.recipe import RECIPES, find_models
@@ -392,7 +392,7 @@ def test_captions_come_from_a_model_that_can_write_them(
 ) -> None:
     Path("clips").mkdir()
     write_clip(Path("clips/a.mp4"), seconds=2.0, size=(64, 48))
-    monkeypatch.setattr(questions, "judge_new_run", lambda run: Verdict(run.example == "sanavideo-lora", "judged"))
+    monkeypatch.setattr(answers, "judge_new_run", lambda run: Verdict(run.example == "sanavideo-lora", "judged"))
     assert main(["start", "clips", "--yes", "--caption", "--model", "sanavideo"]) == 2
     assert "--caption: the text encoder of sanavideo cannot write captions" in capsys.readouterr().err
     assert not Path("config").exists()
@@ -558,7 +558,7 @@ def test_short_clips_are_the_exception(frames: list[int], trained: int, left_out
 def test_what_fits_comes_first(monkeypatch: pytest.MonkeyPatch, commands: list[list[str]], capsys: Capture) -> None:
     Path("clips").mkdir()
     write_clip(Path("clips/a.mp4"), seconds=2.0, size=(64, 48))
-    monkeypatch.setattr(questions, "judge_new_run", lambda run: Verdict(run.example == "sanavideo-lora", "judged"))
+    monkeypatch.setattr(answers, "judge_new_run", lambda run: Verdict(run.example == "sanavideo-lora", "judged"))
     assert main(["start", "clips", "--yes"]) == 0
     assert written("clips")["model_family"] == "sanavideo"
 

@@ -15,10 +15,13 @@ import pytest
 from PIL import Image
 from typer.testing import CliRunner
 
+from simpletuner.annexes.configure import verdict
+from simpletuner.annexes.configure.answers import ConfigAnswers, example_datasets
+from simpletuner.annexes.configure.questions import QUESTIONS
+from simpletuner.annexes.configure.settings import SETTINGS
 from simpletuner.annexes.draft import Draft
-from simpletuner.annexes.wizard import verdict
-from simpletuner.annexes.wizard.questions import QUESTIONS
-from simpletuner.annexes.wizard.session import DEVICE, DEVICE_QUESTION, example_datasets
+from simpletuner.annexes.questions.dialogue import Dialogue
+from simpletuner.annexes.questions.interview import ask
 from simpletuner.cli.app import app, main
 from simpletuner.config.schema import GROUPS, all_options
 from simpletuner.config.sections import SECTIONS
@@ -31,7 +34,7 @@ from tests.workspace import Workspace
 
 FILE = Path("config/config.json")
 LAST = "name a setting to change"
-KEYS = {question.text: question.key for question in QUESTIONS} | {DEVICE_QUESTION: DEVICE}
+KEYS = {question.text: question.key for question in QUESTIONS}
 
 
 class Person:
@@ -54,7 +57,6 @@ class Person:
 
     def _key(self, prompt: str) -> str:
         for words, name in (
-            ("  [none]: ", "recipe"),
             ("Start from it", "start"),
             ("Leave it out", "mend"),
             ("  Leave out ", "others"),
@@ -67,6 +69,7 @@ class Person:
         return next(key for text, key in KEYS.items() if prompt.strip().startswith(text))
 
 
+Answer = Callable[..., dict[str, Any]]
 Configure = Callable[..., tuple[int, Person]]
 CLIPS: dict[object, bytes] = {}  # that plans were made for
 
@@ -94,6 +97,25 @@ def configure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Configure:
         person = Person(**answers)
         monkeypatch.setattr("builtins.input", person)
         return main(["configure", *arguments]), person
+
+    return run
+
+
+@pytest.fixture
+def answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Answer:
+    """Ask one question about a new config, and return the settings; `doubt` answers whether to keep a doubtful one."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("WANDB_API_KEY", raising=False)
+    monkeypatch.setenv("NETRC", str(tmp_path / "none"))
+
+    def run(key: str, *lines: str, doubt: str = "", **values: Any) -> dict[str, Any]:
+        answers = ConfigAnswers(Draft(FILE))
+        answers.draft.change(values)
+        said = iter(lines)
+        monkeypatch.setattr("builtins.input", lambda prompt: doubt if "Keep it?" in prompt else next(said))
+        ask(next(setting for setting in SETTINGS if setting.key == key), answers, Dialogue())
+        assert next(said, None) is None, "everything was asked for"
+        return answers.draft.values
 
     return run
 
@@ -137,13 +159,135 @@ def test_a_recipe_of_start_is_proposed(configure: Configure, recipe: str, values
     assert "zkt" in written().get("validation_prompt", "zkt")
 
 
-def test_the_dataset_file_that_is_shown_fits_the_clips(configure: Configure, capsys: pytest.CaptureFixture) -> None:
+def test_the_dataset_file_that_is_shown_has_clips_as_long_as_previews(
+    configure: Configure, capsys: pytest.CaptureFixture
+) -> None:
     configure(model_family="sanavideo", file="y")
-    assert '"num_frames": 81,' in capsys.readouterr().out, "the length of a preview"
-    FILE.unlink()
+    assert '"num_frames": 81,' in capsys.readouterr().out
+    assert not Path("config/multidatabackend.json").exists(), "for a folder that does not exist"
+
+
+# A folder of files ---------------------------------------------------------------------------------------------------
+
+
+def put_pictures(folder: Path, count: int, *, captions: int) -> None:
+    folder.mkdir(parents=True)
+    for number in range(count):
+        Image.new("RGB", (600, 500), (number, 0, 0)).save(folder / f"{number}.png")
+        if number < captions:
+            (folder / f"{number}.txt").write_text("it stands there", encoding="utf-8")
+
+
+def datasets(file: str = "config/multidatabackend.json") -> list[dict[str, Any]]:
+    content: list[dict[str, Any]] = json.loads(Path(file).read_text(encoding="utf-8"))
+    return content
+
+
+def test_a_named_folder_gets_its_dataset_file_and_the_settings_of_start(
+    configure: Configure, capsys: pytest.CaptureFixture
+) -> None:
+    put_pictures(Path("my cat"), 3, captions=0)
+
+    _, person = configure(folder="'my cat'", trigger="zkt, a grey cat", model="kandinsky5-image", file="y")
+
+    trained, _ = datasets()
+    assert trained["instance_data_dir"] == "my cat"
+    assert (trained["caption_strategy"], trained["instance_prompt"]) == ("instanceprompt", "zkt, a grey cat")
+    assert trained["resolution"] == 448
+    values = written()
+    assert (values["max_train_steps"], values["offload"], values["output_dir"]) == (600, "auto", "output/my-cat")
+    assert values["preservation_prompt"] == "a grey cat"
+    assert values["data_backend_config"] == "config/multidatabackend.json"
+    assert not {"recipe", "model_family"} & {*person.asked}
+    told = capsys.readouterr().out
+    assert "my cat: pictures: 3, 600x500; with a caption: 0" in told
+    assert "Trained at 448x448 pixels: too many of the pictures are smaller than 1024x1024.\n" in told
+    assert main(["plan", "--device-memory=80"]) == 0
+    assert "3 of 3 files used" in capsys.readouterr().out
+
+
+def test_models_are_offered_by_what_the_gpu_holds(configure: Configure, capsys: pytest.CaptureFixture) -> None:
     write_clip(Path("datasets/videos/a.mp4"), seconds=2.0, size=(64, 48))
-    configure(model_family="sanavideo", file="y")
-    assert '"num_frames": 29,' in capsys.readouterr().out
+
+    configure(device="16", model="sanavideo", file="y")
+
+    shown = capsys.readouterr().out
+    assert "Folder of your pictures or clips" not in shown
+    assert "datasets/videos: clips: 1, 64x48, 2.0 s" in shown, "the usual folder is proposed"
+    assert re.search(r"\* 1  \S+ +fits, about ", shown)
+    assert "Write the dataset file" not in shown
+    assert (written()["model_family"], written()["validation_num_video_frames"]) == ("sanavideo", 29)
+    assert datasets()[0]["video"]["num_frames"] == 29
+
+
+def test_a_dataset_file_that_exists_stays_and_no_folder_is_asked_for(configure: Configure) -> None:
+    put_pictures(Path("datasets/my_images"), 1, captions=1)
+    put([], Path("config/multidatabackend.json"))
+
+    _, person = configure(file="y")
+
+    assert datasets() == []
+    assert "folder" not in person.asked
+    assert FILE.exists()
+
+
+def test_a_dataset_file_that_is_named_later_stays_too(configure: Configure, capsys: pytest.CaptureFixture) -> None:
+    put_pictures(Path("datasets/my_images"), 1, captions=1)
+    put([], Path("config/mine.json"))
+    configure(data_backend_config="config/mine.json", file="y")
+    assert datasets("config/mine.json") == []
+    assert "Written: config/config.json\n" in capsys.readouterr().out
+
+
+def test_another_answer_about_the_files_proposes_anew(configure: Configure) -> None:
+    put_pictures(Path("datasets/my_images"), 1, captions=1)
+    configure(purpose=["subject", "style"], trigger=["back", "qxz"], model="kandinsky5-image")
+    assert (written()["max_train_steps"], written()["lora_rank"]) == (1000, 32)
+    assert written()["validation_prompt"].endswith("in the style of qxz")
+
+
+def test_a_wrong_folder_is_asked_again_with_the_reason(configure: Configure, capsys: pytest.CaptureFixture) -> None:
+    Path("empty").mkdir()
+    Path("a.png").touch()
+    _, person = configure(folder=["nowhere", "empty", "a.png", "-"])
+    told = capsys.readouterr().out
+    assert "nowhere is not a folder." in told
+    assert "empty contains no pictures and no clips." in told
+    assert "a.png is a file; name the folder that it is in." in told
+    assert person.asked.count("folder") == 4
+    assert "recipe" in person.asked
+
+
+def test_missing_captions_are_a_step_before_training(configure: Configure, capsys: pytest.CaptureFixture) -> None:
+    put_pictures(Path("datasets/my_images"), 3, captions=1)
+    configure("config/cat/config.json")
+    told = capsys.readouterr().out
+    assert "No caption for 2 of 3 files: write them before training." in told
+    assert "1. Write the missing captions:  simpletuner caption env=cat\n" in told
+    assert "Training will refuse this" not in told
+    assert datasets("config/cat/multidatabackend.json")[0]["caption_strategy"] == "textfile"
+
+
+def test_a_model_for_other_files_is_refused_with_the_folder(
+    configure: Configure, capsys: pytest.CaptureFixture
+) -> None:
+    put_pictures(Path("datasets/my_images"), 1, captions=1)
+    configure(file=["model_family"], model_family="sanavideo")
+    told = capsys.readouterr().out
+    assert "model_family: sanavideo learns from clips, and datasets/my_images holds pictures." in told
+    assert not FILE.exists()
+
+
+def test_a_second_backup_keeps_the_first(configure: Configure) -> None:
+    put({"model_type": "lora", "model_family": "kandinsky5-image", "seed": 1})
+    first = FILE.read_bytes()
+    configure(file="y")
+    configure(seed="2", file="y")
+    assert Path("config/config.json.bak").read_bytes() == first
+    assert Path("config/config.json-2.bak").exists()
+
+
+# The conversation ----------------------------------------------------------------------------------------------------
 
 
 def test_questions_come_in_order(configure: Configure) -> None:
@@ -151,15 +295,16 @@ def test_questions_come_in_order(configure: Configure) -> None:
     order = [question.key for question in QUESTIONS]
     asked = [key for key in person.asked if key in order]
     assert asked == [key for key in order if key in asked]
-    assert asked[:4] == ["model_family", "model_flavour", "model_type", "output_dir"]
-    steps = [question.section for question in QUESTIONS]
+    assert asked[:3] == ["folder", "device", "recipe"]
+    assert asked[3:7] == ["model_family", "model_flavour", "model_type", "output_dir"]
+    steps = [setting.section for setting in SETTINGS]
     assert steps == sorted(steps, key=SECTIONS.index), "a step of the wizard is a section of the page"
 
 
 def test_every_question_is_about_a_key_and_no_two_read_alike() -> None:
-    assert {question.key for question in QUESTIONS} <= set(all_options())
-    assert len(KEYS) == len(QUESTIONS) + 1, "and the question about the device"
-    assert all(question.option.help for question in QUESTIONS)
+    assert {setting.key for setting in SETTINGS} <= set(all_options())
+    assert len(KEYS) == len(QUESTIONS)
+    assert all(question.help({"a": ""}) for question in QUESTIONS)
 
 
 def test_the_file_is_grouped_like_the_schema(configure: Configure) -> None:
@@ -194,22 +339,19 @@ def test_another_file_and_its_folder(configure: Configure, capsys: pytest.Captur
 
 @pytest.mark.parametrize(("answer", "keys"), [("yes", {"group_offload_use_stream": True}), ("no", {})])
 def test_group_offload_brings_its_stream(configure: Configure, answer: str, keys: dict[str, Any]) -> None:
-    configure(enable_group_offload=answer)
+    configure(offload="manual", enable_group_offload=answer)
     assert written()["enable_group_offload"] is (answer == "yes")
     assert {key: value for key, value in written().items() if key.startswith("group_offload_")} == keys
 
 
 def test_what_auto_chooses_is_neither_asked_nor_written(configure: Configure) -> None:
-    _, person = configure(offload="auto")
+    _, person = configure()
     own = {"enable_group_offload", "group_offload_use_stream", "gradient_checkpointing"}
     assert not own & {*person.asked, *written()}
     assert written()["offload"] == "auto"
     FILE.unlink()
     configure(file=["offload"], offload=["manual", "auto"], enable_group_offload="yes")
     assert not own & {*written()}, "answers that auto would have to leave alone are taken back"
-    FILE.unlink()
-    configure(file=["offload"], offload=["manual", "auto"])
-    assert not own & {*written()}
 
 
 def test_full_training_has_no_lora_questions_and_its_own_rate(configure: Configure) -> None:
@@ -219,20 +361,16 @@ def test_full_training_has_no_lora_questions_and_its_own_rate(configure: Configu
     assert "lora_rank" not in written()
 
 
-def test_alpha_is_written_only_when_it_is_not_the_rank(configure: Configure) -> None:
-    configure(lora_rank="8")
-    assert "lora_alpha" not in written()
-    FILE.unlink()
-    configure(lora_rank="8", lora_alpha="4")
-    assert (written()["lora_rank"], written()["lora_alpha"]) == (8, 4)
+def test_alpha_is_written_only_when_it_is_not_the_rank(answer: Answer) -> None:
+    assert "lora_alpha" not in answer("lora_alpha", "", lora_rank=8)
+    assert answer("lora_alpha", "4", lora_rank=8)["lora_alpha"] == 4
 
 
-def test_token_routes_are_asked_for_where_there_can_be_some(configure: Configure) -> None:
-    _, person = configure(
-        tread_config='{"routes": [{"selection_ratio": 0.5, "start_layer_idx": 2, "end_layer_idx": -2}]}'
-    )
-    assert written()["tread_config"]["routes"][0]["end_layer_idx"] == -2
-    FILE.unlink()
+def test_token_routes_are_asked_for_where_there_can_be_some(configure: Configure, answer: Answer) -> None:
+    routes = '{"routes": [{"selection_ratio": 0.5, "start_layer_idx": 2, "end_layer_idx": -2}]}'
+    assert answer("tread_config", routes)["tread_config"]["routes"][0]["end_layer_idx"] == -2
+    [route] = answer("tread_config", "half")["tread_config"]["routes"]
+    assert (route["selection_ratio"], route["start_layer_idx"], route["end_layer_idx"]) == (0.5, 2, -2)
     _, person = configure(model_family="sanavideo")
     assert "tread_config" not in person.asked
 
@@ -274,22 +412,22 @@ def test_steps_replace_the_rounds_of_the_file(configure: Configure) -> None:
     ],
 )
 def test_a_bad_answer_is_asked_again_with_the_reason(
-    configure: Configure, capsys: pytest.CaptureFixture, key: str, bad: str, good: str, reason: str
+    answer: Answer, capsys: pytest.CaptureFixture, key: str, bad: str, good: str, reason: str
 ) -> None:
     Path("config.env").touch()
     Path("folder").mkdir()
-    code, person = configure(**{key: [bad, good]})
-    assert code == 0
-    assert person.asked.count(key) == 2
+
+    values = answer(key, bad, good)
+
     assert reason in capsys.readouterr().out
     expected = None if good == "-" else good
-    assert str(written().get(key)).lower() in (str(expected).lower(), "true", "1e-05", "4.0")
+    assert str(values.get(key)).lower() in (str(expected).lower(), "true", "1e-05", "4.0")
 
 
 def test_what_follows_from_a_value_in_place_of_a_bad_one_is_not_reported(
-    configure: Configure, capsys: pytest.CaptureFixture
+    answer: Answer, capsys: pytest.CaptureFixture
 ) -> None:
-    configure(max_train_steps=["1,000", "1000"])
+    answer("max_train_steps", "1,000", "1000")
     told = capsys.readouterr().out
     assert "'1,000' is not a whole number." in told
     assert "are both 0" not in told
@@ -300,19 +438,17 @@ def test_no_prompt_is_longer_than_a_line(configure: Configure) -> None:
     assert max(map(len, person.prompts)) < 120
 
 
-def test_after_a_bad_size_enter_takes_a_good_one(configure: Configure) -> None:
-    configure(validation_resolution="1000x700, 512x512")
-    assert written()["validation_resolution"] == "992x704,512x512"
+def test_after_a_bad_size_enter_takes_a_good_one(answer: Answer) -> None:
+    values = answer("validation_resolution", "1000x700, 512x512", "")
+    assert values["validation_resolution"] == "992x704,512x512"
 
 
-def test_a_length_off_the_rule_offers_both_neighbours(configure: Configure, capsys: pytest.CaptureFixture) -> None:
-    _, person = configure(model_family="kandinsky5-video", validation_num_video_frames=["48", "-4", "45"])
-    assert person.asked.count("validation_num_video_frames") == 3
+def test_a_length_off_the_rule_offers_both_neighbours(answer: Answer, capsys: pytest.CaptureFixture) -> None:
+    values = answer("validation_num_video_frames", "48", "-4", "45", model_family="kandinsky5-video")
     assert "48 is not 4k+1; the nearest are 45 and 49." in capsys.readouterr().out
-    assert written()["validation_num_video_frames"] == 45
-    Path("config/config.json").unlink()
-    configure(model_family="kandinsky5-video", validation_num_video_frames="62")
-    assert written()["validation_num_video_frames"] == 65, "Enter takes the longer one"
+    assert values["validation_num_video_frames"] == 45
+    values = answer("validation_num_video_frames", "62", "", model_family="kandinsky5-video")
+    assert values["validation_num_video_frames"] == 65, "Enter takes the longer one"
 
 
 def test_clips_are_called_clips(configure: Configure, capsys: pytest.CaptureFixture) -> None:
@@ -322,48 +458,44 @@ def test_clips_are_called_clips(configure: Configure, capsys: pytest.CaptureFixt
     assert '"instance_data_dir": "datasets/videos"' in shown
 
 
-def test_after_a_wrong_spelling_enter_takes_the_nearest(configure: Configure) -> None:
-    configure(model_flavour="t2i-lite-pretrian")
-    assert written()["model_flavour"] == "t2i-lite-pretrain"
+def test_after_a_wrong_spelling_enter_takes_the_nearest(answer: Answer) -> None:
+    assert answer("model_flavour", "t2i-lite-pretrian", "")["model_flavour"] == "t2i-lite-pretrain"
 
 
-def test_a_choice_by_its_number_and_in_capitals(configure: Configure) -> None:
-    configure(model_flavour="3", lr_scheduler="COSINE")
-    assert (written()["model_flavour"], written()["lr_scheduler"]) == ("i2i-lite-sft", "cosine")
+def test_a_choice_by_its_number_and_in_capitals(answer: Answer) -> None:
+    assert answer("model_flavour", "3")["model_flavour"] == "i2i-lite-sft"
+    assert answer("lr_scheduler", "COSINE")["lr_scheduler"] == "cosine"
 
 
-def test_question_mark_shows_help_of_the_schema(configure: Configure, capsys: pytest.CaptureFixture) -> None:
-    configure(lora_rank=["?", "4"], optimizer="?")
+def test_question_mark_shows_help_of_the_schema(answer: Answer, capsys: pytest.CaptureFixture) -> None:
+    assert answer("lora_rank", "?", "4")["lora_rank"] == 4
+    answer("optimizer", "?", "")
     shown = capsys.readouterr().out
     assert all_options()["lora_rank"].help in shown
     assert "integer ≥ 1" in shown
     assert all(name in shown for name in all_options()["optimizer"].choices)
-    assert written()["lora_rank"] == 4
 
 
-def test_what_is_no_text_is_asked_again(configure: Configure) -> None:
-    configure(validation_prompt=["\x1b[D", "\udcff", "बिल्ली का चित्र 猫"])
-    assert written()["validation_prompt"] == "बिल्ली का चित्र 猫"
+def test_what_is_no_text_is_asked_again(answer: Answer) -> None:
+    values = answer("validation_prompt", "\x1b[D", "\udcff", "बिल्ली का चित्र 猫")
+    assert values["validation_prompt"] == "बिल्ली का चित्र 猫"
 
 
 @pytest.mark.parametrize(
-    ("answers", "reason"),
+    ("key", "doubtful", "sure", "reason"),
     [
-        ({"lr_warmup_steps": ["1000", "100"]}, "the learning rate never reaches its value"),
-        ({"validation_guidance": ["7.5", "5"]}, "oversaturates pictures"),
-        ({"report_to": ["wandb", "none"]}, "wandb is not logged in"),
+        ("lr_warmup_steps", "1000", "100", "the learning rate never reaches its value"),
+        ("validation_guidance", "7.5", "5.0", "oversaturates pictures"),
+        ("report_to", "wandb", "none", "wandb is not logged in"),
     ],
 )
 def test_a_doubtful_answer_is_kept_only_when_insisted_on(
-    configure: Configure, capsys: pytest.CaptureFixture, answers: dict[str, list[str]], reason: str
+    answer: Answer, capsys: pytest.CaptureFixture, key: str, doubtful: str, sure: str, reason: str
 ) -> None:
-    (key,) = answers
-    configure(**{key: list(answers[key])})
+    steps = {"max_train_steps": 1000, "num_train_epochs": 0}
+    assert str(answer(key, doubtful, sure, **steps)[key]) == sure
     assert reason in capsys.readouterr().out
-    assert str(written()[key]) in (answers[key][1], f"{answers[key][1]}.0")
-    FILE.unlink()
-    configure(**{key: list(answers[key])}, doubt="y")
-    assert str(written()[key]) == answers[key][0]
+    assert str(answer(key, doubtful, doubt="y", **steps)[key]) == doubtful
 
 
 def test_adamw_bf16_is_refused_without_bf16(configure: Configure, capsys: pytest.CaptureFixture) -> None:
@@ -523,7 +655,7 @@ def test_the_name_of_a_configuration_is_not_a_file(configure: Configure, capsys:
 
 def test_answers_through_click_s_runner(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    result = CliRunner().invoke(app, ["configure"], input="\n\n\n\noutput/cat\n" + "\n" * 60)
+    result = CliRunner().invoke(app, ["configure"], input="\n\n\n\n\n\noutput/cat\n" + "\n" * 60)
     assert result.exit_code == 0, result.output
     assert written()["output_dir"] == "output/cat"
     assert "Next steps" in result.output
@@ -550,8 +682,9 @@ def terminal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> pexpect.spawn:
     monkeypatch.setenv("TERM", "xterm-256color")
     child = pexpect.spawn(sys.executable, ["-m", "simpletuner", "configure"], cwd=str(tmp_path), encoding="utf-8",
                           timeout=PATIENCE, dimensions=(40, 100))  # fmt: skip
-    child.expect(r"\[none\]: ")  # the recipe
-    child.sendline("")
+    for question in ("Folder of your pictures", "GPU to estimate for", "Start from a recipe"):
+        child.expect(question)
+        child.sendline("")
     yield child
     child.close(force=True)
 
@@ -643,19 +776,18 @@ def test_nonsense_moves_no_default(configure: Configure) -> None:
 
 
 def test_advice_on_the_frames_of_i2v_is_taken_when_it_is_followed(
-    configure: Configure, capsys: pytest.CaptureFixture
+    answer: Answer, capsys: pytest.CaptureFixture
 ) -> None:
-    for asked_for in ("14", "13"):
-        FILE.unlink(missing_ok=True)
-        configure(model_family="kandinsky5-video", model_flavour="i2v-lite-5s", validation_num_video_frames=asked_for)
+    model = {"model_family": "kandinsky5-video", "model_flavour": "i2v-lite-5s"}
+    for typed in ("14", "13"):
+        values = answer("validation_num_video_frames", typed, "", **model)
         assert "NaN below 17 frames" in capsys.readouterr().out
-        assert written()["validation_num_video_frames"] == 17, "Enter takes what was advised"
+        assert values["validation_num_video_frames"] == 17, "Enter takes what was advised"
 
 
-def test_every_flavour_is_listed_with_what_it_is_for(configure: Configure, capsys: pytest.CaptureFixture) -> None:
+def test_every_flavour_is_listed_with_what_it_is_for(answer: Answer, capsys: pytest.CaptureFixture) -> None:
     for family, spec in FAMILIES.items():
-        FILE.unlink(missing_ok=True)
-        configure(model_family=family)
+        answer("model_flavour", "", model_family=family)
         shown = capsys.readouterr().out
         for flavour in spec.flavours:
             [line] = [line for line in shown.splitlines() if re.match(rf"[ *]+\d+  {flavour.name} ", line)]
@@ -663,9 +795,10 @@ def test_every_flavour_is_listed_with_what_it_is_for(configure: Configure, capsy
 
 
 def test_back_returns_to_the_question_before(configure: Configure) -> None:
-    _, person = configure(model_family=["back"], output_dir=["wrong", "right"], seed=["back", ""])
-    assert person.asked[:3] == ["recipe", "model_family", "model_family"]
-    assert person.asked[5:9] == ["output_dir", "seed", "output_dir", "seed"]
+    _, person = configure(folder=["back"], output_dir=["wrong", "right"], seed=["back", ""])
+    assert person.asked[:2] == ["folder", "folder"]
+    seed = person.asked.index("seed")
+    assert person.asked[seed - 1 : seed + 3] == ["output_dir", "seed", "output_dir", "seed"]
     assert written()["output_dir"] == "right"
 
 
@@ -676,15 +809,9 @@ def test_a_key_named_at_the_end_is_asked_alone(configure: Configure) -> None:
     assert written()["lora_rank"] == 8
 
 
-def test_token_routes_in_words(configure: Configure) -> None:
-    configure(tread_config="half")
-    [route] = written()["tread_config"]["routes"]
-    assert (route["selection_ratio"], route["start_layer_idx"], route["end_layer_idx"]) == (0.5, 2, -2)
-
-
 def test_the_plan_judges_by_the_memory_that_was_named(configure: Configure, capsys: pytest.CaptureFixture) -> None:
     """Group offload is no default for Pro; the plan asks for it where the card is too small."""
-    answers = {"model_family": "kandinsky5-video", "model_flavour": "t2v-pro-sft-5s-hd"}
+    answers = {"model_family": "kandinsky5-video", "model_flavour": "t2v-pro-sft-5s-hd", "offload": "manual"}
     _, person = configure(**answers, device="24", remedy="n")
     shown = capsys.readouterr().out
     assert "On a GPU with 24 GiB" in shown

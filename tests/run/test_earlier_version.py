@@ -15,9 +15,9 @@ from typing import Any
 import pytest
 from starlette.testclient import TestClient
 
+from simpletuner.annexes.configure.session import load_values
 from simpletuner.annexes.page.project import Project
 from simpletuner.annexes.page.serve import create_app
-from simpletuner.annexes.wizard.session import load_values
 from simpletuner.config.absent import removed_keys
 from simpletuner.config.records import LAST_WITH, trained_with_removed, without_removed
 from simpletuner.config.schema import option_names

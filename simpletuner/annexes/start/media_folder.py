@@ -17,7 +17,7 @@ from simpletuner.data.clips import CLIP_SUFFIXES, ClipFacts, probe_clip
 from simpletuner.data.discovery import Scan, is_readable, scan
 from simpletuner.data.file_names import UNREAD
 from simpletuner.data.files import MediaError
-from simpletuner.data.pictures import PICTURE_SUFFIXES, probe
+from simpletuner.data.pictures import probe
 from simpletuner.data.sample import ADVICE
 from simpletuner.errors import UserError, counted, shorten, visible
 from simpletuner.models.spec import FamilySpec
@@ -239,14 +239,6 @@ def read_media_folder(folder: Path) -> MediaFolder:
     if len(clips.files) > len(pictures.files):
         return _with_concepts(MediaFolder(folder, clips, "clips", unused=pictures.files))
     return _with_concepts(MediaFolder(folder, pictures, unused=clips.files))
-
-
-def media_folder_of(entry: Mapping[str, Any]) -> MediaFolder:
-    """The files in the folder of a dataset entry; none if the folder does not exist yet."""
-    folder = Path(entry["instance_data_dir"])
-    kind: Kind = "clips" if "video" in entry else "pictures"
-    suffixes = CLIP_SUFFIXES if kind == "clips" else PICTURE_SUFFIXES
-    return MediaFolder(folder, scan(folder, suffixes) if is_readable(folder) else Scan(), kind)
 
 
 def about_unread(files: Scan) -> Iterator[str]:

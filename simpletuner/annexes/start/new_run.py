@@ -49,6 +49,7 @@ class NewRun:
         settings: keys from the command line.
         root: the working folder of the run.
         device: the device that the plan is asked about.
+        most_frames: of a trained clip; 0 for those that the example's model is trained with.
     """
 
     name: str
@@ -60,6 +61,7 @@ class NewRun:
     settings: Mapping[str, Any] = field(default_factory=dict)
     root: Path = Path()
     device: AskedDevice = HERE
+    most_frames: int = 0
 
     @property
     def folder(self) -> Path:
@@ -109,9 +111,9 @@ class NewRun:
 
     @property
     def longest(self) -> int:
-        """The number of frames that the model is trained with."""
-        frames: int = read_example(self.example).get("validation_num_video_frames", 1)
-        return frames
+        """The most frames of a trained clip."""
+        usual: int = read_example(self.example).get("validation_num_video_frames", 1)
+        return self.most_frames or usual
 
     @cached_property
     def fit(self) -> Fit:

@@ -54,28 +54,39 @@ class Fit:
         """The size below which files are left out; 0 if none is."""
         return int(self.resolution / ACCEPTED_ENLARGEMENT) if self.small else 0
 
-    def notes(self) -> Iterator[str]:
-        """A sentence for everything that is not as the model has it, with the remedy."""
+    def notes(self, *, with_remedies: bool = True) -> Iterator[str]:
+        """A sentence for everything that is not as the model has it.
+
+        Args:
+            with_remedies: followed by what `start` and the page take for another choice.
+        """
+        for fact, remedy in self._notes():
+            yield f"{fact} {remedy}" if with_remedies else fact
+
+    def _notes(self) -> Iterator[tuple[str, str]]:
+        """Facts and their remedies."""
         if self.resolution < self.wanted:
             yield (
                 f"Trained at {self.resolution}x{self.resolution} pixels: too many of the {self.noun} are smaller than "
-                f"{self.wanted}x{self.wanted}. For that size, take the small ones out of the folder, or enlarge them "
-                f"with resolution={self.wanted}."
+                f"{self.wanted}x{self.wanted}.",
+                f"For that size, take the small ones out of the folder, or enlarge them with resolution={self.wanted}.",
             )
         if self.small:
             yield (
                 f"Left out: {self._share(self.small)} smaller than {self.resolution}x{self.resolution}, and would be "
-                f"learned as blur. To train them too, {self._size_with_small}."
+                "learned as blur.",
+                f"To train them too, {self._size_with_small}.",
             )
         if self.frames < self.wanted_frames:
             yield (
                 f"Trained on {counted(self.frames, 'frame')} of each clip instead of {self.wanted_frames}: too many "
-                "clips are shorter. For longer ones, take the short clips out of the folder."
+                "clips are shorter.",
+                "For longer ones, take the short clips out of the folder.",
             )
         if self.short:
             yield (
-                f"Left out: {self._share(self.short)} shorter than {counted(self.frames, 'frame')}. To train them "
-                "too, lower num_frames and min_frames in multidatabackend.json."
+                f"Left out: {self._share(self.short)} shorter than {counted(self.frames, 'frame')}.",
+                "To train them too, lower num_frames and min_frames in multidatabackend.json.",
             )
 
     @property

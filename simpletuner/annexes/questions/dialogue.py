@@ -1,0 +1,125 @@
+"""A conversation in a terminal or through a pipe: lines to read, texts to show, yes or no."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+import unicodedata
+from collections.abc import Mapping, Sequence
+
+from rich.console import Console
+
+from simpletuner.config.types import parse_flag, plain_key
+from simpletuner.errors import UserError, nearest
+
+# Invalid answers before a question takes its default, so that piped input cannot loop forever.
+PATIENCE = 5
+# Unicode categories that no answer may contain: control characters, and surrogates, which stand for invalid UTF-8.
+NO_TEXT = ("Cc", "Cs")
+# Longer lists would hide the question; `?` shows the names.
+LONGEST_LIST = 20
+
+
+class InputEnded(UserError):
+    """The input has ended."""
+
+
+class Dialogue:
+    """A conversation with the user.
+
+    Args:
+        asks: ask; otherwise every question takes its default, and only results and problems are printed.
+    """
+
+    def __init__(self, *, asks: bool = True) -> None:
+        self.asks = asks
+        # rich would colour the numbers and paths in answers.
+        self.console = Console(highlight=False)
+        # Windows has no readline.
+        if sys.stdin.isatty() and importlib.util.find_spec("readline") is not None:
+            import readline  # noqa: F401 - arrow keys and history in input()
+
+    def show(self, text: str = "", style: str = "") -> None:
+        """Print a line that belongs to the questions: only if they are asked."""
+        if self.asks:
+            self.print(text, style)
+
+    def print(self, text: str = "", style: str = "") -> None:
+        """Print a line; markup is not interpreted."""
+        self.console.print(text, style=style, markup=False, soft_wrap=True)
+
+    def warn(self, text: str) -> None:
+        """Print a problem."""
+        self.print(f"    {text}", "yellow")
+
+    def read_line(self, prompt: str) -> str:
+        """Read a line, stripped; empty for the default.
+
+        Raises:
+            InputEnded: the input has ended.
+        """
+        if not self.asks:
+            return ""
+        while True:
+            try:
+                answer = input(prompt).strip()
+            except EOFError:
+                self.show()
+                raise InputEnded("The input ended before the last question. Nothing was written.") from None
+            if not sys.stdin.isatty():
+                self.show(answer)  # piped input is not echoed
+            if all(unicodedata.category(char) not in NO_TEXT for char in answer):
+                return answer
+            self.warn("This contains control characters; type it again.")
+
+    def confirm(self, text: str, *, default: bool) -> bool:
+        """Ask yes or no; no after too many other answers."""
+        return self.choose(text, (), default=default) is None
+
+    def choose(self, text: str, names: Sequence[str], *, default: bool) -> str | None:
+        """Ask for yes (None), no ("") or one of the names; no after too many other answers."""
+        for _ in range(PATIENCE):
+            answer = self.read_line(f"  {text} {bracketed(default)}: ")
+            try:
+                is_yes = parse_flag(spelled_out(answer)) if answer else default
+            except ValueError:
+                name = plain_key(answer).lower()
+            else:
+                return None if is_yes else ""
+            if name in names:
+                return name
+            kinds = ", no nor a setting of the list" if names else " nor no"
+            guess = nearest(name, names)
+            self.warn(f"{answer!r} is neither yes{kinds}." + (f" {guess}?" if guess else ""))
+        return ""
+
+    def list_choices(self, choices: Mapping[str, str], marked: str = "") -> None:
+        """Print a numbered list of choices with remarks; a star marks the one that Enter takes."""
+        if not choices or len(choices) > LONGEST_LIST:
+            return
+        width = max(map(len, choices))
+        digits = len(str(len(choices)))
+        for number, (name, note) in enumerate(choices.items(), start=1):
+            mark = "*" if name == marked else " "
+            self.show(f"  {mark} {number:>{digits}}  {name:<{width}}  {note}".rstrip())
+
+
+def bracketed(default: bool | str) -> str:
+    """The default as a prompt shows it."""
+    if isinstance(default, str):
+        return f"[{default}]"
+    return "[Y/n]" if default else "[y/N]"
+
+
+def spelled_out(answer: str) -> str:
+    """`yes` and `no` for their first letters; other answers are unchanged."""
+    return {"y": "yes", "n": "no"}.get(answer.lower(), answer)
+
+
+def named_choice(answer: str, choices: Mapping[str, str]) -> str:
+    """The choice with this number or spelling, or else the answer unchanged."""
+    # Longer lists are not shown, so they have no numbers.
+    if answer.isdecimal() and 1 < len(choices) <= LONGEST_LIST:
+        return dict(enumerate(choices, start=1)).get(int(answer), answer)
+    spellings = {name.lower().replace("_", "-"): name for name in choices}
+    return spellings.get(answer.lower().replace("_", "-"), answer)

@@ -1,0 +1,113 @@
+"""What is known of a new run: from its folder, from the command line, and from answers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from simpletuner.annexes.start.media_folder import MediaFolder
+from simpletuner.annexes.start.new_run import NewRun
+from simpletuner.annexes.start.recipe import DEMOS, PURPOSES, TRIGGER, find_models, writes_captions
+from simpletuner.annexes.start.verdict import Verdict, judge_new_run
+from simpletuner.config.device import HERE, AskedDevice
+
+
+class RunAnswers:
+    """The answers about a new run, in the order of its questions.
+
+    Args:
+        name: of the run.
+        media: the folder of its files.
+        given: `purpose`, `trigger` and `model` from the command line.
+        settings: keys of the config from the command line, by their main names.
+        captions: captions will be written for files without one.
+        device: the device that the plan is asked about.
+        offers_demo: without a GPU, offer a tiny model that trains on a CPU.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        media: MediaFolder,
+        given: Mapping[str, str | None],
+        settings: Mapping[str, Any] | None = None,
+        *,
+        captions: bool = False,
+        device: AskedDevice = HERE,
+        offers_demo: bool = True,
+    ) -> None:
+        self.name = name
+        self.media = media
+        self.given = given
+        self.settings = settings or {}
+        self.captions = captions
+        self.device = device
+        self.offers_demo = offers_demo
+        self.answered: dict[str, str] = {}
+        # By what they depend on: a plan takes a moment.
+        self._verdicts: dict[tuple[str, str, AskedDevice], dict[str, Verdict]] = {}
+
+    def answer(self, key: str, value: str) -> None:
+        """Keep an answer."""
+        self.answered[key] = value
+
+    @property
+    def purpose(self) -> str:
+        """The purpose, by default the likeliest one."""
+        return self.given.get("purpose") or self.answered.get("purpose") or PURPOSES[self.media.kind][0]
+
+    @property
+    def known_trigger(self) -> str:
+        """The trigger from the command line, or the words in the name of the folder; else empty."""
+        return (self.given.get("trigger") or "").strip() or self.media.words
+
+    @property
+    def trigger(self) -> str:
+        if self.known_trigger:
+            return self.known_trigger
+        return "" if self.purpose == "edit" else self.answered.get("trigger", TRIGGER)
+
+    @property
+    def models(self) -> dict[str, str]:
+        """The models to choose from, with their examples."""
+        models = {}
+        for model, example in find_models(self.media.kind).items():
+            writes_missing = not (self.captions and self.media.uncaptioned) or writes_captions(example)
+            if writes_missing and (self.offers_demo or example not in DEMOS.values()):
+                models[model] = example
+        return models
+
+    def judged_models(self) -> dict[str, Verdict]:
+        """The models with whether they suit the machine; those that do come first."""
+        key = (self.purpose, self.trigger, self.device)
+        if key not in self._verdicts:
+            verdicts = {model: judge_new_run(self.run(model)) for model in self.models}
+            ordered = sorted(verdicts, key=lambda model: not verdicts[model].suits)
+            self._verdicts[key] = {model: verdicts[model] for model in ordered}
+        return self._verdicts[key]
+
+    @property
+    def model(self) -> str:
+        """The model, by default the only one or the first that suits the machine."""
+        model = self.given.get("model") or self.answered.get("model")
+        if model:
+            return model
+        return next(iter(self.models if len(self.models) == 1 else self.judged_models()))
+
+    @property
+    def has_captions(self) -> bool:
+        """Whether every file has a caption, or will get one."""
+        return self.captions or not self.media.uncaptioned
+
+    def run(self, model: str) -> NewRun:
+        """The run with one of the models."""
+        return NewRun(
+            name=self.name,
+            media=self.media,
+            purpose=self.purpose,
+            trigger=self.trigger,
+            example=find_models(self.media.kind)[model],
+            captions=self.has_captions,
+            settings=self.settings,
+            device=self.device,
+        )

@@ -1,0 +1,149 @@
+"""From a folder and the command line of `simpletuner start` to a new run: checks, questions, notes."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from simpletuner.annexes.draft import Draft
+from simpletuner.annexes.questions.dialogue import Dialogue
+from simpletuner.annexes.questions.interview import ask_all
+from simpletuner.annexes.start.answers import RunAnswers
+from simpletuner.annexes.start.media_folder import MediaFolder, read_media_folder
+from simpletuner.annexes.start.new_run import FILES, NewRun, run_name
+from simpletuner.annexes.start.questions import QUESTIONS
+from simpletuner.annexes.start.recipe import PURPOSES, find_models, writes_captions
+from simpletuner.config.device import HERE, AskedDevice
+from simpletuner.errors import Problems, counted, not_one_of
+
+
+def ask_run(
+    folder: Path,
+    dialogue: Dialogue,
+    given: Mapping[str, str | None],
+    settings: Mapping[str, object],
+    *,
+    captions: bool,
+    device: AskedDevice = HERE,
+) -> NewRun:
+    """Ask the open questions.
+
+    Args:
+        given: `purpose`, `trigger`, `model` and `name` from the command line.
+        settings: keys of the config from the command line, by their main names.
+        captions: captions will be written for files without one.
+        device: the device that the plan is asked about.
+
+    Raises:
+        UserError: the folder, an answer or a setting is invalid.
+    """
+    media = read_media_folder(folder)
+    answers = RunAnswers(
+        given["name"] or run_name(folder),
+        media,
+        given,
+        _as_json(settings),
+        captions=captions,
+        device=device,
+        offers_demo=dialogue.asks,  # it is never chosen unasked
+    )
+    dialogue.print(f"{folder}: {media.describe()}")
+    for note in media.notes():
+        dialogue.warn(note)
+    _check(folder, answers).raise_if_fatal()
+    ask_all(QUESTIONS, answers, dialogue)
+    run = answers.run(answers.model)
+    _check_settings(run)
+    for note in run.fit.notes():
+        dialogue.warn(note)
+    if run.captioned_as:
+        name_exceptions(media, run.captioned_as, dialogue)
+    return run
+
+
+def name_exceptions(media: MediaFolder, words: str, dialogue: Dialogue) -> None:
+    """Name the captions without the words that most captions contain."""
+    captions = media.parts[0].captions
+    unnamed = captions.without(words)
+    if unnamed:
+        count = f"{len(unnamed)} of {counted(len(captions.texts), 'caption')}"
+        dialogue.warn(f"Without {words!r}, which most captions contain: {count}, such as {unnamed[0]!r}.")
+
+
+def _check(folder: Path, answers: RunAnswers) -> Problems:
+    """All problems of the folder and the command line, before the first question."""
+    report = Problems()
+    _check_output(folder, answers, report)
+    _check_name(answers.name, report)
+    _check_choices(answers, report)
+    for part in answers.media.parts:
+        _check_captions(part, answers, report)
+    return report
+
+
+def _check_output(folder: Path, answers: RunAnswers, report: Problems) -> None:
+    """Refuse to write the previews into the folder of the training files, usually the working folder."""
+    output = Path(str(answers.settings.get("output_dir", f"output/{answers.name}")))
+    inner = folder.resolve()
+    if output.resolve().is_relative_to(inner):
+        way = f"cd {shlex.quote(str(inner.parent))} && simpletuner start {shlex.quote(inner.name)}"
+        report.error("", f"{output} is inside {folder}, so previews would be trained. Start outside of it: {way}")
+
+
+def _check_name(name: str, report: Problems) -> None:
+    target = Path("config") / name
+    if re.search(r"[/\\\x00-\x1f]", name):
+        report.error("", f"--name {name!r} is not the name of a folder.")
+    elif target.exists() or target.is_symlink():
+        message = f"{target} exists already: continue with `simpletuner train env={shlex.quote(name)}`, or set --name."
+        report.error("", message)
+
+
+def _check_choices(answers: RunAnswers, report: Problems) -> None:
+    kind = answers.media.kind
+    for option, names in (("purpose", PURPOSES[kind]), ("model", [*find_models(kind)])):
+        value = answers.given[option]
+        if value is not None and value not in names:
+            report.error("", f"--{option} {not_one_of(value, names)}")
+
+
+def _check_captions(media: MediaFolder, answers: RunAnswers, report: Problems) -> None:
+    """Report missing captions, or a model that cannot write them."""
+    missing = len(media.uncaptioned)
+    captioned = len(media.captioned)
+    if not missing:
+        return
+    if answers.captions:
+        model = answers.given["model"]
+        models = find_models(media.kind)
+        if model in models and not writes_captions(models[model]):
+            report.error("", f"--caption: the text encoder of {model} cannot write captions; choose another model.")
+        if media.captions.is_table:
+            advice = "add the missing ones to the table, or write all captions into .txt files."
+            report.error("", f"--caption writes .txt files, and captions are read from a metadata table: {advice}")
+    elif captioned or media.sources:
+        first = media.uncaptioned[0]
+        advice = "writes them with the model's own Qwen2.5-VL, or put a .txt file of the same name beside each."
+        message = f"no caption for {missing} of {missing + captioned} files ({first} is the first). --caption {advice}"
+        report.error("", message)
+
+
+def _check_settings(run: NewRun) -> None:
+    """Raise problems of the config; files that are written later are not checked."""
+    checked = {key: value for key, value in run.config().items() if key not in FILES or key in run.settings}
+    Problems(Draft(run.folder / "config.json", checked).judgement.problems).raise_if_fatal()
+
+
+def _as_json(settings: Mapping[str, object]) -> dict[str, Any]:
+    """Settings with values as in JSON: 500, not "500"."""
+    values = dict(settings)
+    for key, value in settings.items():
+        if isinstance(value, str):
+            with suppress(ValueError):
+                values[key] = json.loads(value)
+    return values
