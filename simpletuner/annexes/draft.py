@@ -11,7 +11,7 @@ from typing import Any
 
 from simpletuner.config.load import Layer
 from simpletuner.config.schema import RunConfig, all_options
-from simpletuner.config.sources import DATASET_FILE, Arguments, located_at, resolve_alias
+from simpletuner.config.sources import DATASET_FILE, EXAMPLES_ALIAS, Arguments, located_at, resolve_alias
 from simpletuner.errors import Problem, Problems
 from simpletuner.models.registry import FAMILIES
 from simpletuner.models.spec import FamilySpec
@@ -75,15 +75,18 @@ class Draft:
         return of_key if is_invalid else [*of_key, *(each for each in problems if each not in {*known, *of_key})]
 
     def change(self, changes: Mapping[str, Any]) -> None:
-        """Apply changes; None removes a key. Values are converted to their types: "1e-4" becomes a number."""
+        """Apply changes; None removes a key. Values are converted to their types: "1e-4" becomes a number.
+
+        Unchanged keys stay as the user wrote them, and so do references to variables and packaged examples.
+        """
         values = self._with(changes)
         self.judgement = self.judge(values)
         flat = self.config.flat
-        self.values = {
-            # Unchanged keys stay as the user wrote them; references are written unexpanded.
-            key: flat[key] if key in changes and "{env:" not in str(value) else value
-            for key, value in values.items()
-        }
+        for key in values.keys() & changes.keys():
+            written = str(values[key])
+            if "{env:" not in written and not written.startswith(EXAMPLES_ALIAS):
+                values[key] = flat[key]
+        self.values = values
 
     def after(self, changes: Mapping[str, Any]) -> Draft:
         """A copy of this draft with changes applied; None removes a key."""

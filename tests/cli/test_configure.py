@@ -239,6 +239,17 @@ def test_a_dataset_file_that_is_named_later_stays_too(configure: Configure, caps
     assert "Written: config/config.json\n" in capsys.readouterr().out
 
 
+def test_a_tiny_model_is_named_as_packaged_and_trains_at_its_own_size(
+    configure: Configure, capsys: pytest.CaptureFixture
+) -> None:
+    put_pictures(Path("datasets/my_images"), 4, captions=4)
+    configure(model="demo", file="y")
+    assert written()["pretrained_model_name_or_path"] == "config/examples/demo/checkpoint"
+    assert datasets()[0]["resolution"] == 96
+    assert "Train:  simpletuner train\n" in capsys.readouterr().out
+    assert main(["plan"]) == 0
+
+
 def test_another_answer_about_the_files_proposes_anew(configure: Configure) -> None:
     put_pictures(Path("datasets/my_images"), 1, captions=1)
     configure(purpose=["subject", "style"], trigger=["back", "qxz"], model="kandinsky5-image")
