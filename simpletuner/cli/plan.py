@@ -82,7 +82,7 @@ def configure(
     from simpletuner.annexes.configure.session import run_session
     from simpletuner.annexes.questions.dialogue import Dialogue
 
-    run_session(file, Dialogue(asks=not defaults))
+    run_session(file, Dialogue(asks=not defaults, unasked="--defaults"))
 
 
 def publish(context: typer.Context, output_dir: Annotated[Path, typer.Argument(help="A run's folder.")]) -> None:

@@ -60,7 +60,8 @@ def start(
         arguments.problems.append(Problem(chosen, "has no effect: start writes a config of its own."))
     arguments.problems.raise_if_fatal()
     given = {"purpose": purpose, "trigger": trigger, "model": model, "name": name}
-    run = ask_run(folder, Dialogue(asks=not yes), given, settings, captions=caption, device=arguments.device)
+    dialogue = Dialogue(asks=not yes, unasked="--yes")
+    run = ask_run(folder, dialogue, given, settings, captions=caption, device=arguments.device)
     if not dry_run:
         _check_training(run)
     run.save()

@@ -12,6 +12,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import pexpect
 import pytest
 from PIL import Image
 
@@ -32,6 +33,7 @@ from simpletuner.data.discovery import Scan
 from simpletuner.errors import ConfigError, Problem
 from simpletuner.models.registry import FAMILIES
 from tests.clips import write_clip
+from tests.processes import PATIENCE
 
 Capture = pytest.CaptureFixture[str]
 CALL = start.call
@@ -616,3 +618,25 @@ def test_only_a_run_that_is_too_large_gets_advice(
     with pytest.raises(ConfigError) as caught:
         _check_training(run)
     assert ("--dry-run" in caught.value.problems[0].message) == is_advised
+
+
+@pytest.mark.slow(2)
+def test_in_a_terminal_questions_can_be_left_in_the_middle(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    put_pictures(tmp_path / "cat", 1)
+    monkeypatch.setenv("TERM", "xterm-256color")
+    command = ["-m", "simpletuner", "start", "cat", "--dry-run"]
+    child = pexpect.spawn(sys.executable, command, cwd=str(tmp_path), encoding="utf-8", timeout=PATIENCE)
+    child.expect(r"What should be learned\? \[subject\]: ")
+    child.sendline("styel")
+    child.expect("Did you mean 'style'")
+    child.expect(r"What should be learned\? \[style\]: ")
+    child.sendline("")
+    child.expect(r"the model does not know \[zkt\]: ")
+    child.sendline("back")
+    child.expect(r"What should be learned\? \[style\]: ")
+    child.sendcontrol("d")
+    child.expect("The input ended before the last question. Nothing was written. --yes takes every default.")
+    child.expect(pexpect.EOF)
+    child.close()
+    assert child.exitstatus == 2
+    assert not (tmp_path / "config").exists()

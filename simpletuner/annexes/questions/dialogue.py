@@ -29,10 +29,12 @@ class Dialogue:
 
     Args:
         asks: ask; otherwise every question takes its default, and only results and problems are printed.
+        unasked: the option with which the command asks nothing.
     """
 
-    def __init__(self, *, asks: bool = True) -> None:
+    def __init__(self, *, asks: bool = True, unasked: str = "") -> None:
         self.asks = asks
+        self.unasked = unasked
         # rich would colour the numbers and paths in answers.
         self.console = Console(highlight=False)
         # Windows has no readline.
@@ -65,7 +67,9 @@ class Dialogue:
                 answer = input(prompt).strip()
             except EOFError:
                 self.show()
-                raise InputEnded("The input ended before the last question. Nothing was written.") from None
+                advice = f" {self.unasked} takes every default." if self.unasked else ""
+                message = f"The input ended before the last question. Nothing was written.{advice}"
+                raise InputEnded(message) from None
             if not sys.stdin.isatty():
                 self.show(answer)  # piped input is not echoed
             if all(unicodedata.category(char) not in NO_TEXT for char in answer):
