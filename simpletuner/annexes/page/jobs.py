@@ -1,90 +1,31 @@
-"""The queue on the page: starting and monitoring its jobs, and adding, moving and removing them."""
+"""The queue on the page: adding, moving, removing and showing its jobs. Free of torch."""
 
 from __future__ import annotations
 
 import signal
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import HTMLResponse, JSONResponse, Response
 
-from simpletuner.annexes.page.control import Runs, ask, send
+from simpletuner.annexes.page.control import ask, send
 from simpletuner.annexes.page.live import asked_for, runs_of
 from simpletuner.annexes.page.parts import draw_part
 from simpletuner.annexes.page.project import Refusal, project_of, wanted
-from simpletuner.annexes.page.results import SAMPLES_FOLDER
-from simpletuner.annexes.queue import RUNNING, Job, Queue
+from simpletuner.annexes.page.queue import RUNNING, Job, Queue
+from simpletuner.annexes.page.runner import Runner
 from simpletuner.annexes.report import html
-from simpletuner.annexes.report.sheet import SWEEP_FOLDER
-from simpletuner.annexes.runs import ACTIVE, CONSOLE_FILE, INTERRUPTED, PROMPT, printed, said_at_the_end
+from simpletuner.annexes.runs import PROMPT, printed
 from simpletuner.errors import Problem, UserError
-from simpletuner.planning.lock import owner_of
 
-# Folders of jobs in the run's output folder.
-FOLDERS = {"sweep": SWEEP_FOLDER, "sample": SAMPLES_FOLDER, "caption": ""}
-LOGS = {"train": CONSOLE_FILE, "sweep": "job.log", "sample": "job.log", "caption": "caption.log"}
-# Prefixes of the last line of commands other than `train` that succeeded.
-DONE = ("Saved ", "Captions written: ", "Every picture and clip has a caption")
+# Options of the commands that render from a run, besides prompts and pictures.
 OPTIONS = {"sweep": ("strengths", "checkpoints"), "sample": ("strength", "checkpoint", "seed", "resolution")}
-
-
-class RunWorker:
-    """Starts the jobs of the queue as processes, and reports their state."""
-
-    def __init__(self, runs: Runs) -> None:
-        self.runs = runs
-
-    def check(self, job: Job) -> None:
-        """Raise the reason why a job cannot start, if any."""
-        if job.command == "train":
-            self.runs.started_by(job.config, job.settings)
-        elif not Path(job.folder).is_dir():
-            raise Refusal(404, f"The folder {job.folder} does not exist.")
-
-    def start(self, job: Job) -> Job:
-        """Start the process of a job."""
-        if job.command == "train":
-            run = self.runs.start(job.config, job.settings)
-            assert run.child is not None
-            return replace(job, folder=str(run.folder), owner=owner_of(run.child.pid, "simpletuner train"))
-        log = log_of(job)
-        log.parent.mkdir(exist_ok=True)
-        folders = [] if job.command == "caption" else [job.folder, f"--output={log.parent}"]
-        child = self.runs.spawn(log, [job.command, *folders, *job.options])
-        return replace(job, owner=owner_of(child.pid, f"simpletuner {job.command}"))
-
-    def look(self, job: Job) -> Job:
-        """The present state of a started job, read from files so that it survives a restart of the server."""
-        is_alive = job.is_alive  # read before the files, which are complete once the process has ended
-        status = self.runs.at(Path(job.folder)).status() if job.command == "train" else {}
-        if is_alive or status.get("status") in ACTIVE:
-            # The view of a run shows its message.
-            return replace(job, message="" if status else said_at_the_end(printed(log_of(job))))
-        if job.owner is None:
-            return replace(job, state="interrupted", message="The server exited while it was starting this job.")
-        if status:
-            return replace(job, state=status["status"], message=status["message"])
-        output = printed(log_of(job))
-        last, errors = said_at_the_end(output), said_at_the_end(output, only_errors=True)
-        if last.startswith(DONE) or last in INTERRUPTED:
-            return replace(job, state="completed" if last.startswith(DONE) else "cancelled", message=last)
-        return replace(job, state="error", message=errors or f"Ended unexpectedly. Its last line: {last.strip()}")
-
-    def at_work(self) -> str:
-        """The folder of a run in progress on this machine."""
-        return next((str(run.folder) for run in self.runs.all() if run.pid is not None), "")
-
-
-def log_of(job: Job) -> Path:
-    """The file with the output of a job."""
-    return Path(job.folder, FOLDERS.get(job.command, ""), LOGS[job.command])
 
 
 def queue_of(request: Request) -> Queue:
     """The queue of the project."""
-    return request.app.state.queue
+    return request.app.state.runner.queue
 
 
 def add(request: Request, body: dict[str, Any]) -> Response:
@@ -100,8 +41,8 @@ def add_rendering(request: Request, body: dict[str, Any]) -> Response:
     run, command = runs_of(request).find(str(body.get("run", ""))), body.get("command")
     if command not in OPTIONS or not run.may_start:
         raise Refusal(400, "A job must be a sweep or a sample of a run that `simpletuner server` shows.")
-    prompts = [text for each in wanted({"prompts": [], **body}, "prompts", list) if (text := str(each).strip())]
-    options = [f"--prompt={text}" for text in prompts]
+    prompts = [str(prompt).strip() for prompt in wanted({"prompts": [], **body}, "prompts", list)]
+    options = [f"--prompt={prompt}" for prompt in prompts if prompt]
     if image := str(body.get("image") or ""):
         options.append(f"--image={project_of(request).inside(image)}")
     # The command checks the other options; the page shows its output.
@@ -139,28 +80,29 @@ def remove(request: Request, body: dict[str, Any]) -> Response:
 
 def show_queue(request: Request) -> Response:
     """The queue as HTML."""
-    queue, runs = queue_of(request), runs_of(request)
-    if runs.project.run is not None:
+    if runs_of(request).project.run is not None:
         return HTMLResponse("")  # the page of a run cannot start jobs
     template = "page/queue.html.jinja"
-    return HTMLResponse(draw_part("Queue", lambda: html.render(template, **queue_content(queue, runs))))
+    runner = request.app.state.runner
+    return HTMLResponse(draw_part("Queue", lambda: html.render(template, **queue_content(runner))))
 
 
-def queue_content(queue: Queue, runs: Runs) -> dict[str, Any]:
+def queue_content(runner: Runner) -> dict[str, Any]:
     """Template values for the queue."""
-    jobs, problem = list[Job](), queue.problem
+    jobs, problem = list[Job](), runner.problem
     try:
-        jobs = queue.read()
+        jobs = runner.queue.read()
     except (UserError, OSError) as error:
         problem = str(error)
     running = [job.title for job in jobs if job.state == RUNNING]
-    busy = running[0] if running else Path(queue.worker.at_work()).name
-    newest = {log_of(job): job.id for job in jobs if job.command != "train"}
+    busy = running[0] if running else Path(runner.at_work()).name
+    # Commands append to the same file: only the newest one's output is shown.
+    newest = {job.log: job.id for job in jobs if job.command != "train"}
     rows = [
         {
             "job": job,
-            "run": runs.at(Path(job.folder)).id,
-            "log": printed(log_of(job)).rpartition(PROMPT)[2] if newest.get(log_of(job)) == job.id else "",
+            "run": runner.runs.at(Path(job.folder)).id,
+            "log": printed(job.log).rpartition(PROMPT)[2] if newest.get(job.log) == job.id else "",
         }
         for job in jobs
     ]

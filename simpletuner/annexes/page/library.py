@@ -24,10 +24,10 @@ from simpletuner.annexes.captions import library as captions
 from simpletuner.annexes.captions.library import LINKED, ChangedMeanwhileError, Library, inspected, stamp_of
 from simpletuner.annexes.page.control import Runs
 from simpletuner.annexes.page.files import Configuration, add_dataset, shown, writable
-from simpletuner.annexes.page.jobs import log_of, queue_of
+from simpletuner.annexes.page.jobs import queue_of
 from simpletuner.annexes.page.live import runs_of
 from simpletuner.annexes.page.project import Project, Refusal, chosen_by, problems_json, project_of
-from simpletuner.annexes.queue import RUNNING, WAITING, Job
+from simpletuner.annexes.page.queue import RUNNING, WAITING, Job
 from simpletuner.annexes.report.html import THUMBNAIL_SIDE, render, webp
 from simpletuner.annexes.runs import ACTIVE, PROMPT, Run, printed
 from simpletuner.atomic import write_atomically
@@ -264,14 +264,15 @@ def captioning_state(request: Request) -> Response:
         return JSONResponse({"running": False})
     message = job.message or "Waiting in the queue on the tab Run."
     if job.state == RUNNING:
-        message = printed(log_of(job)).rpartition(PROMPT)[2].partition("\n")[2].strip()
+        message = printed(job.log).rpartition(PROMPT)[2].partition("\n")[2].strip()
     dataset, is_running = job.options[0].removeprefix("--dataset="), job.state in (WAITING, RUNNING)
     return JSONResponse({"job": job.id, "dataset": dataset, "running": is_running, "message": message})
 
 
 def captioning_job(request: Request) -> Job | None:
     """The newest job that writes captions."""
-    return next((job for job in reversed(queue_of(request).read()) if job.command == "caption"), None)
+    captioning = [job for job in queue_of(request).read() if job.command == "caption"]
+    return captioning[-1] if captioning else None
 
 
 def media_file(project: Project, path: str) -> Path:

@@ -35,7 +35,8 @@ from simpletuner.annexes.page.control import Runs
 from simpletuner.annexes.page.guard import OWN_USER, Access, End, Guard, is_own_user
 from simpletuner.annexes.page.parts import reason_for
 from simpletuner.annexes.page.project import UPLOADS, Project, Refusal, read_object
-from simpletuner.annexes.queue import Queue
+from simpletuner.annexes.page.queue import Queue
+from simpletuner.annexes.page.runner import Runner
 from simpletuner.annexes.report.html import FOLDER as REPORT
 from simpletuner.errors import ConfigError, DiskFullError, UserError, reached_limit
 from simpletuner.reporting.events import EventStream
@@ -139,7 +140,7 @@ def create_app(project: Project, mode: Mode = "unified", over: threading.Event |
         lifespan=serving_queue if project.run is None and mode != "callback" else None,
     )
     app.state.runs, app.state.over = Runs(project), over or threading.Event()
-    app.state.queue = Queue(project.folder, jobs.RunWorker(app.state.runs))
+    app.state.runner = Runner(Queue(project.folder), app.state.runs)
     return app
 
 
@@ -147,7 +148,7 @@ def create_app(project: Project, mode: Mode = "unified", over: threading.Event |
 async def serving_queue(app: Starlette) -> AsyncIterator[None]:
     """Start queued jobs from a thread while the server runs."""
     over = threading.Event()
-    threading.Thread(target=app.state.queue.serve, args=(over,), name="queue", daemon=True).start()
+    threading.Thread(target=app.state.runner.serve, args=(over,), name="queue", daemon=True).start()
     yield
     over.set()
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from simpletuner.annexes.queue import JOBS, QUEUE_FILE, Job
+from simpletuner.annexes.page.queue import JOBS, QUEUE_FILE, Job
 from simpletuner.headers import with_metadata
 from simpletuner.reporting.events import StateChanged
 from simpletuner.weights.lora_names import LORA_FILE, STEP_NOTE

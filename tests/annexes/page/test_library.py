@@ -432,27 +432,28 @@ def test_missing_captions_are_a_job_of_the_queue(
         return children[-1]
 
     monkeypatch.setattr(Runs, "spawn", spawn)
-    queue = cast(Any, page.app).state.queue
+    runner = cast(Any, page.app).state.runner
     assert page.get("/api/library/describe").json()["running"] is False
     body = {"dataset": "cats", "style": "short", "trigger": "zkt"}
     assert page.post("/api/library/describe", json=body).status_code == 202
-    queue.add("sweep", str(folder / "output/mine"))
+    runner.queue.add("sweep", str(folder / "output/mine"))
     assert "Waiting in the queue" in page.get("/api/library/describe").json()["message"]
-    queue.step()
+    runner.step()
     file = f"--config={folder / 'config/config.json'}"
     assert started == [["caption", "--dataset=cats", "--style=short", "--trigger=zkt", file]]
-    job = queue.read()[0]
+    job = runner.queue.read()[0]
     progress = {"job": job.id, "dataset": "cats", "running": True, "message": "Writing captions: 30/100"}
     assert page.get("/api/library/describe").json() == progress
     assert page.post("/api/library/describe", json=body).status_code == 409
-    again = create_app(Project(folder)).state.queue
+    again = create_app(Project(folder)).state.runner
     again.step()
-    assert [each.state for each in again.read()] == ["running", "waiting"]
+    assert [each.state for each in again.queue.read()] == ["running", "waiting"]
     assert page.post("/api/training/queue/remove", json={"job": job.id}).status_code == 200  # Ctrl-C
     (folder / "output/mine/caption.log").write_text("$ simpletuner caption\nInterrupted.\n")
     children[0].wait(PATIENCE)
     again.step()
-    assert [(each.command, each.state) for each in again.read()] == [("caption", "cancelled"), ("sweep", "running")]
+    states = [(job.command, job.state) for job in again.queue.read()]
+    assert states == [("caption", "cancelled"), ("sweep", "running")]
     assert page.get("/api/library/describe").json()["running"] is False
     children[1].kill()
     children[1].wait(PATIENCE)
@@ -467,12 +468,12 @@ def test_captioning_that_is_killed_says_so(page: TestClient, folder: Path, monke
         return children[-1]
 
     monkeypatch.setattr(Runs, "spawn", spawn)
-    queue = cast(Any, page.app).state.queue
+    runner = cast(Any, page.app).state.runner
     page.post("/api/library/describe", json={"dataset": "cats"})
-    queue.step()
+    runner.step()
     children[0].kill()
     children[0].wait(PATIENCE)
-    queue.step()
+    runner.step()
     state = page.get("/api/library/describe").json()
     assert state["running"] is False
     assert state["message"] == "Ended unexpectedly. Its last line: Writing captions: 30/100"

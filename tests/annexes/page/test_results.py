@@ -19,12 +19,13 @@ from typing import Any
 import pytest
 from starlette.testclient import TestClient
 
-from simpletuner.annexes import queue as queues
 from simpletuner.annexes.adapters.forms import other_form
+from simpletuner.annexes.page import runner as running
 from simpletuner.annexes.page.control import run_id
 from simpletuner.annexes.page.project import Project
+from simpletuner.annexes.page.queue import QUEUE_FILE, Queue
+from simpletuner.annexes.page.runner import Runner
 from simpletuner.annexes.page.serve import create_app
-from simpletuner.annexes.queue import Queue
 from simpletuner.annexes.report.html import pages_of
 from simpletuner.errors import UserError
 from simpletuner.headers import join_header, with_metadata
@@ -63,14 +64,14 @@ def project(tmp_path: Path, t2i_checkpoint: Path, monkeypatch: pytest.MonkeyPatc
     monkeypatch.chdir(made.folder)
     (tmp_path / "program.py").write_text(PROGRAM)
     monkeypatch.setattr("simpletuner.annexes.page.control.PROGRAM", (sys.executable, str(tmp_path / "program.py")))
-    monkeypatch.setattr(queues, "CHECK_SECONDS", 0.05)
-    monkeypatch.setattr(queues, "PAUSE", 0.05)
+    monkeypatch.setattr(running, "CHECK_SECONDS", 0.05)
+    monkeypatch.setattr(running, "PAUSE", 0.05)
     yield made
     for thread in threading.enumerate():
         if thread.name == "queue":  # of a server that has ended: it may be starting a last job
             thread.join(PATIENCE)
     with suppress(UserError):
-        for job in create_app(Project(made.folder)).state.queue.read():
+        for job in create_app(Project(made.folder)).state.runner.queue.read():
             if job.owner is not None and job.is_alive:
                 os.kill(job.owner.pid, signal.SIGKILL)
 
@@ -101,9 +102,13 @@ def post(page: TestClient, path: str, code: int = 202, **body: Any) -> Any:
     return answer.json()
 
 
+def runner_of(page: TestClient) -> Runner:
+    runner: Runner = page.app.state.runner  # type: ignore[attr-defined]
+    return runner
+
+
 def queue_of(page: TestClient) -> Queue:
-    found: Queue = page.app.state.queue  # type: ignore[attr-defined]
-    return found
+    return runner_of(page).queue
 
 
 def wait(page: TestClient, wanted: Callable[[str], bool], *, step: bool = True) -> str:
@@ -111,7 +116,7 @@ def wait(page: TestClient, wanted: Callable[[str], bool], *, step: bool = True) 
     deadline = time.monotonic() + PATIENCE
     while True:
         if step:
-            queue_of(page).step()
+            runner_of(page).step()
         text = unescape(re.sub(r"\s+", " ", re.sub("<[^>]*>", " ", page.get("/queue").text)))
         if wanted(text):
             return text
@@ -207,7 +212,7 @@ def test_what_cannot_wait_is_refused_at_once(page: TestClient, finished: Path, p
     inner = TestClient(create_app(Project(project.folder, run=finished)))
     post(inner, "render", 400, run=run_of(inner), command="sweep")
     assert inner.get("/queue").text == ""
-    assert not project.path(queues.QUEUE_FILE).exists()
+    assert not project.path(QUEUE_FILE).exists()
 
 
 def test_the_server_starts_jobs(page: TestClient, project: Workspace, finished: Path) -> None:
@@ -221,10 +226,10 @@ def test_the_server_starts_jobs(page: TestClient, project: Workspace, finished: 
 
 
 def test_a_damaged_queue_hides_nothing_else(page: TestClient, project: Workspace, finished: Path) -> None:
-    project.path(queues.QUEUE_FILE).write_text("[")
+    project.path(QUEUE_FILE).write_text("[")
     assert "is not a valid queue" in page.get("/queue").text
     post(page, "queue", 422, config="config")
-    assert project.path(queues.QUEUE_FILE).read_text() == "["
+    assert project.path(QUEUE_FILE).read_text() == "["
 
 
 def shots(count: int, prompts: int, ema: int = False) -> list[MediaRecord]:

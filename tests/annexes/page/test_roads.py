@@ -12,8 +12,8 @@ from starlette.testclient import TestClient
 
 from simpletuner.annexes.page import control
 from simpletuner.annexes.page.project import Project
+from simpletuner.annexes.page.queue import JOBS, QUEUE_FILE, Job
 from simpletuner.annexes.page.serve import create_app
-from simpletuner.annexes.queue import JOBS, QUEUE_FILE, Job
 from simpletuner.annexes.report.sheet import samples_in
 from tests.annexes.page.page import opened
 from tests.annexes.page.test_run_page import preview
