@@ -15,7 +15,8 @@ from simpletuner import atomic
 from simpletuner.annexes import payloads
 from simpletuner.annexes.page.live import events_after
 from simpletuner.annexes.payloads import EVENTS_FILE, EventLog, Payload, Payloads, append_whole, last_id
-from simpletuner.annexes.runs import Story, Tail
+from simpletuner.annexes.runs.history import RunHistory
+from simpletuner.annexes.runs.log_files import Tail
 from simpletuner.errors import DiskFullError
 from simpletuner.redaction import HIDDEN
 from simpletuner.reporting.events import (
@@ -198,12 +199,12 @@ def test_the_end_is_written_into_space_that_was_kept_for_it(tmp_path: Path, monk
             raise OSError(errno.ENOSPC, "No space left on device")
         append_whole(path, content)
 
-    stream, story = EventStream(EventLog(tmp_path, Payloads(every=0))), Story()
+    stream, history = EventStream(EventLog(tmp_path, Payloads(every=0))), RunHistory()
     stream.publish(RUNNING)
     assert [path.name for path in tmp_path.iterdir()] == [EVENTS_FILE]
     monkeypatch.setattr(payloads, "append_whole", append)
     with pytest.raises(DiskFullError):
         stream.publish(Notice("n"))
     stream.publish(StateChanged("failed", 0, 99, "no space left on the disk"))
-    story.follow(Tail(tmp_path / EVENTS_FILE, "id", renew=story.begin))
-    assert (story.status, story.message) == ("failed", "no space left on the disk")
+    history.follow(Tail(tmp_path / EVENTS_FILE, "id", renew=history.begin))
+    assert (history.status, history.message) == ("failed", "no space left on the disk")

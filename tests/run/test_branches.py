@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from simpletuner.annexes.runs import Run
+from simpletuner.annexes.runs.run import Run
 from simpletuner.annexes.sampling import SampleRequest, plan_samples
 from simpletuner.cli.app import main
 from simpletuner.config.sources import parse_arguments

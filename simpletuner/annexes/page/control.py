@@ -29,7 +29,9 @@ from simpletuner.annexes.page import project as served
 from simpletuner.annexes.page.files import Configuration
 from simpletuner.annexes.page.project import Project, Refusal, project_of, read_object
 from simpletuner.annexes.payloads import EVENTS_FILE, last_id
-from simpletuner.annexes.runs import ACTIVE, CONSOLE_FILE, PROMPT, Run
+from simpletuner.annexes.runs.console import CONSOLE_FILE, PROMPT
+from simpletuner.annexes.runs.run import Run
+from simpletuner.annexes.runs.state import ACTIVE
 from simpletuner.atomic import write_json
 from simpletuner.config.load import canonical
 from simpletuner.config.records import without_removed
@@ -269,7 +271,7 @@ def refuse_if_busy(run: Run) -> None:
         # For a lock of another machine, the new process waits, and takes it over if it is stale.
         if (owner := run.owner) is not None:
             refuse_if_alive(run.folder / LOCK_FILE, owner)
-        status = run.judge()[0]
+        status = run.judge().status
     except (UserError, OSError) as error:
         raise Refusal(409, str(error)) from None
     if status in ACTIVE:

@@ -16,7 +16,7 @@ from simpletuner.annexes.page.project import Refusal, project_of, wanted
 from simpletuner.annexes.page.queue import RUNNING, Job, Queue
 from simpletuner.annexes.page.runner import Runner
 from simpletuner.annexes.report import html
-from simpletuner.annexes.runs import PROMPT, printed
+from simpletuner.annexes.runs.console import PROMPT, printed
 from simpletuner.errors import Problem, UserError
 
 # Options of the commands that render from a run, besides prompts and pictures.

@@ -29,7 +29,9 @@ from simpletuner.annexes.page.live import runs_of
 from simpletuner.annexes.page.project import Project, Refusal, chosen_by, problems_json, project_of
 from simpletuner.annexes.page.queue import RUNNING, WAITING, Job
 from simpletuner.annexes.report.html import THUMBNAIL_SIDE, render, webp
-from simpletuner.annexes.runs import ACTIVE, PROMPT, Run, printed
+from simpletuner.annexes.runs.console import PROMPT, printed
+from simpletuner.annexes.runs.run import Run
+from simpletuner.annexes.runs.state import ACTIVE
 from simpletuner.atomic import write_atomically
 from simpletuner.config.datasets import DatasetConfig, read_datasets
 from simpletuner.config.sources import EXAMPLES

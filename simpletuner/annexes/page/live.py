@@ -23,7 +23,8 @@ from simpletuner.annexes.page.project import SANDBOX_WITH_CLIPS, Refusal, projec
 from simpletuner.annexes.payloads import EVENTS_FILE, append_whole, last_id
 from simpletuner.annexes.report import html
 from simpletuner.annexes.report.html import hours_of, thin_extremes
-from simpletuner.annexes.runs import Run, Tail, record_in
+from simpletuner.annexes.runs.log_files import Tail, record_in
+from simpletuner.annexes.runs.run import Run
 from simpletuner.atomic import writing_to
 from simpletuner.errors import UserError
 from simpletuner.redaction import redact
@@ -227,7 +228,7 @@ def head(run: Run) -> dict[str, Any]:
     status, facts, notices = run.status(), list[tuple[str, str]](), list[str]()
     with suppress(OSError, UserError):  # reported by the status
         columns, damage = record_in(run.folder).read()
-        facts, notices = list(key_figures(status["progress"], columns)), [*run.judge()[2].notices, damage]
+        facts, notices = list(key_figures(status["progress"], columns)), [*run.judge().history.notices, damage]
     shown = [text for text in notices if text and text not in status["message"]]
     return {"status": status, "facts": facts, "notices": shown, "has_report": (run.folder / REPORT_FILE).is_file()}
 

@@ -13,7 +13,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from simpletuner.annexes.page.results import SAMPLES_FOLDER
 from simpletuner.annexes.report.sheet import SWEEP_FOLDER
-from simpletuner.annexes.runs import CONSOLE_FILE
+from simpletuner.annexes.runs.console import CONSOLE_FILE
 from simpletuner.atomic import changing, write_atomically
 from simpletuner.errors import UserError
 from simpletuner.planning.lock import Owner

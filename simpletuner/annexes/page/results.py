@@ -21,7 +21,7 @@ from simpletuner.annexes.report import html
 from simpletuner.annexes.report.html import PreviewGrid, build_grid, pages_of, steps_of
 from simpletuner.annexes.report.sheet import PAGE as SHEET_PAGE
 from simpletuner.annexes.report.sheet import SWEEP_FOLDER, Sheet, samples_in
-from simpletuner.annexes.runs import Run
+from simpletuner.annexes.runs.run import Run
 from simpletuner.errors import UserError
 from simpletuner.headers import join_header, read_head
 from simpletuner.planning.checkpoint_folder import PIPELINE_FOLDER, find_checkpoints, result_step
@@ -90,9 +90,10 @@ def previews(run: Run, page: str) -> dict[str, Any]:
 def unfinished(run: Run) -> list[dict[str, Any]]:
     """The previews that a run is sampling at present."""
     with suppress(OSError, UserError):  # a damaged lock, which the status reports
-        state, _, story = run.judge()
-        if state == "running":
-            return [{**preview, "source": address(run, preview["path"])} for preview in story.growing.values()]
+        verdict = run.judge()
+        if verdict.status == "running":
+            previews = verdict.history.growing.values()
+            return [{**preview, "source": address(run, preview["path"])} for preview in previews]
     return []
 
 

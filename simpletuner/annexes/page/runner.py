@@ -15,7 +15,8 @@ from typing import BinaryIO
 from simpletuner.annexes.page.control import Runs
 from simpletuner.annexes.page.project import Refusal
 from simpletuner.annexes.page.queue import RUNNING, WAITING, Job, Queue, in_state
-from simpletuner.annexes.runs import ACTIVE, INTERRUPTED, printed, said_at_the_end
+from simpletuner.annexes.runs.console import INTERRUPTED, printed, said_at_the_end
+from simpletuner.annexes.runs.state import ACTIVE
 from simpletuner.errors import UserError, full_text
 from simpletuner.planning.lock import owner_of, take
 

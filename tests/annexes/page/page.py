@@ -15,7 +15,7 @@ from uvicorn import Server
 from simpletuner.annexes.page.guard import Access
 from simpletuner.annexes.page.project import Project
 from simpletuner.annexes.page.serve import listen, make_server
-from simpletuner.annexes.runs import Run
+from simpletuner.annexes.runs.run import Run
 from tests.processes import PATIENCE
 
 

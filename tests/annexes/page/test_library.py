@@ -20,7 +20,7 @@ from simpletuner.annexes.captions import library
 from simpletuner.annexes.page.control import Runs
 from simpletuner.annexes.page.project import Project
 from simpletuner.annexes.page.serve import create_app
-from simpletuner.annexes.runs import Run
+from simpletuner.annexes.runs.run import Run
 from tests.annexes.page.page import opened
 from tests.clips import write_clip
 from tests.processes import PATIENCE

@@ -24,7 +24,7 @@ from simpletuner.annexes.page.live import event_stream
 from simpletuner.annexes.page.project import Project
 from simpletuner.annexes.page.serve import create_app
 from simpletuner.annexes.payloads import EVENTS_FILE, EventLog, Payloads
-from simpletuner.annexes.runs import CONSOLE_FILE
+from simpletuner.annexes.runs.console import CONSOLE_FILE
 from simpletuner.planning.lock import LOCK_FILE
 from simpletuner.reporting.events import EventStream, Notice, StateChanged, StepReport
 from simpletuner.reporting.metrics import METRICS_FILE, MetricsFile

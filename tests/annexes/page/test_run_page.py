@@ -18,7 +18,7 @@ from simpletuner.annexes.page import serve
 from simpletuner.annexes.page.control import run_id
 from simpletuner.annexes.page.guard import Access
 from simpletuner.annexes.page.serve import listen, page_of_run
-from simpletuner.annexes.runs import Run
+from simpletuner.annexes.runs.run import Run
 from simpletuner.data.clip_writer import write_mp4
 from simpletuner.reporting.events import EventStream, MediaRendered, StateChanged
 from simpletuner.reporting.metrics import MEDIA_FILE, REPORT_FILE, MediaFile, MediaRecord

@@ -15,7 +15,7 @@ from simpletuner.annexes.page.control import run_id
 from simpletuner.annexes.page.project import Project
 from simpletuner.annexes.page.serve import create_app
 from simpletuner.annexes.payloads import EVENTS_FILE
-from simpletuner.annexes.runs import CONSOLE_FILE
+from simpletuner.annexes.runs.console import CONSOLE_FILE
 from simpletuner.planning.lock import LOCK_FILE, STARTED_FILE
 from simpletuner.reporting.metrics import MEDIA_FILE, METRICS_FILE, REPORT_FILE
 from simpletuner.weights.lora_names import LORA_FILE
@@ -176,7 +176,7 @@ def test_a_file_that_cannot_be_read_is_named(page: TestClient, tmp_path: Path, m
     def fail(*_: object) -> None:
         raise PermissionError(13, "Permission denied", str(folder / METRICS_FILE))
 
-    monkeypatch.setattr("simpletuner.annexes.runs.Tail.lines", fail)
+    monkeypatch.setattr("simpletuner.annexes.runs.log_files.Tail.lines", fail)
     answer = page.get(f"/api/metrics/training/runs/{run_id(folder)}")
     assert answer.status_code == 422
     assert f"{METRICS_FILE} cannot be read: Permission denied." in answer.text

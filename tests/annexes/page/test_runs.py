@@ -21,7 +21,9 @@ from simpletuner.annexes.page.control import ask, refuse_if_busy
 from simpletuner.annexes.page.live import drawn
 from simpletuner.annexes.page.project import Refusal
 from simpletuner.annexes.payloads import EVENTS_FILE, EventLog, Payloads, last_id
-from simpletuner.annexes.runs import CONSOLE_FILE, Run, Tail
+from simpletuner.annexes.runs.console import CONSOLE_FILE
+from simpletuner.annexes.runs.log_files import Tail
+from simpletuner.annexes.runs.run import Run
 from simpletuner.distributed.requests import take_requests
 from simpletuner.planning.lock import LOCK_FILE, STARTED_FILE, lock_output, this_process
 from simpletuner.reporting.events import (
@@ -203,8 +205,8 @@ def test_a_run_that_ends_while_it_is_judged_was_not_killed(tmp_path: Path, monke
         return found
 
     monkeypatch.setattr(Run, "read", read_and_end)
-    assert run.judge()[0] == "running"
-    assert run.judge()[0] == "completed"
+    assert run.judge().status == "running"
+    assert run.judge().status == "completed"
     monkeypatch.setattr(Path, "is_file", lambda path: True)  # as it was a moment before
     assert run.owner is None
 
@@ -322,7 +324,7 @@ def test_long_runs_are_read_a_part_at_a_time(tmp_path: Path) -> None:
     assert columns_held < (len(columns.names) + 1) * 16 * count * 1.5
 
 
-def test_a_new_session_begins_a_new_story(tmp_path: Path) -> None:
+def test_a_new_session_begins_a_new_history(tmp_path: Path) -> None:
     run = Run("run", tmp_path)
     tell(tmp_path, Notice("hot", warning=True), *STEPS, PhaseStarted("Rendering", stage="validation"))
     first = run.status()

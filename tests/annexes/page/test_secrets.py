@@ -18,7 +18,7 @@ from simpletuner.annexes.page.project import Project
 from simpletuner.annexes.page.queue import QUEUE_FILE
 from simpletuner.annexes.page.serve import create_app
 from simpletuner.annexes.publishing.uploads import loaded_files
-from simpletuner.annexes.runs import CONSOLE_FILE
+from simpletuner.annexes.runs.console import CONSOLE_FILE
 from simpletuner.cli.settings import command_settings
 from simpletuner.config.sources import SECRET_SETTINGS
 from simpletuner.planning.lock import STARTED_FILE

@@ -1,0 +1,1 @@
+"""Runs as their folders and processes show them; the page reads them anew for every request."""

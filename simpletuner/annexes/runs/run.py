@@ -1,0 +1,144 @@
+"""A run as the page shows it: its state, its progress, and what can be asked of it. Free of torch."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from simpletuner.annexes.payloads import EVENTS_FILE
+from simpletuner.annexes.runs.folder import RunFolder, as_text
+from simpletuner.annexes.runs.history import RunHistory
+from simpletuner.annexes.runs.log_files import last_step
+from simpletuner.annexes.runs.state import ACTIVE, Status, Verdict, judge
+from simpletuner.distributed.requests import FOLDER, REQUESTS
+from simpletuner.redaction import redact
+from simpletuner.reporting.metrics import METRICS_FILE
+from simpletuner.reporting.wording import clock
+from simpletuner.weights.lora_names import LORA_FILE
+
+BUTTONS = ("start", "continue", "new", "stop", "cancel", "save", "preview", "stop_at_epoch_end")
+BETWEEN_STEPS = ("save", "preview", "stop_at_epoch_end")  # buttons that need a next step
+QUIET = 60.0  # seconds without events after which the page reports silence; the run may be loading a large model
+
+
+@dataclass(eq=False)
+class Run(RunFolder):
+    """The run in an output folder."""
+
+    def judge(self) -> Verdict:
+        """The present state of the run.
+
+        Raises:
+            UserError: the lock of the folder is damaged.
+        """
+        return judge(self)
+
+    def status(self) -> dict[str, Any]:
+        """The response of `GET /api/training/status`. Never raises: a broken run must not hide the others."""
+        blank = {
+            "status": "idle",
+            "job_id": "",
+            "run": self.id,
+            "progress": {"current": 0, "total": None, "percent": None, "eta_seconds": None, "metrics": {}},
+            "stages": {},
+            "config": {"name": self.written_by, "output_dir": as_text(self.folder)},
+            "message": "",
+            "can": dict.fromkeys(BUTTONS, False) | {"cancel": self.pid is not None},
+            "asked": [],
+        }
+        try:
+            known = self._status(blank)
+            json.dumps(known, allow_nan=False, ensure_ascii=False).encode()  # fails for NaN and lone surrogates
+        except Exception as error:  # noqa: BLE001 - damaged files may raise any error
+            return blank | {"status": "broken", "message": redact(str(error) or type(error).__name__)}
+        return known
+
+    def _status(self, blank: dict[str, Any]) -> dict[str, Any]:
+        verdict = self.judge()
+        history = verdict.history
+        last, damage_of_record = last_step(self.folder / METRICS_FILE)
+        damage = self.events.damage or damage_of_record
+        is_active = verdict.status in ACTIVE
+        status, message = verdict.status, verdict.message
+        if damage and not is_active:
+            status, message = "broken", "\n".join(filter(None, (damage, message)))
+        idle = self._why_idle(status, history)
+        progress = advanced(blank["progress"] | history.progress, last, goes_on=status == "running" and not idle)
+        in_loop = status == "running" and history.status == "running"
+        asked = requested(self.folder / FOLDER) if in_loop else []
+        if idle:
+            message = idle
+        elif "stop" in asked:
+            message = "Stops after this step and its previews."
+        else:
+            message = redact(message)
+        return blank | {
+            "status": status,
+            "job_id": history.job_id,
+            "progress": progress,
+            "stages": history.stages if is_active else over(history.stages),
+            "config": blank["config"] | {"name": self.config},
+            "message": message,
+            "asked": asked,
+            "can": blank["can"]
+            | self._buttons(history, progress, asked, in_loop=in_loop, is_active=is_active)
+            | ({} if is_active else self._beginnings(last.get("step", 0))),
+        }
+
+    def _buttons(
+        self, history: RunHistory, progress: Mapping[str, Any], asked: list[str], *, in_loop: bool, is_active: bool
+    ) -> dict[str, bool]:
+        """Which requests a run can still follow."""
+        has_next_step = in_loop and (progress["total"] is None or progress["current"] < progress["total"])
+        can_stop = is_active and history.status != "stopping" and "stop" not in asked
+        return dict.fromkeys(BETWEEN_STEPS, has_next_step) | {"stop": can_stop}
+
+    def _why_idle(self, status: Status, history: RunHistory) -> str:
+        """Why a running process makes no progress; empty if it does, or runs on another machine."""
+        owner = self.owner if status in ACTIVE else None
+        if owner is None or not owner.lives_here:
+            return ""
+        with suppress(psutil.NoSuchProcess):
+            if psutil.Process(owner.pid).status() == psutil.STATUS_STOPPED:
+                return f"Process {owner.pid} is stopped. To resume it: kill -CONT {owner.pid}"
+        logged = (self.folder / EVENTS_FILE).stat().st_mtime if history.id else 0.0
+        silence = time.time() - max(logged, owner.since)
+        seconds_per_step = history.progress.get("metrics", {}).get("seconds_per_step") or 0.0
+        return f"No events for {clock(silence)}." if silence > max(QUIET, 3 * seconds_per_step) else ""
+
+    def _beginnings(self, step: int) -> dict[str, bool]:
+        """Which kinds of sessions can begin while none is active."""
+        is_free = self.may_start and bool(self.config) and self.pid is None
+        has_lora = (self.folder / LORA_FILE).is_file()
+        return {"start": is_free and not step, "continue": is_free and step > 0, "new": is_free and has_lora}
+
+
+def advanced(progress: dict[str, Any], last: Mapping[str, Any], *, goes_on: bool) -> dict[str, Any]:
+    """The progress from events, updated with the last row of the record.
+
+    Events of fast steps are throttled. The record has every step, so it shows how far a killed run got.
+    """
+    current = last.get("step", progress["current"])
+    percent = progress["total"] and round(100 * current / progress["total"], 1)
+    left = progress["eta_seconds"] if goes_on else None
+    return {
+        **progress, "current": current, "percent": percent, "eta_seconds": left, "metrics": progress["metrics"] | last
+    }  # fmt: skip
+
+
+def requested(folder: Path) -> list[str]:
+    """The requests that a run has not processed yet."""
+    return [request for request in REQUESTS if (folder / request).exists()]
+
+
+def over(stages: Mapping[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """The stages of a run that has ended; running ones have failed."""
+    failed = {key: {**stage, "status": "failed"} for key, stage in stages.items() if stage["status"] == "running"}
+    return {**stages, **failed}

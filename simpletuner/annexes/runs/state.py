@@ -1,0 +1,120 @@
+"""The state of a run, judged from its process, its events and its files. Free of torch.
+
+No state is stored: after a crash of the run, the server or the machine, everything is read from the folder again.
+
+    idle ──► starting ──► running ──► completed, error, cancelled    its last event reports the end
+                 │           │
+                 └─────┬─────┘   the process has ended without reporting it:
+                       ├──► error         its console ends with errors
+                       ├──► cancelled     its console ends with "Interrupted.", or it stopped before its last step
+                       ├──► completed     its result is of the last step
+                       └──► interrupted   it was killed, or sends no heartbeat from another machine
+
+A run that is not active and whose files are damaged is `broken`.
+"""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from simpletuner.annexes.runs.console import INTERRUPTED, said_at_the_end
+from simpletuner.annexes.runs.folder import RunFolder
+from simpletuner.annexes.runs.history import RunHistory
+from simpletuner.annexes.runs.log_files import last_step
+from simpletuner.planning.checkpoint_folder import find_checkpoints, result_step
+from simpletuner.planning.lineage import continuation
+from simpletuner.planning.lock import Owner
+from simpletuner.reporting.metrics import METRICS_FILE
+from simpletuner.reporting.wording import clock
+
+Status = Literal["idle", "starting", "running", "completed", "error", "cancelled", "interrupted", "broken"]
+ACTIVE = ("starting", "running")
+IN_LOOP = ("running", "stopping")  # states in events
+ENDED: Mapping[str, Status] = {"completed": "completed", "failed": "error", "cancelled": "cancelled"}
+SILENCE = 900.0  # seconds without a heartbeat after which a run on another machine counts as ended
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """The state of a run, a message about it, and its newest session."""
+
+    status: Status
+    message: str
+    history: RunHistory
+
+
+def judge(folder: RunFolder) -> Verdict:
+    """The present state of a run.
+
+    Raises:
+        UserError: the lock of the folder is damaged.
+    """
+    # Checked before reading events: a run that ends in between was alive, or has reported its end.
+    owner = folder.owner
+    is_alive = folder.pid is not None
+    history = folder.read()
+    # Sessions are told apart by event ids, not by times, since clocks may be changed.
+    started_after = folder.started.get("after")
+    has_no_event = history.id == started_after
+    is_on_console = started_after in (history.id, history.first - 1)
+    last_lines = ""
+    if is_on_console and not is_alive:
+        last_lines = said_at_the_end(folder.console, only_errors=not has_no_event)
+    is_of_earlier_owner = owner is not None and history.id <= owner.after
+    if has_no_event or is_of_earlier_owner:
+        history = RunHistory(progress=history.progress)
+    status, message = _state_of(folder, owner, history, last_lines, is_alive=is_alive)
+    return Verdict(status, message, history)
+
+
+def _state_of(
+    folder: RunFolder, owner: Owner | None, history: RunHistory, last_lines: str, *, is_alive: bool
+) -> tuple[Status, str]:
+    """The state of a session, and a message about it.
+
+    Args:
+        last_lines: the last console lines of a session that the page started, if its process has ended.
+    """
+    # A reported end takes precedence over the process, which may take a while to exit.
+    if history.status in ENDED:
+        return ENDED[history.status], history.message
+    status: Status = "running" if history.status in IN_LOOP else "starting"
+    if owner is not None and owner.host != socket.gethostname():
+        silence = time.time() - folder.seen
+        if is_alive or silence < SILENCE:
+            return status, f"On {owner.host}. {history.message}"
+        return "interrupted", f"No heartbeat for {clock(silence)}. {owner}"
+    if is_alive:
+        return status, history.message
+    was_at_work = owner is not None or history.status in ("starting", *IN_LOOP)
+    return _unreported_end(folder, last_lines, was_at_work=was_at_work)
+
+
+def _unreported_end(folder: RunFolder, last_lines: str, *, was_at_work: bool) -> tuple[Status, str]:
+    """The state of a session that did not report its end."""
+    if last_lines in INTERRUPTED:
+        return "cancelled", INTERRUPTED[0]
+    if last_lines:
+        return "error", last_lines
+    step = last_step(folder.folder / METRICS_FILE)[0].get("step", 0)
+    if was_at_work:
+        return "interrupted", _describe_interruption(folder, step)
+    if not step:
+        return "idle", ""
+    if step == (result_step(folder.folder, "lora") or result_step(folder.folder, "full")):
+        return "completed", f"{step:,} steps are done."
+    return "cancelled", f"Stopped at step {step:,}."
+
+
+def _describe_interruption(folder: RunFolder, step: int) -> str:
+    if not step:
+        return "Ended unexpectedly before the first step."
+    checkpoints = find_checkpoints(folder.folder)[0]
+    then = "Without a checkpoint, it starts over"
+    if checkpoints:
+        then = f"It {continuation(folder.folder, checkpoints[-1])}"
+    return f"Ended unexpectedly at step {step:,}. {then}."
