@@ -54,7 +54,7 @@ def read_ledger(output_dir: Path) -> Ledger | None:
     return read_stored(output_dir / LEDGER_FILE, Ledger)
 
 
-def strike(output_dir: Path, *done: Task) -> None:
+def mark_done(output_dir: Path, *done: Task) -> None:
     """Remove completed tasks from the ledger."""
     # Read again, since other companions may have removed tasks meanwhile.
     if ledger := read_ledger(output_dir):

@@ -31,7 +31,7 @@ from simpletuner.planning.plans import Plan, SamplePlan
 from simpletuner.reporting.events import EventStream, RunState, StateChanged
 from simpletuner.reporting.metrics import MEDIA_FILE, METRICS_FILE, damage_in
 from simpletuner.reporting.record import Recorded, RunRecord
-from simpletuner.run.companions import Companion, Ledger, strike
+from simpletuner.run.companions import Companion, Ledger, mark_done
 from simpletuner.run.rehearsal import rehearse
 from simpletuner.run.session import Session, build_callbacks, build_validation, publish_result
 from simpletuner.speed.attention import activate_attention
@@ -158,7 +158,7 @@ def end(plan: Plan, events: EventStream, companions: Sequence[Companion], ledger
     drop_late_requests(plan, events)
     events.publish(StateChanged("finished", ledger.step, plan.length.total_steps, "\n".join(filter(None, lines))))
     # Last, so that after an earlier kill the next start announces the end again.
-    strike(plan.output_dir, "end")
+    mark_done(plan.output_dir, "end")
 
 
 def drop_late_requests(plan: Plan, events: EventStream) -> None:

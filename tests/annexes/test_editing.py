@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from simpletuner.annexes.captions import library
-from simpletuner.annexes.captions.library import (
+from simpletuner.annexes.captions import editing
+from simpletuner.annexes.captions.editing import (
     ChangedMeanwhileError,
     apply,
     changes_of,
@@ -106,14 +106,14 @@ def test_a_full_disk_in_the_middle_leaves_whole_captions_and_the_old_ones(
     files: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     changes, _ = changes_of(files, replacing("a", "e"))
-    write = library.write_atomically
+    write = editing.write_atomically
 
     def full(path: Path, text: str) -> None:
         if path.name == "b.txt":
             raise DiskFullError("full")
         write(path, text)
 
-    monkeypatch.setattr(library, "write_atomically", full)
+    monkeypatch.setattr(editing, "write_atomically", full)
     with pytest.raises(DiskFullError):
         apply(changes, tmp_path)
     assert texts(files) == TEXTS | {"a.txt": "e red cet\n"}

@@ -1,4 +1,4 @@
-"""The queue on the page: adding, moving, removing and showing its jobs. Free of torch."""
+"""The queue on the page: adding, moving, removing and showing its jobs."""
 
 from __future__ import annotations
 

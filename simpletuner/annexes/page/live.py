@@ -52,19 +52,19 @@ def chosen(request: Request) -> Run:
     return runs_of(request).find(request.path_params.get("run") or request.query_params.get("run"))
 
 
-def status(request: Request) -> Response:
+def get_status(request: Request) -> Response:
     """The status of a run; by default of the first."""
     if not request.query_params.get("run") and not runs_of(request).all():
         return JSONResponse({"status": "idle", "run": None})
     return JSONResponse(chosen(request).status())
 
 
-def summaries(request: Request) -> Response:
+def get_statuses(request: Request) -> Response:
     """The status of all runs."""
     return JSONResponse([run.status() for run in runs_of(request).all()])
 
 
-def start(request: Request, body: dict[str, Any]) -> Response:
+def post_start(request: Request, body: dict[str, Any]) -> Response:
     """Start a config, or restart a run: `{"config": NAME, "settings": {...}}` or `{"run": ID, "settings": {...}}`."""
     run = runs_of(request).start(*asked_for(request, body))
     return JSONResponse({"run": run.id}, 202)
@@ -79,13 +79,13 @@ def asked_for(request: Request, body: dict[str, Any]) -> tuple[str, dict[str, An
     return run.config, runs.settings_of(run, settings)
 
 
-def renew(request: Request, body: dict[str, Any]) -> Response:
+def post_new_run(request: Request, body: dict[str, Any]) -> Response:
     """Write a config that starts from the LoRA of a run: `{"run": ID, "name": NAME}`."""
     runs = runs_of(request)
     return JSONResponse({"config": runs.renew(runs.find(str(body.get("run", ""))), str(body.get("name", "")))}, 201)
 
 
-def press(act: Callable[[Run], None], request: Request, body: dict[str, Any]) -> Response:
+def post_button(act: Callable[[Run], None], request: Request, body: dict[str, Any]) -> Response:
     """Perform the action of a button: `{"run": ID}`."""
     run = runs_of(request).find(str(body.get("run") or ""))
     act(run)
@@ -101,7 +101,7 @@ BUTTONS: Mapping[str, Callable[[Run], None]] = {
 }
 
 
-async def events(request: Request) -> Response:
+async def get_events(request: Request) -> Response:
     """Stream the events of a run."""
     run = await run_in_threadpool(chosen, request)
     last, path = request.headers.get("last-event-id", ""), run.folder / EVENTS_FILE
@@ -152,12 +152,12 @@ def events_after(lines: Sequence[bytes], after: int) -> Iterator[dict[str, Any]]
         yield from (event for line in lines if (event := parse_row(line, "id")) and event["id"] > after)
 
 
-def recent(request: Request) -> Response:
+def get_recent_events(request: Request) -> Response:
     """The newest events of a run."""
     return JSONResponse(chosen(request).recent)
 
 
-def metrics(request: Request) -> Response:
+def get_metrics(request: Request) -> Response:
     """The curves of a run as numbers, thinned to the extremes of intervals: `?metric=NAME&max_points=N`."""
     run, asked = chosen(request), request.query_params
     columns, limit = run.metrics, asked.get("max_points", "")
@@ -169,7 +169,7 @@ def metrics(request: Request) -> Response:
         return JSONResponse({"run": run.id, "metrics": shown, "hours": hours_of(columns)})
 
 
-def media(request: Request) -> Response:
+def get_media(request: Request) -> Response:
     """A picture, clip or the report of a run, with support for ranges, which players need.
 
     Raises:
@@ -187,12 +187,12 @@ def media(request: Request) -> Response:
     return FileResponse(file, headers=SANDBOX_WITH_CLIPS if is_report else None)
 
 
-def report(request: Request) -> Response:
+def get_report(request: Request) -> Response:
     """Redirect to the HTML report, at a URL where its relative links work."""
     return RedirectResponse(f"/media/{chosen(request).id}/{REPORT_FILE}")
 
 
-def listing(request: Request) -> Response:
+def get_list(request: Request) -> Response:
     """All runs, as HTML."""
     return HTMLResponse(listed(runs_of(request)))
 
@@ -208,7 +208,7 @@ def with_status(runs: Runs) -> list[tuple[Run, dict[str, Any]]]:
     return [(run, run.status()) for run in runs.all()]
 
 
-def view(request: Request) -> Response:
+def get_part(request: Request) -> Response:
     """A part of a run's view, as HTML."""
     name = request.path_params["part"]
     if name not in PARTS:
@@ -258,7 +258,7 @@ def log(run: Run) -> dict[str, Any]:
 PARTS: Mapping[str, tuple[str, Callable[[Run], dict[str, Any]]]] = {"head": ("Run", head), "log": ("Log", log)}
 
 
-def receive_event(request: Request, event: dict[str, Any]) -> Response:
+def post_event(request: Request, event: dict[str, Any]) -> Response:
     """Append an event of a run on another machine as one line.
 
     A full file is rotated and replaces the previous one.

@@ -1,4 +1,4 @@
-"""The queue of a project: the list of its jobs in `queue.json`, which survives a reboot. Free of torch."""
+"""The queue of a project: the list of its jobs in `queue.json`, which survives a reboot."""
 
 from __future__ import annotations
 

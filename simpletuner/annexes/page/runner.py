@@ -1,6 +1,6 @@
 """Runs the jobs of a queue, one at a time: a thread of one server starts the next when nothing else runs.
 
-Every job is a process of its own, which outlives the server. Free of torch.
+Every job is a process of its own, which outlives the server.
 """
 
 from __future__ import annotations

@@ -30,7 +30,19 @@ from starlette.types import ASGIApp
 from uvicorn import Config, Server
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from simpletuner.annexes.page import control, datasets, docs, files, form, jobs, library, live, results, start_card
+from simpletuner.annexes.page import (
+    captioning,
+    control,
+    datasets,
+    docs,
+    files,
+    form,
+    jobs,
+    library,
+    live,
+    results,
+    start_card,
+)
 from simpletuner.annexes.page.control import Runs
 from simpletuner.annexes.page.guard import OWN_USER, Access, End, Guard, is_own_user
 from simpletuner.annexes.page.parts import reason_for
@@ -69,7 +81,7 @@ def shared(name: str) -> Route:
 
 
 ALWAYS = [Route("/health", health), Route("/api/metrics/health/live", health)]
-ELSEWHERE = [taking("/callback", live.receive_event)]
+ELSEWHERE = [taking("/callback", live.post_event)]
 PAGE = [
     Route("/", form.page),
     Route("/tabs/{tab}", form.tab),
@@ -101,29 +113,29 @@ PAGE = [
     taking("/api/library/excluded", library.put_excluded, "PUT"),
     taking("/api/library/mask", library.put_mask, "PUT"),
     taking("/api/library/edit", library.edit),
-    Route("/api/library/describe", library.captioning_state),
-    taking("/api/library/describe", library.start_captioning),
-    Route("/api/training/status", live.status),
-    taking("/api/training/start", live.start),
-    taking("/api/training/new", live.renew),
-    *(taking(path, partial(live.press, act)) for path, act in live.BUTTONS.items()),
+    Route("/api/library/describe", captioning.captioning_state),
+    taking("/api/library/describe", captioning.start_captioning),
+    Route("/api/training/status", live.get_status),
+    taking("/api/training/start", live.post_start),
+    taking("/api/training/new", live.post_new_run),
+    *(taking(path, partial(live.post_button, act)) for path, act in live.BUTTONS.items()),
     taking("/api/training/queue", jobs.add),
     taking("/api/training/render", jobs.add_rendering),
     taking("/api/training/queue/move", jobs.move),
     taking("/api/training/queue/again", jobs.again),
     taking("/api/training/queue/remove", jobs.remove),
     Route("/queue", jobs.show_queue),
-    Route("/api/training/events", live.events),
-    Route("/api/events/recent", live.recent),
-    Route("/api/metrics/training/runs", live.summaries),
-    Route("/api/metrics/training/runs/{run}", live.metrics),
-    Route("/media/{run}/{path:path}", live.media),
-    Route("/report/{run}", live.report),
+    Route("/api/training/events", live.get_events),
+    Route("/api/events/recent", live.get_recent_events),
+    Route("/api/metrics/training/runs", live.get_statuses),
+    Route("/api/metrics/training/runs/{run}", live.get_metrics),
+    Route("/media/{run}/{path:path}", live.get_media),
+    Route("/report/{run}", live.get_report),
     Route("/docs/{path:path}", docs.show),
-    Route("/runs", live.listing),
+    Route("/runs", live.get_list),
     *(Route(f"/runs/{{run}}/{name}", act) for name, act in results.VIEWS.items()),
     Route("/download/{run}", results.send_lora),
-    Route("/runs/{run}/{part}", live.view),
+    Route("/runs/{run}/{part}", live.get_part),
     *map(shared, ("page.css", "curves.js", "viewer.js")),
     Mount("/static", StaticFiles(directory=Path(__file__).parent / "static")),
 ]

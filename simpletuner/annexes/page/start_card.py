@@ -18,7 +18,7 @@ from starlette.concurrency import run_in_threadpool
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 
-from simpletuner.annexes.captions.library import BACKUP
+from simpletuner.annexes.captions.editing import BACKUP
 from simpletuner.annexes.guide import about_example
 from simpletuner.annexes.page import files
 from simpletuner.annexes.page.control import GONE

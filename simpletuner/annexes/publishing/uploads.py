@@ -28,7 +28,7 @@ from simpletuner.planning.checkpoint_folder import (
     result_step,
 )
 from simpletuner.reporting.events import UPLOADING, CheckpointSaved, Event, EventStream, Uploaded
-from simpletuner.run.companions import Companion, Ledger, Task, strike
+from simpletuner.run.companions import Companion, Ledger, Task, mark_done
 from simpletuner.weights.published_lora import OFFICIAL_SETTINGS
 
 if TYPE_CHECKING:
@@ -127,7 +127,7 @@ class Uploads(Companion):
         self._add(lambda: self._send(self.output_dir, ledger.step, ledger.epoch, folders, hub))
         self.join()
         if not self.failed:
-            strike(self.output_dir, "card", "uploads")
+            mark_done(self.output_dir, "card", "uploads")
         return ""
 
     @property
@@ -381,7 +381,10 @@ def open_uploads(plan: Plan, hub: Hub | None, events: EventStream) -> Uploads:
         hub: the result of `open_hub`.
     """
     publish, tracking = plan.config.publish, plan.config.tracking
-    uploads = Uploads(publish, plan.output_dir, tracking.tracker_run_name, hub, events)
-    name = repository_name(publish.hub_model_id or tracking.tracker_project_name)
-    uploads.describe = partial(describe_run, uploads.repository or (name if "/" in name else f"{NOBODY}/{name}"))
-    return uploads
+    if hub is not None:
+        repository = hub.repository
+    else:
+        name = repository_name(publish.hub_model_id or tracking.tracker_project_name)
+        repository = name if "/" in name else f"{NOBODY}/{name}"
+    describe = partial(describe_run, repository)
+    return Uploads(publish, plan.output_dir, tracking.tracker_run_name, hub, events, describe)

@@ -1,4 +1,4 @@
-"""The output of a command in its log. Free of torch."""
+"""The output of a command in its log."""
 
 from __future__ import annotations
 

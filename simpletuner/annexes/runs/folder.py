@@ -1,4 +1,4 @@
-"""What the output folder of a run and its process say about it. Free of torch."""
+"""What the output folder of a run and its process say about it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The newest session of a run, as its events tell it. Free of torch."""
+"""The newest session of a run, as its events tell it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Growing files of JSON lines: followed from line to line, or read at their end. Free of torch."""
+"""Growing files of JSON lines: followed from line to line, or read at their end."""
 
 from __future__ import annotations
 

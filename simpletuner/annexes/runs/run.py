@@ -1,4 +1,4 @@
-"""A run as the page shows it: its state, its progress, and what can be asked of it. Free of torch."""
+"""A run as the page shows it: its state, its progress, and what can be asked of it."""
 
 from __future__ import annotations
 

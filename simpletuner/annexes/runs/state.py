@@ -1,4 +1,4 @@
-"""The state of a run, judged from its process, its events and its files. Free of torch.
+"""The state of a run, judged from its process, its events and its files.
 
 No state is stored: after a crash of the run, the server or the machine, everything is read from the folder again.
 

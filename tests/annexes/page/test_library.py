@@ -16,7 +16,7 @@ import pytest
 from PIL import Image
 from starlette.testclient import TestClient
 
-from simpletuner.annexes.captions import library
+from simpletuner.annexes.captions import editing, library
 from simpletuner.annexes.page.control import Runs
 from simpletuner.annexes.page.project import Project
 from simpletuner.annexes.page.serve import create_app
@@ -295,7 +295,7 @@ def test_nothing_outside_the_project_is_shown_or_written(page: TestClient, folde
     (outside / "secret.txt").write_text("secret\n")
     Image.new("RGB", (8, 8)).save(outside / "secret.png")
     (folder / "cats/3.txt").symlink_to(outside / "secret.txt")
-    assert save(page, "3.png", "x", library.tag_of("secret\n")).status_code == 403
+    assert save(page, "3.png", "x", editing.tag_of("secret\n")).status_code == 403
     assert (outside / "secret.txt").read_text() == "secret\n"
     for route in ("thumbnail", "media"):
         assert page.get(f"/library/{route}", params={"path": str(outside / "secret.png")}).status_code == 403
@@ -616,7 +616,7 @@ def test_what_is_no_mask_is_refused(mask: str, message: str, page: TestClient, f
 
 
 def test_masks_that_cannot_be_painted(page: TestClient, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("simpletuner.annexes.page.library.MOST_FILLED", 2)
+    monkeypatch.setattr("simpletuner.annexes.captions.masks.MOST_FILLED", 2)
     assert "3 files have no mask" in save_mask(page, "0.png", drawn()).text
     assert not (folder / "cats_masks").exists()
     mask = {**CATS, "id": "m", "dataset_type": "conditioning", "conditioning_type": "mask", "source_dataset_id": "cats"}

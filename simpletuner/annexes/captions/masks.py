@@ -1,0 +1,163 @@
+"""Masks that are painted on the page.
+
+Masks are PNG files in a dataset of masks beside the pictures. Training needs a mask for every file, so the first
+painted mask adds white masks for all other files, which are still learned whole. Only a client that has read the
+current mask can replace it.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import io
+import threading
+from collections.abc import Iterable, Sequence
+from pathlib import Path, PurePosixPath
+
+from PIL import Image
+
+from simpletuner.annexes.captions.editing import ChangedMeanwhileError
+from simpletuner.annexes.captions.library import LINKED, Library, inspected, stamp_of
+from simpletuner.atomic import write_atomically
+from simpletuner.config.types import Size
+from simpletuner.data.clips import CLIP_SUFFIXES
+from simpletuner.data.dataset import is_stretched
+from simpletuner.data.discovery import scan
+from simpletuner.data.file_names import composed, index_partners, pair_key, partners_of
+from simpletuner.data.files import MediaError
+from simpletuner.data.pictures import PICTURE_SUFFIXES, decode
+from simpletuner.errors import UserError
+
+DATA_URI = "data:image/png;base64,"
+WHITE_SIDE = 128  # pixels of the shorter side of a white mask, enough to keep the aspect ratio of its file
+MOST_FILLED = 5000
+# Held between the comparison of a mask with If-Match and its replacement.
+_painting = threading.Lock()
+
+
+def write_mask(library: Library, folder: Path, name: str, sent: str, seen: str) -> int:
+    """Write the mask of a file, and white masks for all files without a mask; returns the number of white masks.
+
+    Args:
+        folder: the folder of the masks.
+        sent: a PNG file as a data URI.
+        seen: the stamp of the replaced mask; empty if there was none.
+
+    Raises:
+        ChangedMeanwhileError: the mask has changed since.
+        UserError: the mask does not match the file, or too many files have no mask.
+    """
+    facts = inspected(library.root, [name])[name]
+    if facts.problem is not None:
+        raise UserError(f"{name} {facts.problem}.")
+    content = _as_png(_received(sent, facts.picture_size))
+    with _painting:
+        present = masks_in(folder)
+        before = mask_of(name, present)
+        path = mask_path(library, folder, name, before)
+        if path.suffix.lower() != ".png":
+            raise UserError(f"{path} is a mask in another format: move it away, or convert it to PNG.")
+        if (stamp_of(inspected(folder, [before])[before]) if before else "") != seen:
+            raise ChangedMeanwhileError(f"{path.name} has changed since it was opened. It was not overwritten.")
+        bare = without_mask(library, folder, [*present, path.relative_to(folder).as_posix()])
+        write_atomically(path, content)
+        return fill_white(library, folder, bare)
+
+
+def fill_missing(library: Library, folder: Path) -> int:
+    """Write white masks for all files without one; returns their number.
+
+    Raises:
+        UserError: as `write_mask`.
+    """
+    with _painting:
+        return fill_white(library, folder, without_mask(library, folder, masks_in(folder)))
+
+
+def masks_in(folder: Path) -> Sequence[str]:
+    """The names of the masks in a folder."""
+    return scan(folder, PICTURE_SUFFIXES | CLIP_SUFFIXES).files if folder.is_dir() else ()
+
+
+def mask_of(name: str, masks: Iterable[str]) -> str:
+    """The mask of a file, by the rule of training; empty if it has none."""
+    partners = partners_of(name, index_partners(masks))
+    return partners[0] if partners else ""
+
+
+def mask_name(library: Library, name: str, before: str = "") -> str:
+    """The name of a file's mask: after the whole file name where other files have its stem, as `cat.jpg.png`.
+
+    Args:
+        before: the present mask, which is replaced unless it is also that of another file.
+    """
+    is_shared = library.files_by_pair_key[pair_key(name)] > 1
+    if before and (not is_shared or composed(name) in (composed(before), pair_key(before))):
+        return before
+    return f"{name}.png" if is_shared else str(PurePosixPath(name).with_suffix(".png"))
+
+
+def mask_path(library: Library, folder: Path, name: str, before: str = "") -> Path:
+    """The path of a file's mask; see `mask_name`.
+
+    Raises:
+        UserError: it is behind a link out of the project.
+    """
+    path = folder / mask_name(library, name, before)
+    if not library.may_show(path):
+        raise UserError(f"{path} {LINKED}.")
+    return path
+
+
+def without_mask(library: Library, folder: Path, masks: Sequence[str]) -> list[str]:
+    """The used files that have no mask.
+
+    Raises:
+        UserError: too many files have none, or one would be written behind a link out of the project.
+    """
+    index = index_partners(masks)
+    used = (file for file in library.listing.files if file not in library.excluded)
+    bare = [file for file in used if not partners_of(file, index)]
+    if len(bare) > MOST_FILLED:
+        message = f"{len(bare):,} files have no mask in {folder}, and every file needs one. Add masks first"
+        raise UserError(f"{message}: the page creates at most {MOST_FILLED:,} white masks.")
+    for file in bare:
+        mask_path(library, folder, file)
+    return bare
+
+
+def fill_white(library: Library, folder: Path, files: Sequence[str]) -> int:
+    """Write white masks, with which files are learned whole; returns their number."""
+    facts = inspected(library.root, files)
+    sizes = {file: fact.picture_size for file, fact in facts.items() if fact.problem is None}
+    for file, size in sizes.items():
+        factor = max(1, min(size) // WHITE_SIDE)
+        white = Image.new("L", (size[0] // factor, size[1] // factor), 255)
+        write_atomically(folder / mask_name(library, file), _as_png(white), durable=False)
+    return len(sizes)
+
+
+def _received(sent: str, size: Size) -> Image.Image:
+    """Decode the mask in a data URI, for a file of a size.
+
+    Raises:
+        UserError: the mask is not a picture, has another aspect ratio, or is black.
+    """
+    try:
+        mask = decode(base64.b64decode(sent.removeprefix(DATA_URI), validate=True), "black").convert("L")
+    except binascii.Error:
+        raise UserError("The mask is not sent as a data URI of a PNG file.") from None
+    except MediaError as error:
+        raise UserError(f"The mask {error}.") from None
+    if is_stretched(size, mask.size):
+        painted, original = ("x".join(map(str, sides)) for sides in (mask.size, size))
+        raise UserError(f"The mask is {painted} and its file {original}: the aspect ratios differ.")
+    if mask.getbbox() is None:
+        raise UserError("The mask is black: nothing would be learned from the file. Exclude the file instead.")
+    return mask
+
+
+def _as_png(mask: Image.Image) -> bytes:
+    buffer = io.BytesIO()
+    mask.save(buffer, "PNG")
+    return buffer.getvalue()

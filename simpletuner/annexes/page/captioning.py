@@ -1,0 +1,47 @@
+"""The job of the queue that writes missing captions."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+from simpletuner.annexes.page.jobs import queue_of
+from simpletuner.annexes.page.library import editable
+from simpletuner.annexes.page.project import Refusal, chosen_by, project_of
+from simpletuner.annexes.page.queue import RUNNING, WAITING, Job
+from simpletuner.annexes.runs.console import PROMPT, printed
+from simpletuner.planning.environment import why_not_writable
+
+
+def start_captioning(request: Request, body: dict[str, Any]) -> Response:
+    """Queue a job that captions files without captions: `{"config", "dataset", "style", "trigger"}`."""
+    library, project, name = editable(request, body), project_of(request), str(body.get("config") or "config")
+    if (job := captioning_job(request)) and job.state in (WAITING, RUNNING):
+        raise Refusal(409, "A captioning job is already running or queued.")
+    folder = project.inside(library.context.output_dir)
+    if problem := why_not_writable("output_dir", folder):
+        raise Refusal(403, [problem])
+    folder.mkdir(parents=True, exist_ok=True)
+    options = [f"--{key}={body[key]}" for key in ("dataset", "style", "trigger") if body.get(key)]
+    options.append(chosen_by(name, project.config_file(name)))
+    queue_of(request).add("caption", str(folder), config=name, options=options)
+    return JSONResponse({}, 202)
+
+
+def captioning_state(request: Request) -> Response:
+    """The state of the captioning job: its id, dataset and output."""
+    if (job := captioning_job(request)) is None:
+        return JSONResponse({"running": False})
+    message = job.message or "Waiting in the queue on the tab Run."
+    if job.state == RUNNING:
+        message = printed(job.log).rpartition(PROMPT)[2].partition("\n")[2].strip()
+    dataset, is_running = job.options[0].removeprefix("--dataset="), job.state in (WAITING, RUNNING)
+    return JSONResponse({"job": job.id, "dataset": dataset, "running": is_running, "message": message})
+
+
+def captioning_job(request: Request) -> Job | None:
+    """The newest job that writes captions."""
+    captioning = [job for job in queue_of(request).read() if job.command == "caption"]
+    return captioning[-1] if captioning else None
