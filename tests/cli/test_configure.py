@@ -307,6 +307,15 @@ def test_a_wrong_folder_is_asked_again_with_the_reason(configure: Configure, cap
     assert "recipe" in person.asked
 
 
+def test_a_config_that_measures_no_loss_gets_no_held_out_files(configure: Configure) -> None:
+    put({"model_type": "lora", "model_family": "kandinsky5-image", "max_train_steps": 50})
+    put_pictures(Path("datasets/my_images"), 16, captions=16)
+    _, person = configure(file="y")
+    assert "hold_out" not in datasets()[0]
+    assert "model" not in person.asked
+    assert written()["max_train_steps"] == 50, "the settings of the file stay"
+
+
 def test_missing_captions_are_a_step_before_training(configure: Configure, capsys: pytest.CaptureFixture) -> None:
     put_pictures(Path("datasets/my_images"), 3, captions=1)
     configure("config/cat/config.json")

@@ -131,6 +131,7 @@ class ConfigAnswers:
             settings={key: settings[key] for key in ("resolution",) if key in settings},
             device=self.device,
             most_frames=self.draft.config.validation.validation_num_video_frames or 0,
+            measures_loss="eval_steps_interval" in settings,
         )
 
     def _example(self, run: RunAnswers) -> str | None:

@@ -48,12 +48,13 @@ def review(answers: ConfigAnswers, dialogue: Dialogue) -> bool:
 
 def _act(answers: ConfigAnswers) -> str:
     """What happens next, as the beginning of a question."""
-    datasets = f" and {answers.draft.dataset_file}" if writes_datasets(answers) else ""
+    datasets = answers.draft.dataset_file if writes_datasets(answers) else ""
     if not answers.file.exists():
-        return f"Write {answers.file}{datasets}"
+        return f"Write {answers.file} and {datasets}" if datasets else f"Write {answers.file}"
     backup = backup_of(answers.file.resolve()).name
-    also = f", and write {answers.draft.dataset_file}" if datasets else ""
-    return f"Replace {answers.file}, and keep the old file as {backup}{also}"
+    if datasets:
+        return f"Write {datasets}, replace {answers.file}, and keep the old file as {backup}"
+    return f"Replace {answers.file}, and keep the old file as {backup}"
 
 
 def _ask_gpu(answers: ConfigAnswers, dialogue: Dialogue) -> None:

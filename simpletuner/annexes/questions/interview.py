@@ -124,7 +124,7 @@ def _store(
 ) -> None:
     question.store(value, answers, without)
     for remark in question.remarks(answers):
-        dialogue.warn(remark)
+        dialogue.print(f"    {remark}")
 
 
 def _explain(question: Question[Any], choices: Mapping[str, str], dialogue: Dialogue) -> None:

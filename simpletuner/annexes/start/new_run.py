@@ -50,6 +50,7 @@ class NewRun:
         root: the working folder of the run.
         device: the device that the plan is asked about.
         most_frames: of a trained clip; 0 for those that the example's model is trained with.
+        measures_loss: the evaluation loss is measured, so of many files some are held out.
     """
 
     name: str
@@ -62,6 +63,7 @@ class NewRun:
     root: Path = Path()
     device: AskedDevice = HERE
     most_frames: int = 0
+    measures_loss: bool = True
 
     @property
     def folder(self) -> Path:
@@ -132,7 +134,7 @@ class NewRun:
     def held_out(self) -> int:
         """The number of files to hold out; their loss shows which checkpoint generalises best."""
         files = self.parts[0].usable
-        if files < ENOUGH_FILES:
+        if files < ENOUGH_FILES or not self.measures_loss:
             return 0
         measured: int = self.recipe.settings.get("num_eval_images", MOST_HELD_OUT)
         return min(files // HELD_OUT_SHARE, measured)
