@@ -370,7 +370,7 @@ def full(machine: Machine) -> Iterator[Line]:
 def optimizers(machine: Machine) -> Iterator[Line]:
     """An update of many small weights and of few large ones, by each kernel; `update_kernel` chooses between them."""
     need_keys("optimizer")
-    from simpletuner.training.optimizers import KERNEL_KEYS, build_optimizer, runs_triton  # older versions lack these
+    from simpletuner.training.update import KERNEL_KEYS, build_optimizer, runs_triton  # older versions lack these
 
     sizes = ((1200, 1 << 16), (64, 1 << 23)) if machine.on_gpu else ((20, 1 << 8), (2, 1 << 12))
     device = torch.device(machine.device)

@@ -39,10 +39,10 @@ from simpletuner.models.registry import FAMILIES
 from simpletuner.reporting.events import EventStream
 from simpletuner.reporting.record import RunRecord
 from simpletuner.training.assemble import assemble
-from simpletuner.training.optimizers import build_optimizer
 from simpletuner.training.recorder import Recorder
 from simpletuner.training.state import TrainingSpec, TrainState
 from simpletuner.training.step import optimizer_step
+from simpletuner.training.update import build_optimizer
 
 RATE = 1e-4
 VARIANTS: dict[str, dict[str, Any]] = {

@@ -43,7 +43,7 @@ from simpletuner.run.session import build_subjects
 from simpletuner.run.train import prepare_machine
 from simpletuner.speed.attention import activate_attention
 from simpletuner.training.assemble import load_for_sampling, make_accelerator
-from simpletuner.training.lora_files import applied_loras
+from simpletuner.training.lora_hooks import applied_loras
 from simpletuner.validation.eval_loss import even_sigmas, sample_losses
 from simpletuner.validation.runner import Renderer, Subject
 

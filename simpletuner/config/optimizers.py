@@ -109,7 +109,7 @@ _schedule_free = partial(_averaging, "schedulefree:AdamWScheduleFree", package=S
 _whole_weights = partial(OptimizerSpec, element_wise=False, per_weight=False)
 _bitsandbytes = partial(_whole_weights, package=BITSANDBYTES, moments=1)
 
-DECAYING = "simpletuner.training.optimizers"  # optimi's classes with a second moment that decays in bf16
+DECAYING = "simpletuner.training.own_optimizers"  # optimi's classes with a second moment that decays in bf16
 OPTIMIZERS: Mapping[OptimizerName, OptimizerSpec] = {
     "adamw_bf16": _optimi_adam(f"{DECAYING}:AdamW", ADAMW | {"eps": 1e-6}),
     "adamw": _torch_adam("torch.optim:AdamW", AMSGRAD),
@@ -220,7 +220,7 @@ def is_lost_in_bf16(beta: float) -> bool:
 
 
 def widens_second_moment(config: OptimizerConfig, mixed_precision: str) -> bool:
-    """Whether the second moment of bf16 weights is kept in float32 (`training.optimizers.DecayingSquares`)."""
+    """Whether the second moment of bf16 weights is kept in float32 (`training.own_optimizers.DecayingSquares`)."""
     name, settings = optimizer_name(config, mixed_precision), optimizer_settings(config, mixed_precision)
     spec = OPTIMIZERS[name]
     betas = [float(settings[beta]) for beta in BETAS if beta in settings]

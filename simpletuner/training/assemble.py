@@ -50,14 +50,15 @@ from simpletuner.speed.attention import attention_kernel
 from simpletuner.speed.compile import FirstGradients, compile_blocks
 from simpletuner.speed.recomputation import enable_checkpointing
 from simpletuner.techniques.base import HiddenStates, Site, Technique
+from simpletuner.training.full_model import FullModel
 from simpletuner.training.lora import add_lora, start_from
 from simpletuner.training.meter import count_flops
-from simpletuner.training.optimizers import build_optimizer
 from simpletuner.training.release import GradientRelease, HostState
 from simpletuner.training.replicas import replicate, replicate_whole
 from simpletuner.training.sharding import shard
 from simpletuner.training.state import Assembly, StepSettings, TrainingSpec
-from simpletuner.training.trained import FullModel, Trained
+from simpletuner.training.trained import Trained
+from simpletuner.training.update import build_optimizer
 from simpletuner.weights.published_lora import find_lora
 
 if TYPE_CHECKING:

@@ -38,13 +38,13 @@ from simpletuner.planning import checkpoint_folder as manifest
 from simpletuner.planning.checkpoint_folder import ROLLING, STATE_FOLDER, Checkpoint, Identity, Line, Manifest, Progress
 from simpletuner.reporting.events import CheckpointSaved, EventStream, StepReport
 from simpletuner.reporting.intervals import Interval
+from simpletuner.training.drafts import Draft, copy_drafts
 from simpletuner.training.guard import refuse_not_finite, stop_if_result_not_finite
 from simpletuner.training.loader import BatchLoader
 from simpletuner.training.loop import Callback
-from simpletuner.training.optimizers import load_state
+from simpletuner.training.optimizer_state import load_state
 from simpletuner.training.sharding import is_part, load_shards, shard_moments, without_shards
 from simpletuner.training.state import Assembly, TrainState, random_states, restore_random_states
-from simpletuner.training.trained import Draft, copy_drafts
 
 logger = logging.getLogger(__name__)
 

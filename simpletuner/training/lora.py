@@ -28,9 +28,10 @@ from simpletuner.models.cost import Adapters
 from simpletuner.models.lora_layers import Targets
 from simpletuner.reporting.wording import size_text
 from simpletuner.training import lora_files
+from simpletuner.training.drafts import Draft
 from simpletuner.training.ema import AnyTensor
 from simpletuner.training.lora_writing import fold_scale
-from simpletuner.training.trained import AdapterWeights, Draft, Publication
+from simpletuner.training.trained import AdapterWeights, Publication
 from simpletuner.weights.lora_names import COMFYUI_MAGNITUDE, LORA_FILE, MAGNITUDE, PREFIXES, LoraForm, file_settings
 
 ADAPTER = "default"

@@ -1,29 +1,21 @@
-"""LoRA files: key names of different programs, conversions between them, and application to a transformer.
+"""LoRA files: key names of different programs, conversions between them, verified writing, and reading.
 
 Two forms are written. diffusers uses `transformer.<module>.lora_A.weight`. ComfyUI's generic form has the prefix
 `diffusion_model.` instead, and works for models whose layers have the same names in ComfyUI and diffusers, such as
 Kandinsky 5. ComfyUI defines the magnitudes of a DoRA differently, see `comfyui_magnitude`.
-
-For sampling only, files are applied without changing a weight or a module: a forward hook adds `strength · B(A(x))` to
-the output of each layer, as peft does. This works on plain, quantised and streamed layers, and on layers with a LoRA in
-training.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from peft import get_peft_model_state_dict
-from peft.utils.integrations import dequantize_module_weight
 from safetensors.torch import load_file
 from torch import Tensor, nn
-from torch.nn.functional import conv2d, linear
 
 from simpletuner.atomic import UNFINISHED_FOLDER_SUFFIX, write_json
 from simpletuner.errors import UserError, shorten
@@ -167,69 +159,3 @@ def _by_module(raw: Mapping[str, Tensor], modules: list[str]) -> dict[str, dict[
 def layer_names(transformer: nn.Module) -> list[str]:
     """The names of a transformer's modules, as without a LoRA."""
     return [name.removesuffix(".base_layer") for name, _ in transformer.named_modules()]
-
-
-@dataclass
-class LoraHook:
-    """Forward hook of a linear layer or a pointwise convolution.
-
-    Attributes:
-        down, up: A `r in` and B `out r`, in the compute dtype; for a convolution, `r in 1 1` and `out r 1 1`.
-        magnitude: magnitude of a DoRA, `out`.
-        dora_scale: magnitude in ComfyUI's form, `out 1`.
-    """
-
-    down: Tensor
-    up: Tensor
-    strength: float
-    magnitude: Tensor | None = None
-    dora_scale: Tensor | None = None
-    _ratio: Tensor | None = field(default=None, init=False)
-
-    def __call__(self, layer: Any, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
-        apply: Any = linear if self.down.dim() == 2 else conv2d
-        update = apply(apply(inputs[0].to(self.down.dtype), self.down), self.up) * self.strength
-        if self.magnitude is not None or self.dora_scale is not None:
-            if self._ratio is None:  # lazily: weights of a streamed layer are on the device only in its forward pass
-                self._ratio = self._growth(layer).view(-1, *self.up.shape[2:])
-            # DoRA scales the product W x, not the bias.
-            plain = output if layer.bias is None else output - layer.bias.view_as(self._ratio)
-            # ratio (W x + D x) - W x, since the output already contains W x.
-            update = (self._ratio - 1) * plain + self._ratio * update
-        return (output + update).to(output.dtype)
-
-    def _growth(self, layer: nn.Module) -> Tensor:
-        """m / |W + D| per row: a DoRA's weight is m (W + D) / |W + D| (arXiv:2402.09353)."""
-        weight = dequantize_module_weight(layer).to(self.down.dtype).flatten(1)
-        change = linear(self.down.flatten(1).T, self.up.flatten(1)).T  # D = B A, `out in`
-        magnitude = self.magnitude
-        if self.dora_scale is not None:
-            magnitude = trained_magnitude(self.dora_scale, weight, change.cpu()).to(weight.device)
-        assert magnitude is not None
-        return magnitude.flatten() / torch.linalg.norm(weight + self.strength * change, dim=1).to(weight.dtype)
-
-
-Loras = Sequence[tuple[Path, float]]  # (file, strength)
-
-
-@contextmanager
-def applied_loras(transformer: nn.Module, loras: Loras, dtype: torch.dtype, device: torch.device) -> Iterator[None]:
-    """A context with LoRA files, already checked by the plan, applied at their strengths.
-
-    Args:
-        dtype: compute dtype of A and B.
-        device: compute device of the transformer.
-
-    Raises:
-        UserError: a file does not fit the transformer.
-    """
-    names = layer_names(transformer)
-    with ExitStack() as hooks:
-        for path, strength in loras:
-            weights = read_lora_file(path, names, "LoRA")
-            placed = {name: tensor.to(device, dtype) for name, tensor in weights.items()}
-            for layer in [name.removesuffix(".lora_A.weight") for name in placed if name.endswith(".lora_A.weight")]:
-                down, up = (placed[f"{layer}.lora_{side}.weight"] for side in "AB")
-                hook = LoraHook(down, up, strength, *(placed.get(layer + suffix) for suffix in MAGNITUDES.values()))
-                hooks.callback(transformer.get_submodule(layer).register_forward_hook(hook).remove)
-        yield

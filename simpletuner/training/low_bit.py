@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from simpletuner.diffusion.seeds import seed_device
-from simpletuner.training.optimizers import SEED
+from simpletuner.training.update import SEED
 
 warnings.filterwarnings("ignore", ".*_stable_hash_for_caching")  # compiled updates are not kept for the next start
 

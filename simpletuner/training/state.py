@@ -24,9 +24,9 @@ from simpletuner.models.cost import Work
 from simpletuner.models.lora_layers import Targets
 from simpletuner.reporting.events import StepReport
 from simpletuner.techniques.base import HiddenStates, Technique
-from simpletuner.training.optimizers import sampling_weights
 from simpletuner.training.release import GradientRelease
 from simpletuner.training.trained import Trained
+from simpletuner.training.update import sampling_weights
 
 # (tokens, text tokens) -> FLOPs of training on one sample, without recomputation, and with block-sparse attention
 # counted as if it visited all tiles.

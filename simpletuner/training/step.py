@@ -25,8 +25,8 @@ from simpletuner.training.loader import BatchLoader
 from simpletuner.training.losses import Losses, MicroLoss, StepNumbers, loss_divisor
 from simpletuner.training.meter import StepMeter
 from simpletuner.training.noise import add_noise
-from simpletuner.training.optimizers import RATE_RATIO, SEED
 from simpletuner.training.state import Assembly
+from simpletuner.training.update import RATE_RATIO, SEED
 
 
 def optimizer_step(assembly: Assembly, loader: BatchLoader, global_step: int) -> StepReport:

@@ -1,35 +1,27 @@
-"""The trained weights of a transformer: a common interface for LoRAs and full fine-tunes, and the full fine-tune."""
+"""The trained weights of a transformer: the interface of LoRAs and full fine-tunes, and what adapters share."""
 
 from __future__ import annotations
 
-import json
-import shutil
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass, field, replace
-from functools import partial
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-from diffusers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFETENSORS_WEIGHTS_NAME
-from huggingface_hub import split_torch_state_dict_into_shards
 from safetensors import safe_open
-from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from simpletuner.atomic import build_folder, write_json
 from simpletuner.distributed.world import World
-from simpletuner.errors import UserError, shorten
-from simpletuner.memory.offload.image import wraps
+from simpletuner.errors import UserError
 from simpletuner.models.adapter import FamilyAdapter
-from simpletuner.models.cost import NO_ADAPTERS, Adapters
+from simpletuner.models.cost import Adapters
 from simpletuner.models.source import ModelSource
-from simpletuner.planning.checkpoint_folder import NOTE_FILE, PIPELINE_FOLDER, STATE_FOLDER
+from simpletuner.planning.checkpoint_folder import STATE_FOLDER
+from simpletuner.training.drafts import Draft
 from simpletuner.training.ema import Ema
 from simpletuner.training.guard import not_finite, refuse_not_finite
-from simpletuner.training.sharding import as_sharded, gathered, is_part, local, replaced
-from simpletuner.weights.part import INDEX_FILE
+from simpletuner.training.sharding import as_sharded, local
 
 WEIGHTS_FILE = "trainable.safetensors"
 
@@ -53,59 +45,6 @@ class Publication:
     shift: float | None
     note: Mapping[str, str]
     predict: Callable[[], Tensor]
-
-
-@dataclass(frozen=True)
-class Draft:
-    """A file of a checkpoint before it is written.
-
-    Attributes:
-        name: path in the checkpoint's folder.
-        write: writes content to a path.
-        content: nested dictionaries and lists of tensors, on any device.
-    """
-
-    name: str
-    write: Callable[[Path, Any], object]
-    content: Any = None
-
-    def write_into(self, folder: Path) -> None:
-        path = folder / self.name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        self.write(path, self.content)
-
-    @classmethod
-    def of_tensors(cls, name: str, tensors: Mapping[str, Tensor], header: Mapping[str, str] | None = None) -> Draft:
-        """A safetensors file."""
-        return cls(name, lambda path, content: save_file(content, path, header), tensors)
-
-
-def copy_drafts(drafts: Iterable[Draft], device: torch.device) -> Callable[[], list[Draft]]:
-    """Copy the content of drafts to host memory, since training changes the originals.
-
-    Returns:
-        a function that waits for the copies, callable from any thread.
-    """
-    copies = [replace(draft, content=replaced(draft.content, _to_host)) for draft in drafts]
-    copied = torch.cuda.current_stream(device).record_event() if device.type == "cuda" else None
-    return partial(_arrived, copies, copied)
-
-
-def _arrived(copies: list[Draft], copied: torch.cuda.Event | None) -> list[Draft]:
-    if copied is not None:
-        copied.synchronize()
-    return copies
-
-
-def _to_host(path: str, tensor: Tensor) -> Tensor:
-    if tensor.device.type != "cuda" or wraps(tensor):
-        return tensor.detach().to("cpu", copy=True)
-    return page_locked_copy(tensor.detach())
-
-
-def page_locked_copy(tensor: Tensor) -> Tensor:
-    """A copy of a GPU tensor in pinned memory, complete once the current stream has executed it."""
-    return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True)
 
 
 class Trained(Protocol):
@@ -210,102 +149,3 @@ def open_weights(files: Iterable[Path]) -> Iterator[dict[str, Any]]:
     with ExitStack() as opened:
         readers = [opened.enter_context(safe_open(file, "pt")) for file in files]
         yield {name: reader for reader in readers for name in reader.keys()}  # noqa: SIM118 - no mapping
-
-
-FOLDER, AVERAGED = "transformer", "transformer_ema"
-WEIGHTS_PATTERN = SAFETENSORS_WEIGHTS_NAME.replace(".", "{suffix}.")
-
-
-@dataclass
-class FullModel:
-    """A full fine-tune of a transformer; the result is a complete pipeline folder."""
-
-    transformer: nn.Module
-    sharers: World = field(default_factory=World)
-    ema: Ema | None = None
-
-    @property
-    def adapters(self) -> Adapters:
-        return NO_ADAPTERS
-
-    def parameters(self) -> dict[str, nn.Parameter]:
-        return dict(self.transformer.named_parameters())
-
-    def drafts(self, note: Mapping[str, str]) -> Generator[Draft]:
-        yield from self._files(FOLDER)
-        if self.ema is not None:
-            with self.ema.applied():
-                yield from self._files(AVERAGED)
-
-    def load(self, folder: Path) -> None:
-        files = sorted((folder / FOLDER).glob("*.safetensors"))
-        load_parameters(self.parameters(), files, folder, "pretrained_model_name_or_path")
-
-    def disabled(self) -> AbstractContextManager[None]:
-        raise RuntimeError("a full fine-tune changes the base model itself, so there is nothing to disable")
-
-    def publish(self, output_dir: Path, publication: Publication) -> str:
-        """Write a folder for `from_pretrained`: the transformer (or its average) and copies of the other parts."""
-        final = output_dir / PIPELINE_FOLDER
-        with ExitStack() as building:  # renames the folder in the main process once all have written
-            folder = self.sharers.on_main(lambda: building.enter_context(build_folder(final)))
-            self.sharers.on_main(lambda: copy_parts(publication, folder))
-            with nullcontext() if self.ema is None else self.ema.applied():
-                for draft in self._files(FOLDER):
-                    self.sharers.on_main(partial(draft.write_into, folder))
-                self.verify(folder / FOLDER)
-            self.sharers.on_main(lambda: write_json(folder / NOTE_FILE, dict(publication.note)))
-        return f"Saved {final}; it loads with from_pretrained."
-
-    def verify(self, folder: Path) -> None:
-        """Compare the files in a folder with the weights.
-
-        Raises:
-            RuntimeError: a tensor is missing or differs.
-        """
-        expected = self.transformer.state_dict()
-        with ExitStack() as reading:
-            files = sorted(folder.glob("*.safetensors"))
-            saved = self.sharers.main_only(lambda: reading.enter_context(open_weights(files))) or {}
-            wrong = set(saved) - set(expected)
-            for name, tensor in expected.items():
-                trained = gathered(tensor)  # collective; the main process compares
-                if not (name in saved and torch.equal(saved[name].get_tensor(name), trained)):
-                    wrong.add(name)
-        if differing := self.sharers.broadcast(sorted(wrong)):
-            raise RuntimeError(f"{folder}: {shorten(differing)} is not what was trained")
-
-    def _files(self, name: str) -> Iterator[Draft]:
-        """The files of diffusers' `save_pretrained` in a folder of that name, gathered one file at a time."""
-        model: Any = self.transformer
-        weights = model.state_dict()
-        # By full shapes, since a sharded tensor would count only its local shard.
-        shapes = {
-            name: torch.empty(weight.shape, dtype=weight.dtype, device="meta") for name, weight in weights.items()
-        }
-        # Half of diffusers' 10 GB, since a whole file is in memory before it is written.
-        files = split_torch_state_dict_into_shards(shapes, filename_pattern=WEIGHTS_PATTERN, max_shard_size="5GB")
-        yield Draft(f"{name}/config.json", lambda path, _: model.save_config(path.parent))
-        for file, keys in files.filename_to_tensors.items():
-            tensors: dict[str, Any] = {}
-            for key in keys:
-                # Gathering is collective; only the main process keeps the result.
-                whole = gathered(weights[key]) if is_part(weights[key]) else weights[key].detach()
-                tensors[key] = self.sharers.main_only(whole.contiguous)
-            yield Draft.of_tensors(f"{name}/{file}", tensors, {"format": "pt"})
-        if files.is_sharded:
-            index = {"metadata": files.metadata, "weight_map": files.tensor_to_filename}
-            yield Draft(f"{name}/{SAFE_WEIGHTS_INDEX_NAME}", write_json, index)
-
-
-def copy_parts(publication: Publication, folder: Path) -> None:
-    """Copy all parts of the base model except the transformer to a pipeline folder."""
-    for role, part in publication.source.parts.items():
-        if role != "transformer":
-            # Files in the hub's cache are links to blobs; the result must not depend on them.
-            shutil.copytree(part.fetch(), folder / part.folder, symlinks=False)
-    scheduler = publication.source["scheduler"]
-    shutil.copyfile(scheduler.fetch_index(), folder / INDEX_FILE)
-    if publication.shift is not None:  # the shift of previews
-        path = folder / scheduler.folder / "scheduler_config.json"
-        write_json(path, {**json.loads(path.read_bytes()), "shift": publication.shift})

@@ -20,7 +20,7 @@ from simpletuner.models.cost import NO_ADAPTERS, Adapters, BatchShape, FamilyCos
 from simpletuner.models.kandinsky5.cost import IMAGE_COST, VIDEO_COST
 from simpletuner.models.lora_layers import linear_modules, matching_modules
 from simpletuner.models.sanavideo.cost import COST as SANA_COST
-from simpletuner.training.optimizers import build_optimizer
+from simpletuner.training.update import build_optimizer
 
 KANDINSKY, SANA = ["to_query", "to_key", "to_value"], ["to_q", "to_k", "to_v", "to_out.0"]
 

@@ -19,7 +19,8 @@ from simpletuner.models.sanavideo.spec import SANA_VIDEO
 from simpletuner.speed.recomputation import enable_checkpointing
 from simpletuner.training.assemble import assemble, make_accelerator
 from simpletuner.training.lora import rounding_error
-from simpletuner.training.lora_files import applied_loras, verify_file
+from simpletuner.training.lora_files import verify_file
+from simpletuner.training.lora_hooks import applied_loras
 from simpletuner.training.noise import add_noise
 from simpletuner.training.state import Assembly, TrainingSpec
 from tests.closeness import MODEL, assert_all_close, assert_close

@@ -25,9 +25,9 @@ from simpletuner.diffusion.batch import Batch, upload
 from simpletuner.memory.offload import attach, copiers
 from simpletuner.memory.offload.block_inputs import BlockInputs
 from simpletuner.speed.recomputation import enable_checkpointing
+from simpletuner.training.drafts import Draft, copy_drafts, page_locked_copy
 from simpletuner.training.loader import BatchLoader
 from simpletuner.training.release import GradientRelease, HostState
-from simpletuner.training.trained import Draft, copy_drafts, page_locked_copy
 from simpletuner.validation.background import DecodingThread
 from tests.lying_gpu import GPU, PACKAGE, Actor, LyingGpu, Violation
 from tests.training.test_optimizers import build, weights
@@ -150,7 +150,7 @@ def saved(gpu: LyingGpu) -> None:
     draft = Draft("", lambda path, content: written.extend(each.clone() for each in content.values()), weights)
     with pytest.MonkeyPatch.context() as patch:
         # Here a GPU's tensors say that they are on the CPU.
-        patch.setattr("simpletuner.training.trained._to_host", lambda path, tensor: page_locked_copy(tensor))
+        patch.setattr("simpletuner.training.drafts._to_host", lambda path, tensor: page_locked_copy(tensor))
         arrived = copy_drafts([draft], GPU)
     for each in weights.values():
         each.mul_(2)

@@ -28,8 +28,8 @@ from simpletuner.models.lora_layers import linear_modules, matching_modules
 from simpletuner.models.sanavideo.cost import COST as SANA_COST
 from simpletuner.models.sequence import SequenceGroup, TokenSplit
 from simpletuner.speed.recomputation import enable_checkpointing
-from simpletuner.training.optimizers import build_optimizer
 from simpletuner.training.release import GradientRelease
+from simpletuner.training.update import build_optimizer
 from tests.budget.test_estimate import make_config, under
 from tests.peak import fake_step, hollow, peak_of_step
 from tests.tiny import NABLA

@@ -25,8 +25,9 @@ from simpletuner.planning.checkpoint_folder import PIPELINE_FOLDER
 from simpletuner.run.session import publish_result
 from simpletuner.training import lora_files
 from simpletuner.training.ema import Ema
+from simpletuner.training.full_model import FullModel
 from simpletuner.training.state import TrainState
-from simpletuner.training.trained import FullModel, Publication
+from simpletuner.training.trained import Publication
 from simpletuner.weights.lora_names import LORA_FILE, STEP_NOTE
 from tests.fidelity.family import make_config
 from tests.training.assembly import lora_of, make_assembly, write_lora

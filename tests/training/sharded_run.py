@@ -23,7 +23,7 @@ from simpletuner.reporting.events import EventStream
 from simpletuner.techniques.base import Technique
 from simpletuner.techniques.tread import Tread
 from simpletuner.training import assemble as assembling
-from simpletuner.training import optimizers, sharding
+from simpletuner.training import sharding, update
 from simpletuner.training.assemble import assemble, make_accelerator
 from simpletuner.training.checkpoints import CheckpointWriter, load_checkpoint
 from simpletuner.training.ema import Ema
@@ -108,8 +108,8 @@ class Run:
         config = make_config(self.checkpoint, **settings)
         spec = TrainingSpec(lora_targets=TARGETS, seed=3, total_steps=20, learning_rate=1e-3)
         adapter = self.case.adapter(self.checkpoint)
-        kernel = (lambda *size, **where: "fused") if self.case.fused else optimizers.update_kernel
-        with patch.object(assembling, "shard", self.shard), patch.object(optimizers, "update_kernel", kernel):
+        kernel = (lambda *size, **where: "fused") if self.case.fused else update.update_kernel
+        with patch.object(assembling, "shard", self.shard), patch.object(update, "update_kernel", kernel):
             self.assembly: Any = assemble(config, spec, adapter, self.case.techniques(), make_accelerator(), self.world)
         self.assembly.trained.ema = self.ema = Ema(self.assembly.parameters, config.ema, CPU)
         # Encoding takes longer than everything else.

@@ -28,10 +28,11 @@ from simpletuner.planning.checkpoint_folder import (
 from simpletuner.reporting.events import CheckpointSaved, Event, EventStream, StepReport
 from simpletuner.training import checkpoints
 from simpletuner.training.checkpoints import STATE_FILE, CheckpointWriter, load_checkpoint
+from simpletuner.training.drafts import Draft
 from simpletuner.training.ema import Ema
 from simpletuner.training.state import TrainState
 from simpletuner.training.step import optimizer_step
-from simpletuner.training.trained import WEIGHTS_FILE, Draft
+from simpletuner.training.trained import WEIGHTS_FILE
 from tests.training.assembly import CPU, make_assembly, make_batch
 from tests.training.sharded_run import Batches
 

@@ -27,7 +27,7 @@ from simpletuner.run.rehearsal import rehearse_micro_step
 from simpletuner.techniques.tread import Tread
 from simpletuner.training.assemble import assemble, make_accelerator
 from simpletuner.training.ema import Ema
-from simpletuner.training.lora_files import applied_loras
+from simpletuner.training.lora_hooks import applied_loras
 from simpletuner.training.meter import weight_shapes
 from simpletuner.training.noise import add_noise
 from simpletuner.training.state import Assembly, TrainingSpec

@@ -11,7 +11,7 @@ from torch import nn
 
 from simpletuner.config.lora import LoraConfig
 from simpletuner.training.lora import add_lora
-from simpletuner.training.lora_files import applied_loras
+from simpletuner.training.lora_hooks import applied_loras
 from tests.closeness import SAMPLING, assert_close
 from tests.training.assembly import write_lora
 

@@ -31,9 +31,11 @@ from simpletuner.config.optimizers import (
 )
 from simpletuner.config.schema import OptimizerConfig, OptimizerName
 from simpletuner.errors import ConfigError, NoEffect, Problem
-from simpletuner.training import ema, optimizers
-from simpletuner.training.optimizers import KERNEL_KEYS, MuonWithAdamW, build_optimizer, sampling_weights
+from simpletuner.training import ema, optimizer_state, own_optimizers, update
+from simpletuner.training.optimizer_state import load_state
+from simpletuner.training.own_optimizers import MuonWithAdamW
 from simpletuner.training.release import HostState
+from simpletuner.training.update import KERNEL_KEYS, build_optimizer, sampling_weights
 from tests.peak import Peak
 from tests.reports import found_by
 
@@ -82,7 +84,7 @@ def with_kernel(
     """An optimizer as it would be on a machine on which this kernel is chosen."""
     config = OptimizerConfig(optimizer=name, optimizer_config=settings)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(optimizers, "update_kernel", lambda *size, **where: kernel)
+        patch.setattr(update, "update_kernel", lambda *size, **where: kernel)
         optimizer = build_optimizer(params, config, "bf16", 0.01, modules)
     assert [key for key in KERNEL_KEYS if optimizer.param_groups[0].get(key)] == [kernel] * (kernel != "loop")
     return optimizer
@@ -133,7 +135,7 @@ def test_a_saved_and_loaded_optimizer_continues_bit_for_bit(name: str, dtype: to
     saved = torch.load(buffer, weights_only=True)
     again = [nn.Parameter(weight.clone()) for weight in saved["weights"]]
     after = build(name, again)
-    optimizers.load_state(after, saved["optimizer"], OPTIMIZERS[name])
+    load_state(after, saved["optimizer"], OPTIMIZERS[name])
     run(after, again, 7, 13)
 
     for expected, found in zip(whole, again, strict=True):
@@ -177,9 +179,9 @@ def test_a_setting_changed_between_two_sessions_acts_or_is_refused_by_name(name:
         optimizer = with_settings(name, after[case], **changed)
         if changed and setting in spec.lasting:
             with pytest.raises(ValueError, match=setting):
-                optimizers.load_state(optimizer, deepcopy(saved), spec)
+                load_state(optimizer, deepcopy(saved), spec)
             return
-        optimizers.load_state(optimizer, deepcopy(saved), spec)
+        load_state(optimizer, deepcopy(saved), spec)
         run(optimizer, after[case], 7, 13, peak)
 
     assert not all(map(torch.equal, after["same"], after["changed"])), "the new value acts"
@@ -188,7 +190,7 @@ def test_a_setting_changed_between_two_sessions_acts_or_is_refused_by_name(name:
             betas = list(group["betas"])
             betas[int(setting[-1]) - 1] = value
             group["betas"] = tuple(betas)
-        elif setting in group and (setting, optimizers.MUON_MARK in group) != ("eps", True):  # Muon's own is fixed
+        elif setting in group and (setting, own_optimizers.MUON_MARK in group) != ("eps", True):  # Muon's own is fixed
             group[setting] = value
     for state in before.state.values():
         if setting in state:
@@ -205,9 +207,9 @@ def test_a_second_moment_is_as_wide_as_the_new_beta_needs(name: str, beta: str) 
     narrow = build(name, params, optimizer_config=f"{beta}=.9")
     run(narrow, params, 1, 3)
     wide = build(name, params, optimizer_config=f"{beta}=.999")
-    optimizers.load_state(wide, deepcopy(narrow.state_dict()), spec)
+    load_state(wide, deepcopy(narrow.state_dict()), spec)
     assert wide.state[params[0]]["exp_avg_sq"].dtype == torch.float32
-    optimizers.load_state(narrow, deepcopy(wide.state_dict()), spec)
+    load_state(narrow, deepcopy(wide.state_dict()), spec)
     assert narrow.state[params[0]]["exp_avg_sq"].dtype == torch.bfloat16
 
 
@@ -228,7 +230,7 @@ def test_on_a_gpu(name: str, kernel: str | None, dtype: torch.dtype) -> None:
     run(before, halves, 0, 3)
     again = [nn.Parameter(param.detach().clone()) for param in halves]
     after = make(name, params=again)
-    optimizers.load_state(after, before.state_dict(), OPTIMIZERS[name])
+    load_state(after, before.state_dict(), OPTIMIZERS[name])
     run(after, again, 3, 6)
     for expected, found, slow in zip(whole, again, on_cpu, strict=True):
         assert torch.equal(found, expected)
@@ -290,11 +292,11 @@ def test_a_plain_optimizer_would_lose_them() -> None:
 def test_optimi_runs_triton_only_where_it_can_be_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
     on_gpu: list[Any] = [SimpleNamespace(is_cuda=True)]
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda: True)
-    monkeypatch.setattr(optimizers.importlib.util, "find_spec", lambda name: name)
+    monkeypatch.setattr(update.importlib.util, "find_spec", lambda name: name)
     for able in (True, False):
-        monkeypatch.setattr(optimizers, "has_compiler", lambda able=able: able)
-        assert optimizers.runs_triton(on_gpu) is able
-        assert not optimizers.runs_triton(weights())
+        monkeypatch.setattr(update, "has_compiler", lambda able=able: able)
+        assert update.runs_triton(on_gpu) is able
+        assert not update.runs_triton(weights())
 
 
 # The setting of the second moment's decay, and all kernels but Triton's, for which v would have the weights' dtype.
@@ -316,7 +318,7 @@ def with_squares(name: str, settings: str, kernel: str, weight: nn.Parameter) ->
     state["param_groups"][0]["step"].fill_(2000)
     state["state"][0]["exp_avg_sq"].fill_(1)
     after = with_kernel(name, kernel, [weight], settings=settings)
-    optimizers.load_state(after, state, OPTIMIZERS[name])
+    load_state(after, state, OPTIMIZERS[name])
     return after
 
 
@@ -392,7 +394,7 @@ def test_a_resumed_run_keeps_its_kernel(name: str, kernel: str) -> None:
     torch.save(before.state_dict(), buffer := io.BytesIO())
     buffer.seek(0)
     after = with_kernel(name, "loop", halves)
-    optimizers.load_state(after, torch.load(buffer, weights_only=True), OPTIMIZERS[name])
+    load_state(after, torch.load(buffer, weights_only=True), OPTIMIZERS[name])
     assert after.param_groups[0][kernel]
     run(after, halves, 3, 6)
     assert all(map(torch.equal, whole, halves))
@@ -416,8 +418,8 @@ def test_a_run_begun_with_triton_keeps_it(monkeypatch: pytest.MonkeyPatch) -> No
     saved = build("adamw_bf16", weights()).state_dict()
     saved["param_groups"][0]["triton"] = True
     optimizer = with_kernel("adamw_bf16", "foreach", weights())
-    monkeypatch.setattr(optimizers, "runs_triton", lambda params: True)
-    optimizers.load_state(optimizer, saved, OPTIMIZERS["adamw_bf16"])
+    monkeypatch.setattr(optimizer_state, "runs_triton", lambda params: True)
+    load_state(optimizer, saved, OPTIMIZERS["adamw_bf16"])
     assert {key: optimizer.param_groups[0][key] for key in ("triton", "foreach")} == {"triton": True, "foreach": False}
 
 
@@ -454,7 +456,7 @@ def test_a_wide_second_moment_takes_no_launch_for_each_weight(
     monkeypatch.setattr(ema, "BUNDLE", bundle)
     several, alone = weights(torch.bfloat16), weights(torch.bfloat16)
     together, one = (with_kernel(name, "foreach", each, settings=f"{beta}=.999") for each in (several, alone))
-    monkeypatch.setattr(one, "_init_group", partial(super(optimizers.DecayingSquares, one)._init_group))
+    monkeypatch.setattr(one, "_init_group", partial(super(own_optimizers.DecayingSquares, one)._init_group))
     with Separate() as counted:
         run(together, several, 0, 6)
     assert (counted.count == 0) is (bundle > 60)
@@ -493,7 +495,7 @@ def test_the_state_of_a_gpu_goes_on_without_one(caplog: pytest.LogCaptureFixture
     saved["param_groups"][0]["triton"] = True
     params = weights(torch.bfloat16)
     optimizer = build("adamw_bf16", params)
-    optimizers.load_state(optimizer, saved, OPTIMIZERS["adamw_bf16"])
+    load_state(optimizer, saved, OPTIMIZERS["adamw_bf16"])
     run(optimizer, params, 0, 1)
     assert optimizer.param_groups[0]["triton"] is False
     (told,) = caplog.messages
@@ -507,7 +509,7 @@ def test_fused_kernels_find_their_counts_on_the_device() -> None:
     optimizer.step()
     weight = nn.Parameter(torch.zeros(3, device="meta"))
     after = with_kernel("adamw", "fused", [weight])
-    optimizers.load_state(after, optimizer.state_dict(), OPTIMIZERS["adamw"], HostState(after, torch.device("cpu")))
+    load_state(after, optimizer.state_dict(), OPTIMIZERS["adamw"], HostState(after, torch.device("cpu")))
     assert {key: each.device.type for key, each in after.state[weight].items()} == {
         "step": "meta", "exp_avg": "cpu", "exp_avg_sq": "cpu",
     }  # fmt: skip

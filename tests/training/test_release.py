@@ -23,7 +23,7 @@ from simpletuner.planning.checks import check_config
 from simpletuner.run.rehearsal import rehearse_micro_step, unchanged
 from simpletuner.training import step
 from simpletuner.training.ema import Ema
-from simpletuner.training.optimizers import load_state
+from simpletuner.training.optimizer_state import load_state
 from simpletuner.training.release import GradientRelease, HostState
 from simpletuner.training.state import Assembly
 from tests.training.assembly import make_assembly, make_batch

@@ -19,8 +19,8 @@ from simpletuner.training import step
 from simpletuner.training.guard import clip_gradients, gradient_size, not_finite
 from simpletuner.training.losses import Losses
 from simpletuner.training.noise import add_noise, with_noise
-from simpletuner.training.optimizers import RATE_RATIO, SEED
 from simpletuner.training.state import Assembly
+from simpletuner.training.update import RATE_RATIO, SEED
 from tests.closeness import ROTATION, distance
 from tests.training.assembly import fixed_noise, make_assembly, make_batch
 

@@ -39,10 +39,12 @@ from simpletuner.models.lora_layers import Targets, weights_of
 from simpletuner.models.spec import FamilySpec
 from simpletuner.planning.checkpoint_folder import ERRORS, describe_errors
 from simpletuner.reporting.wording import size_text
+from simpletuner.training.drafts import Draft
 from simpletuner.training.lora import ADAPTER, inject, without_adapters
-from simpletuner.training.lora_files import LoraHook, write_verified, write_weights
+from simpletuner.training.lora_files import write_verified, write_weights
+from simpletuner.training.lora_hooks import LoraHook
 from simpletuner.training.meter import weight_shapes
-from simpletuner.training.trained import AdapterWeights, Draft, Publication
+from simpletuner.training.trained import AdapterWeights, Publication
 from simpletuner.weights.lora_names import ARCHITECTURE, LORA_FILE, PREFIXES, file_settings, plain_settings
 
 # Oversampling of the randomised SVD: its last singular vectors are the least accurate.

@@ -1,0 +1,69 @@
+"""The files of a checkpoint before they are written, and copies of them in host memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from simpletuner.memory.offload.image import wraps
+from simpletuner.training.sharding import replaced
+
+
+@dataclass(frozen=True)
+class Draft:
+    """A file of a checkpoint before it is written.
+
+    Attributes:
+        name: path in the checkpoint's folder.
+        write: writes content to a path.
+        content: nested dictionaries and lists of tensors, on any device.
+    """
+
+    name: str
+    write: Callable[[Path, Any], object]
+    content: Any = None
+
+    def write_into(self, folder: Path) -> None:
+        path = folder / self.name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self.write(path, self.content)
+
+    @classmethod
+    def of_tensors(cls, name: str, tensors: Mapping[str, Tensor], header: Mapping[str, str] | None = None) -> Draft:
+        """A safetensors file."""
+        return cls(name, lambda path, content: save_file(content, path, header), tensors)
+
+
+def copy_drafts(drafts: Iterable[Draft], device: torch.device) -> Callable[[], list[Draft]]:
+    """Copy the content of drafts to host memory, since training changes the originals.
+
+    Returns:
+        a function that waits for the copies, callable from any thread.
+    """
+    copies = [replace(draft, content=replaced(draft.content, _to_host)) for draft in drafts]
+    copied = torch.cuda.current_stream(device).record_event() if device.type == "cuda" else None
+    return partial(_arrived, copies, copied)
+
+
+def _arrived(copies: list[Draft], copied: torch.cuda.Event | None) -> list[Draft]:
+    if copied is not None:
+        copied.synchronize()
+    return copies
+
+
+def _to_host(path: str, tensor: Tensor) -> Tensor:
+    if tensor.device.type != "cuda" or wraps(tensor):
+        return tensor.detach().to("cpu", copy=True)
+    return page_locked_copy(tensor.detach())
+
+
+def page_locked_copy(tensor: Tensor) -> Tensor:
+    """A copy of a GPU tensor in pinned memory, complete once the current stream has executed it."""
+    return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True)
