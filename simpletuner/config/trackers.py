@@ -24,7 +24,7 @@ from simpletuner.errors import Problems, not_one_of
 
 # The package of every tracker; None: it needs no package. Their classes are in annexes/trackers.py.
 PACKAGES: Mapping[str, Package | None] = {
-    "wandb": Package("wandb", "wandb"),
+    "wandb": Package("wandb", "wandb>=0.20,<0.32"),
     "tensorboard": Package("tensorboard", "tensorboard>=2.18,<3"),
 }
 NOT_AVAILABLE_YET = ("comet_ml", "swanlab")
