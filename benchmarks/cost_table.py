@@ -2,10 +2,10 @@
 
     python -m benchmarks.cost_table
 
-The plan reads the tables without torch (`models/cost.py`). Shapes come from the classes at the published dimensions, on
-the meta device. Everything else comes from small transformers of the same classes on the CPU: which weights meet
-tokens, text or samples, which of them need the gradient of their input, FLOPs of attention, and bytes of activations.
-Those grow linearly with a few widths, so a handful of small models gives factors that hold at any size.
+The plan reads the tables without torch (`models/cost_table.py`). Shapes come from the classes at the published
+dimensions, on the meta device. Everything else comes from small transformers of the same classes on the CPU: which
+weights meet tokens, text or samples, which of them need the gradient of their input, FLOPs of attention, and bytes of
+activations. Those grow linearly with a few widths, so a handful of small models gives factors that hold at any size.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from benchmarks.models import SHAPES, RandomAdapter, make_batch, make_config, small_size
 from simpletuner.diffusion.batch import NoisyBatch
 from simpletuner.diffusion.flow import make_noisy
-from simpletuner.models.cost import numbered, product_of
+from simpletuner.models.cost_table import numbered, product_of
 from simpletuner.models.registry import FAMILIES
 from simpletuner.models.spec import FamilySpec
 from simpletuner.speed.compile import settle_compiler

@@ -460,8 +460,8 @@ def vae(machine: Machine) -> Iterator[Line]:
 def decoding(machine: Machine) -> Iterator[Line]:
     """A clip decoded in each way, and on a GPU what it takes at most, against the plan."""
     need_keys("validation_decoding")
-    from simpletuner.models.cost import TILE, VaeLoad  # older versions lack these
     from simpletuner.models.decoding import decode_in
+    from simpletuner.models.vae_cost import TILE, VaeLoad  # older versions lack these
 
     device, spec = torch.device(machine.device), FAMILIES["kandinsky5-video"]
     width, height, frames = (768, 512, 61) if machine.size == "real" else (48, 32, 5)

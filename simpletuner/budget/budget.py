@@ -21,7 +21,8 @@ from simpletuner.config.precision import vae_dtype
 from simpletuner.config.schema import BY_COST, BY_SIZE, RunConfig
 from simpletuner.config.speed import graph_key
 from simpletuner.errors import Problems
-from simpletuner.models.cost import BYTES, TILE, VaeLoad
+from simpletuner.models.cost import BYTES
+from simpletuner.models.vae_cost import TILE, VaeLoad
 from simpletuner.planning.checks import BACKGROUND_KEYS
 from simpletuner.planning.entries import Listing, evaluated, list_entries, make_catalogue, previews_of_a_round
 from simpletuner.planning.plans import AnyPlan, AnyPlan_co, Plan, SamplePlan

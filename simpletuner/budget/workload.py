@@ -17,19 +17,11 @@ from simpletuner.config.schema import RunConfig
 from simpletuner.config.speed import compile_backend, plain_math
 from simpletuner.data.sample import Sample
 from simpletuner.models.adapter_kinds import planned_adapters
-from simpletuner.models.cost import (
-    BYTES,
-    NO_ADAPTERS,
-    BatchShape,
-    FamilyCost,
-    Kernels,
-    TransformerCost,
-    VaeCost,
-    VaeLoad,
-)
+from simpletuner.models.cost import BYTES, NO_ADAPTERS, BatchShape, FamilyCost, Kernels, TransformerCost
 from simpletuner.models.lora_layers import Targets, weights_of
 from simpletuner.models.source import ModelSource, encoder_weights
 from simpletuner.models.spec import FamilySpec
+from simpletuner.models.vae_cost import VaeCost, VaeLoad
 from simpletuner.planning.entries import Listing, evaluated, feature_kinds, latent_storage
 from simpletuner.planning.plans import Plan, SamplePlan
 from simpletuner.planning.techniques.spec import TechniqueSpec

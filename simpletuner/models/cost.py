@@ -1,26 +1,21 @@
-"""Memory and compute of a transformer and a VAE, calculated without torch.
+"""Memory and compute of a transformer, and all costs of a family, calculated without torch.
 
-A family's `cost.json`, written by `python -m benchmarks.cost_table`, has the measurements. In names, `#` is the number
-of a block. A quantity is a sum of products: the key of a factor, such as `token width`, names its multipliers. The
-shapes of the parameters and this table determine the bytes of weights and activations, and the FLOPs of a forward pass
-and of a training step.
-
-FLOPs count a multiply-add as 2.
+The shapes of the parameters and the measurements in the family's table (`cost_table`) determine the bytes of weights
+and activations, and the FLOPs of a forward pass and of a training step. FLOPs count a multiply-add as 2.
 """
 
 from __future__ import annotations
 
-import json
 import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cache, cached_property, partial
-from importlib.resources import files
-from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar, cast
+from functools import cached_property, wraps
+from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar
 
-from simpletuner.config.json_reader import read_toml
 from simpletuner.config.techniques import Route, tokens_by_block
+from simpletuner.models.cost_table import CostTable, numbered, product_of, read_cost_table, sum_of
+from simpletuner.models.vae_cost import VaeCost
 from simpletuner.weights.files import Shape, Shapes
 
 P = ParamSpec("P")
@@ -151,68 +146,6 @@ class Adapters:
 NO_ADAPTERS = Adapters(0, frozenset())
 
 
-Factors = Mapping[str, float]
-
-
-@dataclass(frozen=True)
-class CostTable:
-    """The content of a `cost.json`.
-
-    Attributes:
-        groups: names of the lists of repeated blocks, in the order of the forward pass; the last has the large ones.
-        float32: name components of parameters that stay float32 at every precision setting.
-        rows: the axis that each weight is applied to: every `token`, `text` token or `sample`.
-        no_gradient: layers whose input needs no gradient, by kind of run: `lora` or `full`.
-        keeps_attention: whether selective checkpointing can keep the output of self-attention.
-        flops: FLOPs of a `large` and a `small` block, excluding matmuls with weights.
-        bytes: of a large block, by dtype; `reads` lists layers whose input is kept only for an adapter, each with
-            the first layer that reads the same input, `compiled` is what a compiled block saves, `compiled forward` and
-            `compiled backward` what its kernels move, and `trained` what a stock one saves in a full fine-tune.
-        published: shapes of the published checkpoints.
-    """
-
-    groups: Sequence[str]
-    float32: Sequence[str]
-    rows: Mapping[str, str]
-    no_gradient: Mapping[str, Sequence[str]]
-    keeps_attention: bool
-    flops: Mapping[str, Factors]
-    bytes: Mapping[str, Mapping[str, Any]]
-    published: Sequence[Mapping[str, Any]]
-
-    def published_shapes(self, flavour: str) -> dict[str, Shape]:
-        """Shapes of all parameters of a flavour's published checkpoint, by name."""
-        found = next(each for each in self.published if flavour in each["flavours"])
-        shapes: dict[str, Shape] = {}
-        for name, shape in found["shapes"].items():
-            count = found["blocks"].get(name.partition(".#.")[0], 1)
-            shapes |= {name.replace("#", str(index), 1): tuple(shape) for index in range(count)}
-        return shapes
-
-
-@cache
-def read_cost_table(package: str) -> CostTable:
-    """The table in a family's folder."""
-    return CostTable(**json.loads((files(package) / "cost.json").read_text(encoding="utf-8")))
-
-
-def numbered(name: str, groups: Sequence[str]) -> str:
-    """A name with `#` in place of its block's number."""
-    group, _, rest = name.partition(".")
-    number, dot, rest = rest.partition(".")
-    # transformer_blocks.7.attn1.to_q -> transformer_blocks.#.attn1.to_q
-    return f"{group}.#.{rest}" if group in groups and number.isdecimal() and dot else name
-
-
-def product_of(words: str, numbers: Mapping[str, float]) -> float:
-    """The product of the numbers named in `words`, such as `token width`."""
-    return math.prod(numbers[word] for word in words.split())
-
-
-def sum_of(factors: Factors, numbers: Mapping[str, float]) -> float:
-    return sum(factor * product_of(words, numbers) for words, factor in factors.items())
-
-
 class Layer(NamedTuple):
     """A layer that multiplies with a weight.
 
@@ -247,9 +180,19 @@ class Layer(NamedTuple):
         return factor * math.prod(self.shape[1:]), factor * self.shape[0]
 
 
-def remembered(method: Callable[Concatenate[Any, P], R]) -> cached_property[Callable[P, R]]:
-    """A method with a cache per object, since the search over settings repeats calls."""
-    return cached_property(lambda owner: cast("Callable[P, R]", cache(partial(method, owner))))
+def remembered(method: Callable[Concatenate[Any, P], R]) -> Callable[Concatenate[Any, P], R]:
+    """A method that keeps its results in its object, since the search over settings repeats calls."""
+
+    @wraps(method)
+    def look_up(owner: Any, /, *args: P.args, **kwargs: P.kwargs) -> R:
+        results: dict[Any, R] = owner.results
+        call = (method, args, *kwargs.items())
+        result = results.get(call)
+        if result is None:
+            result = results[call] = method(owner, *args, **kwargs)
+        return result
+
+    return look_up
 
 
 @dataclass(frozen=True)
@@ -259,10 +202,12 @@ class Weights:
     Attributes:
         table: the measurements of its class.
         shapes: shape of every parameter, by name, as in the safetensors header.
+        results: of earlier calls; see `remembered`.
     """
 
     table: CostTable
     shapes: Shapes
+    results: dict[Any, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @cached_property
     def blocks(self) -> list[str]:
@@ -387,12 +332,17 @@ class TransformerCost(Weights):
         Args:
             size: bytes per number of the compute dtype.
         """
-        kind, positions, (tiles, making) = "bf16" if size < 4 else "fp32", batch.positions, self.tiles(batch, size)
+        dtype = "bf16" if size < 4 else "fp32"
         # Measured only for families with timesteps per token.
-        factors = self.table.bytes.get(f"{kind} given" if batch.timed_tokens else kind, self.table.bytes[kind])
+        measured = f"{dtype} given" if batch.timed_tokens else dtype
+        factors = self.table.bytes.get(measured, self.table.bytes[dtype])
+        positions = batch.positions
+        tiles, making = self.tiles(batch, size)
         heads = self.hidden // self.head
         # The feed-forward has the widest output.
         inner = max(layer.shape[0] for layer in self.large_layers if layer.axis == "token")
+        # What the names of products in the table stand for: "token width" is the size of a hidden state, "token inner"
+        # of the widest one in the feed-forward, "token head" of a position table, which all heads share.
         numbers = {**positions, "width": self.hidden, "inner": inner, "head": self.head, "heads": heads}
         sums = {name: sum_of(factor, numbers) for name, factor in factors.items() if name != "reads"}
         # A full fine-tune also saves the input of every layer, for the weight gradient.
@@ -400,7 +350,8 @@ class TransformerCost(Weights):
         reads = factors["reads"] | (self.compiled_reads if self.compiled else {})
         elements = positions["token"] * self.hidden
         kept = elements * size + positions["token"] * heads * 4  # its result and log-sum-exp
-        traffic, lists = sums["traffic"], 2 * (tiles + making)
+        traffic = sums["traffic"]
+        lists = 2 * (tiles + making)  # written once and read once
         # The backward pass of stock code moves twice as much.
         forward, backward = self._moved(sums, positions, adapters, size) if self.compiled else (traffic, 2 * traffic)
         return Activations(
@@ -474,12 +425,17 @@ class TransformerCost(Weights):
         """FLOPs of a block for a sample: of softmax attention where they grow with the product of two lengths."""
         numbers = {"width": self.hidden, "head": self.head, "text": batch.text, "token": batch.tokens}
         work = Work()
-        for words, factor in self.table.flops[block].items():
-            flops, tokens, texts = factor * product_of(words, numbers), words.count("token"), words.count("text")
-            if self.density is not None and tokens == 2:
+        for product, factor in self.table.flops[block].items():
+            flops = factor * product_of(product, numbers)
+            # "token token width" is self-attention, "token text width" cross-attention; "token head width", which has
+            # one length, is linear attention.
+            lengths = product.count("token") + product.count("text")
+            if self.density is not None and product.count("token") == 2:
                 work += Work(sparse=flops * self.density(batch.tokens))
+            elif lengths == 2:
+                work += Work(attention=flops)
             else:
-                work += Work(attention=flops) if tokens + texts == 2 else Work(linear=flops)
+                work += Work(linear=flops)
         return work
 
     @remembered
@@ -506,107 +462,6 @@ class TransformerCost(Weights):
             down, up = layer.factors(count, adapters)
             linear += down * (1 + flows) + up * 2
         return Work(linear) + self.attention(batch).times(ATTENTION_BACKWARD)
-
-
-TILE, OVERLAP = 384, 128  # of preview decoding: pixels per side of a tile, and overlap of two tiles
-
-
-@dataclass(frozen=True)
-class VaeLoad:
-    """Pictures or clips of one size, in pixels, for the VAE to encode or decode.
-
-    Attributes:
-        tiled: processed in tiles (`vae_enable_tiling`, `validation_decoding`).
-        sliced: 3D convolutions run in slices of time (`vae_enable_patch_conv`).
-        strips: large layers run in strips of rows (`validation_decoding`).
-        tile: pixels per side of a tile.
-    """
-
-    samples: int
-    frames: int
-    width: int
-    height: int
-    tiled: bool = False
-    sliced: bool = False
-    strips: bool = False
-    # As in diffusers' video VAEs.
-    tile: int = 256
-
-    @property
-    def pixels(self) -> int:
-        """Pixels of one frame, or of one tile of it."""
-        whole = self.width * self.height
-        return min(whole, self.tile * self.tile) if self.tiled else whole
-
-
-Ways = Mapping[str, Sequence[Factors]]  # by way of working, the phases of it
-
-
-@dataclass(frozen=True)
-class VaeCost:
-    """Measured cost of a VAE per sample, as sums of products like in `cost.json`.
-
-    In products, `width` is the first width of its layers, `layers` their number relative to the published VAE, `frame`
-    the frames processed at a time, `later` these without the first, `pixel` the pixels of a frame or tile, and `clip`
-    the pixels of all frames.
-
-    Attributes:
-        parameters: number of parameters; in a family's table, of the published VAE.
-        encoding, decoding: numbers alive in each phase, by way of working: `usual`, `sliced`, in `strips`, in `tiles`.
-        flops: of decoding.
-        upsampling: numbers that decoding upsamples at once.
-        width_key: config key of the first width; `width` is the default.
-        frames: maximum number of frames processed at a time; 0 for all.
-        settings: its config.json; empty for the published VAE.
-    """
-
-    parameters: int
-    encoding: Ways
-    decoding: Ways
-    flops: Factors = field(default_factory=dict)
-    upsampling: Factors = field(default_factory=dict)
-    width_key: str = ""
-    width: int = 1
-    frames: int = 0
-    settings: Mapping[str, object] = field(default_factory=dict)
-
-    def encode(self, load: VaeLoad) -> float:
-        """Numbers alive at the peak of encoding."""
-        return self._peak(self.encoding, load)
-
-    def decode(self, load: VaeLoad) -> float:
-        """Numbers alive at the peak of decoding."""
-        return self._peak(self.decoding, load)
-
-    def upsampled(self, load: VaeLoad) -> float:
-        """Numbers that decoding a sample upsamples at once."""
-        return sum_of(self.upsampling, self._numbers(load))
-
-    def decode_flops(self, load: VaeLoad) -> float:
-        """FLOPs of decoding."""
-        return load.samples * sum_of(self.flops, self._numbers(load))
-
-    def _peak(self, ways: Ways, load: VaeLoad) -> float:
-        asked = {"tiles": load.strips and load.tiled, "strips": load.strips, "sliced": load.sliced and load.frames > 1}
-        way = next((way for way, is_asked in asked.items() if is_asked and way in ways), "usual")
-        numbers = self._numbers(load)
-        return load.samples * max(sum_of(phase, numbers) for phase in ways[way])
-
-    def _numbers(self, load: VaeLoad) -> dict[str, float]:
-        first, frames = self.settings.get(self.width_key), min(load.frames, self.frames or load.frames)
-        return {
-            "width": first[0] if isinstance(first, list | tuple) else number(self.settings, self.width_key, self.width),
-            "layers": (number(self.settings, "layers_per_block", 2) + 3) / 5,
-            "frame": frames,
-            "later": max(frames - 1, 1),
-            "pixel": load.pixels,
-            "clip": load.frames * load.width * load.height,
-        }
-
-
-def read_vae_costs(package: str) -> dict[str, VaeCost]:
-    """Costs of a family's VAEs, by diffusers class."""
-    return {name: VaeCost(**table) for name, table in read_toml(package, "vae.toml").items()}
 
 
 @dataclass(frozen=True)
@@ -645,9 +500,3 @@ class FamilyCost:
         """The cost of a published checkpoint, optionally with some settings changed."""
         shapes = read_cost_table(self.package).published_shapes(flavour)
         return self.transformer({**self.published(flavour), **changes}, shapes, kernels)
-
-
-def number(settings: Mapping[str, object], key: str, default: int) -> int:
-    """An integer setting of a model's config.json, or the default."""
-    value = settings.get(key, default)
-    return int(value) if isinstance(value, int | float) else default

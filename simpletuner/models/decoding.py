@@ -26,8 +26,8 @@ from diffusers.models.upsampling import Upsample2D
 from torch import Tensor, nn
 
 from simpletuner.config.schema import Decoding
-from simpletuner.models.cost import OVERLAP, TILE
 from simpletuner.models.loading import attend_by_frame
+from simpletuner.models.vae_cost import OVERLAP, TILE
 
 ROWS = 8  # rows per strip, which also computes its two neighbours: a quarter more work
 RESNETS = (ResnetBlock2D, HunyuanVideoResnetBlockCausal3D, LTX2VideoResnetBlock3d)

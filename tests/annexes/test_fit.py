@@ -29,10 +29,11 @@ from simpletuner.config.load import Layer, resolve
 from simpletuner.config.schema import RunConfig
 from simpletuner.data.schedule import Origin
 from simpletuner.errors import Problems
-from simpletuner.models.cost import Kernels, VaeLoad
+from simpletuner.models.cost import Kernels
 from simpletuner.models.kandinsky5.cost import VIDEO_COST
 from simpletuner.models.registry import FAMILIES
 from simpletuner.models.source import ModelSource
+from simpletuner.models.vae_cost import VaeLoad
 from simpletuner.planning.plans import Length, Plan
 from tests.reports import found_by
 

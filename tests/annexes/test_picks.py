@@ -16,7 +16,7 @@ import pytest
 from simpletuner.annexes.fitting.fit import check_fit, choose
 from simpletuner.budget.budget import Budget
 from simpletuner.budget.workload import Bucket
-from simpletuner.models.cost import VaeLoad
+from simpletuner.models.vae_cost import VaeLoad
 from tests.annexes.test_fit import CLIP, LITE, PICTURE, SANA, budget, gpu
 from tests.reports import found_by
 

@@ -20,7 +20,8 @@ from torch.utils.checkpoint import checkpoint
 from simpletuner.budget.device import Device, rates_of
 from simpletuner.budget.estimate import Sent, StepModel, exchange_seconds, sent_bytes
 from simpletuner.config.launch import LaunchConfig
-from simpletuner.models.cost import Adapters, CostTable, TransformerCost
+from simpletuner.models.cost import Adapters, TransformerCost
+from simpletuner.models.cost_table import CostTable
 from simpletuner.planning.techniques.spec import TechniqueCost
 from tests.budget.test_estimate import make_config, under
 

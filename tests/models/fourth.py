@@ -15,8 +15,10 @@ from benchmarks.cost_table import table_of
 from simpletuner.config.option import Group
 from simpletuner.diffusion.batch import NoisyBatch
 from simpletuner.models.adapter import BlockLayout, FamilyAdapter
-from simpletuner.models.cost import STOCK, CostTable, FamilyCost, Kernels, TransformerCost, VaeCost
+from simpletuner.models.cost import STOCK, FamilyCost, Kernels, TransformerCost
+from simpletuner.models.cost_table import CostTable
 from simpletuner.models.spec import AutoShift, Component, FamilyChecks, FamilySpec, FamilyWords, Flavour
+from simpletuner.models.vae_cost import VaeCost
 from simpletuner.weights.files import Shape
 from tests.tiny import WIDTH
 

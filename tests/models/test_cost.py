@@ -26,16 +26,8 @@ from benchmarks.cost_table import (
     structure_of,
 )
 from benchmarks.models import cost_of
-from simpletuner.models.cost import (
-    NO_ADAPTERS,
-    Adapters,
-    BatchShape,
-    FamilyCost,
-    TransformerCost,
-    Work,
-    read_cost_table,
-    sum_of,
-)
+from simpletuner.models.cost import NO_ADAPTERS, Adapters, BatchShape, FamilyCost, TransformerCost, Work
+from simpletuner.models.cost_table import read_cost_table, sum_of
 from simpletuner.models.kandinsky5 import nabla
 from simpletuner.models.kandinsky5.cost import IMAGE_COST, VIDEO_COST
 from simpletuner.models.lora_layers import linear_modules, matching_modules

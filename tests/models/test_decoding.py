@@ -17,9 +17,9 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from simpletuner.config.schema import Decoding
 from simpletuner.models import decoding, loading
-from simpletuner.models.cost import OVERLAP, TILE, VaeLoad
 from simpletuner.models.decoding import decode_in, decode_tiles, spans
 from simpletuner.models.registry import FAMILIES
+from simpletuner.models.vae_cost import OVERLAP, TILE, VaeLoad
 from tests.closeness import VAE, assert_close
 from tests.peak import Peak, attention
 from tests.tiny import build_image_vae, build_video_vae

@@ -7,16 +7,10 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from simpletuner.config.json_reader import read_toml
-from simpletuner.models.cost import (
-    BatchShape,
-    FamilyCost,
-    Kernels,
-    TransformerCost,
-    number,
-    read_cost_table,
-    read_vae_costs,
-)
+from simpletuner.models.cost import BatchShape, FamilyCost, Kernels, TransformerCost
+from simpletuner.models.cost_table import number, read_cost_table
 from simpletuner.models.kandinsky5.options import TILE, is_sparse, is_sparse_flavour
+from simpletuner.models.vae_cost import read_vae_costs
 from simpletuner.weights.files import Shapes
 
 PACKAGE, TRANSFORMER_CLASS = "simpletuner.models.kandinsky5", "Kandinsky5Transformer3DModel"
