@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from simpletuner.caching.keys import hash_file
 from simpletuner.config.json_reader import read_json
 from simpletuner.config.load import Layer, canonical
 from simpletuner.config.paths import absence_of, home_path
@@ -21,6 +20,7 @@ from simpletuner.data.files import MediaError, content_hash
 from simpletuner.data.pictures import inspect
 from simpletuner.data.sample import Sample
 from simpletuner.errors import ConfigError, Problem, Problems
+from simpletuner.hashing import hash_file
 from simpletuner.models import lora_checks, lora_layers
 from simpletuner.models.spec import Flavour
 from simpletuner.planning.build import Rendering, plan_rendering, plan_training

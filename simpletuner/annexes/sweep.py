@@ -23,7 +23,6 @@ from simpletuner.annexes.report.sheet import Sheet, cell
 from simpletuner.annexes.sampling import Sampled, plan_evaluation
 from simpletuner.atomic import free_path, write_json
 from simpletuner.caching.catalogue import Catalogue
-from simpletuner.caching.keys import digest
 from simpletuner.config.optimizers import trained_precision
 from simpletuner.config.schema import RunConfig
 from simpletuner.config.sources import Arguments
@@ -32,6 +31,7 @@ from simpletuner.data.sample import Sample
 from simpletuner.encoding.caches import CacheFiller, Encoding, build_adapter, complete_catalogue, fetch
 from simpletuner.encoding.read import BatchReader
 from simpletuner.errors import Problems, UserError
+from simpletuner.hashing import hash_json
 from simpletuner.memory.precision import DTYPES, check_device
 from simpletuner.models.adapter import FamilyAdapter
 from simpletuner.planning.entries import evaluated, list_entries
@@ -74,7 +74,7 @@ class StudioShot:
     @property
     def digest(self) -> str:
         """A hash of the recipe, without its unimportant parts."""
-        return digest({key: value for key, value in self.recipe.items() if key not in UNIMPORTANT})[:20]
+        return hash_json({key: value for key, value in self.recipe.items() if key not in UNIMPORTANT})[:20]
 
 
 @dataclass

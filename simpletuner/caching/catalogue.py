@@ -13,9 +13,10 @@ from pathlib import Path
 from typing import ClassVar, Generic, Literal, TypeVar
 
 from simpletuner.caching.entry import list_keys
-from simpletuner.caching.keys import EncoderIdentity, FeatureKey, LatentKey, TextKey, checkpoint_identity, digest
+from simpletuner.caching.keys import EncoderIdentity, FeatureKey, LatentKey, TextKey, checkpoint_identity
 from simpletuner.data.dataset import Dataset
 from simpletuner.data.sample import Sample
+from simpletuner.hashing import hash_json
 from simpletuner.models.vision import VisionEncoder
 
 FEATURES = "features"  # the tensor in an entry of features
@@ -328,4 +329,4 @@ def picture_fingerprint(sample: Sample) -> str:
     shown = {"content": sample.content, "size": place.size, "resized": place.resized, "crop": place.crop}
     if sample.conversions:  # left out if empty, so that older entries stay valid
         shown["conversions"] = sample.conversions
-    return digest(shown)
+    return hash_json(shown)

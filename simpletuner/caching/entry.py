@@ -18,8 +18,8 @@ from typing import Any
 import zstandard
 
 from simpletuner.atomic import write_atomically
-from simpletuner.caching.keys import canonical_json
 from simpletuner.errors import SimpleTunerError
+from simpletuner.hashing import canonical_json
 from simpletuner.headers import METADATA, join_header, read_head
 
 ENTRY_SUFFIX = ".safetensors.zst"

@@ -7,15 +7,15 @@ The plan counts cached entries before any model is loaded.
 
 from __future__ import annotations
 
-import hashlib
 import json
-from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from functools import cached_property
 from io import RawIOBase
 from json.encoder import encode_basestring_ascii as quoted
 from pathlib import Path
 from typing import Any, Literal
+
+from simpletuner.hashing import canonical_json, hash_bytes, hash_file, hash_json, hash_text
 
 # Increment it when the meaning of entries changes, so that old entries do not match.
 VERSION = 1
@@ -173,27 +173,6 @@ def provenance_of(key: CacheKey, source: str) -> dict[str, str]:
     return {"source": source, "ingredients": key.text()}
 
 
-def digest(ingredients: Mapping[str, Any]) -> str:
-    """SHA-256 of the canonical JSON, as 64 hexadecimal digits."""
-    return hash_text(canonical_json(ingredients))
-
-
-def hash_text(text: str) -> str:
-    """SHA-256 of a text, as 64 hexadecimal digits."""
-    return hashlib.sha256(text.encode()).hexdigest()
-
-
-def canonical_json(value: Any) -> str:
-    """The canonical JSON text of a value: sorted keys, no spaces, ASCII only; NaN is refused."""
-    return json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False)
-
-
-def hash_file(path: Path) -> str:
-    """SHA-256 of a file's bytes, as 64 hexadecimal digits."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
 WHOLE_FILES = frozenset({".json", ".txt", ".model", ".jinja"})
 WEIGHT_FILES = frozenset({".bin", ".pt", ".pth", ".ckpt", ".gguf", ".msgpack"})
 # Keys about the program that saved a config, irrelevant to the model.
@@ -213,7 +192,7 @@ def checkpoint_identity(*folders: Path) -> str:
     Raises:
         FileNotFoundError: a folder is missing or contains no model files.
     """
-    return hashlib.sha256("".join(_folder_identity(folder) for folder in folders).encode()).hexdigest()
+    return hash_text("".join(_folder_identity(folder) for folder in folders))
 
 
 def _folder_identity(folder: Path) -> str:
@@ -222,7 +201,7 @@ def _folder_identity(folder: Path) -> str:
     parts = [[path.relative_to(folder).as_posix(), identity] for path, identity in files if identity is not None]
     if not parts:
         raise FileNotFoundError(f"{folder}: no checkpoint here")
-    return hash_text(canonical_json(parts))
+    return hash_json(parts)
 
 
 def _file_identity(path: Path) -> str | None:
@@ -244,10 +223,10 @@ def _json_identity(path: Path) -> str:
     try:
         value = json.loads(content)
     except ValueError:  # the error is reported on loading
-        return hashlib.sha256(content).hexdigest()
+        return hash_bytes(content)
     if isinstance(value, dict):
         value = {key: inner for key, inner in value.items() if key not in IGNORED_KEYS}
-    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
+    return hash_text(json.dumps(value, sort_keys=True))
 
 
 def _safetensors_identity(path: Path) -> str:
@@ -269,12 +248,12 @@ def _safetensors_identity(path: Path) -> str:
 
 def _slices_identity(file: RawIOBase, prefix: bytes, spans: list[tuple[int, int]], count: int) -> str:
     """Hash of `count` evenly spaced slices per span, including its first and last bytes."""
-    hasher = hashlib.sha256(prefix)
+    parts = [prefix]
     for start, end in spans:
         room = max(end - start - SLICE_BYTES, 0)
         for position in sorted({start + room * n // max(count - 1, 1) for n in range(count)}):
             file.seek(position)
-            hasher.update(file.read(min(SLICE_BYTES, end - position)))
+            parts.append(file.read(min(SLICE_BYTES, end - position)))
         # Spans of different sizes may have the same slices.
-        hasher.update(f"{start}-{end}".encode())
-    return hasher.hexdigest()
+        parts.append(f"{start}-{end}".encode())
+    return hash_bytes(b"".join(parts))

@@ -6,9 +6,10 @@ because it is a hash of the seed and of the names it applies to.
 
 from __future__ import annotations
 
-import hashlib
 import math
 import random
+
+from simpletuner.hashing import hash_text
 
 
 def fraction(*parts: object) -> float:
@@ -24,5 +25,4 @@ def generator(*parts: object) -> random.Random:
 
 def order_key(*parts: object) -> bytes:
     """A sort key for a fixed but arbitrary order."""
-    # File names may contain bytes that are not UTF-8, which Python represents as surrogates.
-    return hashlib.sha256("\x1f".join(map(str, parts)).encode("utf-8", "surrogatepass")).digest()
+    return bytes.fromhex(hash_text("\x1f".join(map(str, parts))))

@@ -6,7 +6,6 @@ ignored.
 
 from __future__ import annotations
 
-import hashlib
 import os
 import re
 import stat
@@ -24,6 +23,7 @@ from simpletuner.config.types import Size
 from simpletuner.data import files
 from simpletuner.data.clips import ClipFacts, is_clip, probe_clip
 from simpletuner.data.pictures import inspect
+from simpletuner.hashing import hash_bytes
 
 INDEX_NAME = "index.json"
 # Increment it when files must be read again.
@@ -123,7 +123,7 @@ def _inspect(path: Path) -> FileFacts:
         size, mtime_ns = files.check_regular(path, files.LARGEST_CLIP if clip else files.LARGEST_PICTURE)
         # A picture is read once for hash and size. A clip may not fit into memory, so it is hashed in chunks.
         data = b"" if clip else files.read_file(path, files.LARGEST_PICTURE)
-        facts = FileFacts(size, mtime_ns, files.content_hash(path) if clip else hashlib.sha256(data).hexdigest())
+        facts = FileFacts(size, mtime_ns, files.content_hash(path) if clip else hash_bytes(data))
         if clip:
             shown = probe_clip(path)
             return replace(facts, width=shown.width, height=shown.height, clip=shown)

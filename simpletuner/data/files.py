@@ -6,7 +6,6 @@ A disk or network error does not mean that the file is damaged: after the retrie
 from __future__ import annotations
 
 import errno
-import hashlib
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -15,6 +14,7 @@ from typing import TypeVar
 
 from simpletuner.config.json_reader import unfit_to_read
 from simpletuner.errors import UserError, is_out_of_memory
+from simpletuner.hashing import hash_file
 
 # Limits in bytes that catch sparse files and mistakes, far above the size of any training file.
 LARGEST_CAPTION, LARGEST_PICTURE, LARGEST_CLIP = 1 << 20, 1 << 30, 1 << 36
@@ -113,17 +113,12 @@ def read_file(path: Path, most: int) -> bytes:
 
 
 def content_hash(path: Path) -> str:
-    """SHA-256 of a file in hex, read in chunks.
+    """SHA-256 of a file of the user, read in chunks.
 
     Raises:
         UnreadableError, DeviceError: as in `read_file`.
     """
-
-    def hashed() -> str:
-        with path.open("rb") as file:
-            return hashlib.file_digest(file, "sha256").hexdigest()
-
-    return with_retries(path, hashed)
+    return with_retries(path, lambda: hash_file(path))
 
 
 def check_regular(path: Path, most: int) -> tuple[int, int]:

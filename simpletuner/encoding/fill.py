@@ -12,7 +12,6 @@ change an entry, so no key depends on free memory. Tiling would change latents, 
 from __future__ import annotations
 
 import gc
-import hashlib
 import logging
 import os
 from collections import defaultdict, deque
@@ -41,6 +40,7 @@ from simpletuner.data.sample import Sample
 from simpletuner.diffusion.batch import TextEmbeds, upload
 from simpletuner.encoding.read import CacheStore
 from simpletuner.errors import UserError, is_out_of_memory, shorten
+from simpletuner.hashing import hash_bytes
 from simpletuner.models.adapter import LatentEncoder, TextEncoder, TextRequest
 from simpletuner.techniques.base import FeatureEncoder
 
@@ -347,7 +347,7 @@ def _decode(sample: Sample) -> np.ndarray:
         # Hashes the same bytes that are decoded, so the file cannot change in between.
         with DECODE_MEMORY.reserved(sample.original_size):
             data = files.read_file(sample.path, files.LARGEST_PICTURE)
-            _check_same(sample, hashlib.sha256(data).hexdigest())
+            _check_same(sample, hash_bytes(data))
             return pictures.fit(pictures.decode(data), sample.geometry)[None]
     try:
         return clips.retry_once(lambda: clips.fit_clip(sample.images(), sample.geometry))

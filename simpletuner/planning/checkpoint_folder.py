@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from simpletuner.atomic import write_json
-from simpletuner.caching.keys import hash_file
 from simpletuner.config.json_reader import read_json, read_stored
 from simpletuner.errors import Problem, Problems
+from simpletuner.hashing import hash_file
 from simpletuner.headers import METADATA, read_header
 from simpletuner.weights.lora_names import LORA_FILE, STEP_NOTE
 

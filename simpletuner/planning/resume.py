@@ -13,7 +13,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from simpletuner.caching.keys import checkpoint_identity, digest
+from simpletuner.caching.keys import checkpoint_identity
 from simpletuner.config.absent import REMOVED_IN
 from simpletuner.config.json_reader import read_json
 from simpletuner.config.lora import LoraConfig
@@ -27,6 +27,7 @@ from simpletuner.data.dataset import Dataset
 from simpletuner.data.media_checks import is_converted
 from simpletuner.data.schedule import has_step_window
 from simpletuner.errors import Problem, Problems, counted, shorten
+from simpletuner.hashing import hash_json
 from simpletuner.models.adapter_kinds import adapter_kind
 from simpletuner.models.lora_layers import Targets
 from simpletuner.models.source import ModelSource
@@ -218,7 +219,7 @@ def dataset_mathematics(trained: Sequence[Dataset]) -> dict[str, Any]:
     settings: dict[str, Any] = {"colour_profiles": PROFILES}
     for dataset in trained:
         # A digest, since texts of 100,000 samples would bloat every manifest.
-        captions = digest({"captions": [sample.captions for sample in dataset.samples]})
+        captions = hash_json({"captions": [sample.captions for sample in dataset.samples]})
         settings |= {
             f"{dataset.id}.is_regularisation_data": dataset.config.is_regularisation_data,
             f"{dataset.id}.timestep_sampling_offset": dataset.config.timestep_sampling_offset,
@@ -320,7 +321,7 @@ def fingerprint(datasets: Sequence[Dataset]) -> str:
     for dataset in datasets:
         samples = [[sample.name, sample.content] for sample in dataset.samples]
         described.append([dataset.id, dataset.repeats, samples])
-    return digest({"datasets": described})
+    return hash_json({"datasets": described})
 
 
 def _check_conversions(datasets: Sequence[Dataset], checkpoint: Checkpoint, report: Problems) -> None:

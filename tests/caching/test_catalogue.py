@@ -11,9 +11,9 @@ from safetensors import safe_open
 
 from simpletuner.caching import keys
 from simpletuner.caching.catalogue import Catalogue, DatasetCaches, picture_fingerprint
-from simpletuner.caching.keys import digest, hash_text
 from simpletuner.data.buckets import Geometry
 from simpletuner.data.sample import Sample
+from simpletuner.hashing import hash_json, hash_text
 from simpletuner.weights import files
 from tests.encoding.test_clips import ENCODER
 from tests.workspace import DATASETS, Workspace
@@ -36,7 +36,7 @@ def test_a_picture_in_two_datasets_is_cached_in_both(workspace: Workspace) -> No
 def test_the_conversions_of_a_picture_in_a_prompt_are_part_of_its_key() -> None:
     plain = Sample("before", "a.png", Path(), "a" * 64, (8, 8), Geometry("1.0", (8, 8), (8, 8), (0, 0)))
     converted = replace(plain, conversions=("converted to sRGB",))
-    fingerprint = digest({"content": "a" * 64, "size": (8, 8), "resized": (8, 8), "crop": (0, 0)})
+    fingerprint = hash_json({"content": "a" * 64, "size": (8, 8), "resized": (8, 8), "crop": (0, 0)})
     assert picture_fingerprint(plain) == fingerprint, "older entries stay valid"
     assert picture_fingerprint(converted) != fingerprint
 

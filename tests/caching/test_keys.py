@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -14,10 +13,9 @@ from simpletuner.caching.keys import (
     FeatureKey,
     LatentKey,
     TextKey,
-    canonical_json,
-    hash_file,
     provenance_of,
 )
+from simpletuner.hashing import canonical_json
 
 ENCODER = EncoderIdentity(family="kandinsky5-image", checkpoint="c" * 64, dtype="bf16")
 LATENT = LatentKey(content="a" * 64, size=(512, 384), resized=(576, 384), crop=(32, 0), encoder=ENCODER)
@@ -99,17 +97,6 @@ def test_provenance_is_text_and_holds_the_ingredients() -> None:
     assert provenance["source"] == "my set/सितारा.png"
     assert provenance["ingredients"] == canonical_json(TEXT.ingredients())
     assert TEXT.ingredients()["encoder.dtype"] == "bf16"
-
-
-def test_canonical_json() -> None:
-    assert canonical_json({"b": [1, 2.5], "a": None, "ä": True}) == r'{"a":null,"b":[1,2.5],"\u00e4":true}'
-    with pytest.raises(ValueError):
-        canonical_json({"a": float("nan")})
-
-
-def test_files_are_hashed_by_content(tmp_path: Path) -> None:
-    (tmp_path / "a").write_bytes(b"abc")
-    assert hash_file(tmp_path / "a") == "ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad"
 
 
 def test_keys_need_no_torch() -> None:

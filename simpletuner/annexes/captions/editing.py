@@ -7,7 +7,6 @@ moved.
 
 from __future__ import annotations
 
-import hashlib
 import re
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -24,6 +23,7 @@ from simpletuner.data.captions import control_token, read_caption_text
 from simpletuner.data.discovery import read_excluded
 from simpletuner.data.files import LARGEST_CAPTION, LeftOutError
 from simpletuner.errors import Problems, UserError
+from simpletuner.hashing import hash_text
 
 BACKUP = re.compile(r"\.captions-[\d-]+\.json")
 MOST_BACKUPS = 3  # per folder; few, since every backup is listed as an unused file
@@ -59,7 +59,7 @@ def read_caption(path: Path) -> str | None:
 
 def tag_of(text: str | None) -> str:
     """A hash of a caption file's text; empty if the file does not exist."""
-    return "" if text is None else hashlib.sha256(text.encode()).hexdigest()[:32]
+    return "" if text is None else hash_text(text)[:32]
 
 
 def write_caption(path: Path, text: str, seen: str) -> None:

@@ -5,7 +5,6 @@ pages are killed when their client disconnects.
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import json
 import os
 import re
@@ -46,6 +45,7 @@ from simpletuner.config.sources import (
 )
 from simpletuner.distributed import requests
 from simpletuner.errors import Problems, UserError, did_you_mean
+from simpletuner.hashing import hash_bytes
 from simpletuner.planning.lock import LOCK_FILE, STARTED_FILE, refuse_if_alive
 from simpletuner.redaction import redact, redact_settings
 from simpletuner.reporting.metrics import METRICS_FILE
@@ -300,7 +300,8 @@ def walk(root: Path) -> Iterator[tuple[Path, set[str]]]:
 
 def run_id(folder: Path) -> str:
     """A name for URLs: the folder's name, made unique by a hash of its path."""
-    return f"{re.sub(r'[^A-Za-z0-9._-]+', '-', folder.name)}-{hashlib.sha256(os.fsencode(folder)).hexdigest()[:6]}"
+    name = re.sub(r"[^A-Za-z0-9._-]+", "-", folder.name)
+    return f"{name}-{hash_bytes(os.fsencode(folder))[:6]}"
 
 
 GONE = 499  # nginx's status for a disconnected client; never received

@@ -10,7 +10,6 @@ back keeps the secret.
 
 from __future__ import annotations
 
-import hashlib
 import math
 import os
 import re
@@ -41,6 +40,7 @@ from simpletuner.data.clips import CLIP_SUFFIXES
 from simpletuner.data.file_names import CAPTION_SUFFIXES
 from simpletuner.data.pictures import PICTURE_SUFFIXES
 from simpletuner.errors import ConfigError, Problem, Problems
+from simpletuner.hashing import hash_file
 from simpletuner.planning.environment import why_not_writable
 from simpletuner.redaction import REFERENCE, SECRET_NAME, hide, redact, redact_settings
 
@@ -252,7 +252,7 @@ def replace_file(
 def etag(path: Path) -> str:
     """The ETag of a file."""
     # A hash of the content: times are coarse on some file systems, and saving unchanged content is not a conflict.
-    return f'"{hashlib.sha256(path.read_bytes()).hexdigest()[:32]}"'
+    return f'"{hash_file(path)[:32]}"'
 
 
 def read(path: Path) -> Any:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import socket
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -10,6 +9,7 @@ from pathlib import Path
 from simpletuner.budget.budget import Budget
 from simpletuner.distributed.world import World
 from simpletuner.errors import ConfigError, Problem, shorten
+from simpletuner.hashing import hash_file, hash_json
 from simpletuner.planning.plans import Plan
 from simpletuner.planning.resume import identify
 
@@ -52,10 +52,8 @@ def agreed_values(plan: Plan) -> dict[str, str]:
 def source_digest() -> str:
     """A hash of this package's source: two checkouts of one version may differ."""
     folder = Path(__file__).parents[2]
-    content = hashlib.sha256()
-    for path in sorted(folder.rglob("*.py")):
-        content.update(path.relative_to(folder).as_posix().encode() + path.read_bytes())
-    return content.hexdigest()[:12]
+    files = {path.relative_to(folder).as_posix(): hash_file(path) for path in folder.rglob("*.py")}
+    return hash_json(files)[:12]
 
 
 def differences(described: list[tuple[str, Mapping[str, str]]]) -> list[Problem]:

@@ -8,7 +8,6 @@ assets/                  previews of the step, and a curve of the evaluation los
 
 from __future__ import annotations
 
-import hashlib
 import json
 import re
 import shutil
@@ -28,6 +27,7 @@ from simpletuner.config.optimizers import learning_rate, optimizer_name
 from simpletuner.config.paths import home_path
 from simpletuner.config.precision import transformer_dtype
 from simpletuner.errors import Problems
+from simpletuner.hashing import hash_text
 from simpletuner.headers import METADATA, read_header
 from simpletuner.models.usage import Usage
 from simpletuner.planning.checkpoint_folder import PIPELINE_FOLDER, describe_errors, result_step
@@ -70,7 +70,7 @@ def describe_run(repository: str, plan: Plan, step: int, epoch: int) -> None:
     chosen = {key: value for key, value in config.flat.items() if config.is_explicit(key) and key not in PRIVATE}
     settings = public_settings(chosen)
     # Equal for runs with equal settings, regardless of their names.
-    recipe = hashlib.sha256(json.dumps(settings, sort_keys=True, default=str).encode()).hexdigest()[:16]
+    recipe = hash_text(json.dumps(settings, sort_keys=True, default=str))[:16]
     values = {**facts, "gallery": bool(media), "recipe": recipe}
     with build_folder(plan.output_dir / CARD_FOLDER) as folder:
         (folder / ASSETS).mkdir()

@@ -5,7 +5,6 @@ The package `datasets` downloads and reads the tables; media are stored undecode
 
 from __future__ import annotations
 
-import hashlib
 import io
 import json
 import os
@@ -27,6 +26,7 @@ from simpletuner.data.caption_tables import check_columns, first_texts, texts_in
 from simpletuner.data.files import MediaError
 from simpletuner.data.pictures import decode
 from simpletuner.errors import Problems, UserError
+from simpletuner.hashing import hash_text
 from simpletuner.weights.hub import hub_fault
 
 DATASETS = Package("datasets", "datasets>=4,<6")
@@ -83,7 +83,7 @@ def list_rows(config: DatasetConfig, store: Store, report: Problems) -> Offer:
 
 
 def _digest(*values: object) -> str:
-    return hashlib.sha256(json.dumps(values).encode()).hexdigest()[:16]
+    return hash_text(json.dumps(values))[:16]
 
 
 def _commit(config: DatasetConfig, *, asks: bool) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import hashlib
 import io
 import os
 import re
@@ -17,6 +16,7 @@ from simpletuner.config.datasets import DatasetConfig
 from simpletuner.data.caption_tables import check_columns
 from simpletuner.data.files import LARGEST_CLIP, LARGEST_PICTURE, MediaError, check_regular, read_file
 from simpletuner.errors import Problems, shorten
+from simpletuner.hashing import hash_text
 
 WEB_PICTURE, WEB_CLIP = 10 << 20, 200 << 20  # bytes of one download
 SCHEME = re.compile(r"([a-z][a-z0-9+.-]+):", re.IGNORECASE)  # two letters or more: C:\ is a path
@@ -59,7 +59,7 @@ def read_table(config: DatasetConfig, report: Problems) -> list[tuple[str, str]]
 
 def name_of(address: str) -> str:
     """The path in the store, without a suffix: a hash of the address, in 256 subfolders."""
-    digest = hashlib.sha256(address.encode("utf-8", "surrogatepass")).hexdigest()
+    digest = hash_text(address)
     return f"{digest[:2]}/{digest[:32]}"
 
 
