@@ -62,9 +62,15 @@ class Problem:
         return replace(self, where=f"{place}.{self.where}", remedy={})
 
 
-def warning(where: str, message: str, kind: Kind | None = None) -> Problem:
+def warning(
+    where: str,
+    message: str,
+    *,
+    remedy: Mapping[str, Any] | None = None,
+    kind: Kind | None = None,
+) -> Problem:
     """A problem that does not prevent the run."""
-    return Problem(where, message, fatal=False, kind=kind)
+    return Problem(where, message, fatal=False, remedy=remedy or {}, kind=kind)
 
 
 @dataclass(frozen=True)
@@ -116,9 +122,16 @@ class Problems(list[Problem]):
         """Add a problem that prevents the run; the arguments are the attributes of a `Problem`."""
         self.append(Problem(where, message, remedy=remedy or {}, kind=kind, entries=entries))
 
-    def warn(self, where: str, message: str, kind: Kind | None = None) -> None:
+    def warn(
+        self,
+        where: str,
+        message: str,
+        *,
+        remedy: Mapping[str, Any] | None = None,
+        kind: Kind | None = None,
+    ) -> None:
         """Add a problem that does not prevent the run."""
-        self.append(warning(where, message, kind))
+        self.append(warning(where, message, remedy=remedy, kind=kind))
 
     @contextmanager
     def within(self, place: str) -> Iterator[Problems]:

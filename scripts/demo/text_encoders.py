@@ -16,12 +16,14 @@ from transformers import (
     Qwen2_5_VLForConditionalGeneration,
 )
 
+from simpletuner.rounding import round_up
+
 TEXT_DIM = 64
 
 
 def padded_size(tokenizer: PreTrainedTokenizerBase) -> int:
     """The vocabulary's size up to a multiple of 16, which quantised kernels want."""
-    return -(-len(tokenizer) // 16) * 16
+    return round_up(len(tokenizer), 16)
 
 
 def build_qwen(tokenizer: PreTrainedTokenizerBase, seed: int = 0) -> Qwen2_5_VLForConditionalGeneration:

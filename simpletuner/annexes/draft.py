@@ -107,11 +107,11 @@ class Draft:
         # Writing the draft must not overwrite its dataset file.
         written = plan.config.run.data_backend_config or ""
         if Path(written).expanduser() == self.file:
-            problems.append(Problem("data_backend_config", "is the file of these settings; choose another."))
+            problems.error("data_backend_config", "is the file of these settings; choose another.")
         elif written and (written.endswith("/") or Path(written).expanduser().is_dir()):
             default = (self.file.parent / DATASET_FILE).as_posix()
             message = f"{written!r} is a folder, not a dataset file such as {default}, which lists such folders."
-            problems.append(Problem("data_backend_config", message))
+            problems.error("data_backend_config", message)
         return Judgement(**vars(plan), problems=problems, without_effect=without_effect)
 
     def _with(self, changes: Mapping[str, Any]) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from simpletuner.data.buckets import Geometry
 from simpletuner.data.files import MediaError, content_hash
 from simpletuner.data.pictures import inspect
 from simpletuner.data.sample import Sample
-from simpletuner.errors import ConfigError, Problem, Problems
+from simpletuner.errors import ConfigError, Problems
 from simpletuner.hashing import hash_file
 from simpletuner.models import lora_checks, lora_layers
 from simpletuner.models.spec import Flavour
@@ -99,7 +99,7 @@ def plan_samples(request: SampleRequest) -> tuple[SamplePlan, list[Sampled]]:
     """
     problems = request.arguments.problems
     if not request.prompts and not request.sweeps:
-        problems.append(Problem("--prompt", "is required; it may be given several times."))
+        problems.error("--prompt", "is required; it may be given several times.")
     pictures = _pictures(request, problems)
     weights, run = find_weights(request, problems)
     # Unreadable files are reported here; the checks below need readable ones.

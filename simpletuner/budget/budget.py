@@ -29,6 +29,7 @@ from simpletuner.planning.plans import AnyPlan, AnyPlan_co, Plan, SamplePlan
 from simpletuner.reporting.events import CACHING, EVALUATION, SAVING
 from simpletuner.reporting.events import PREVIEWS as PREVIEW_ROUNDS
 from simpletuner.reporting.intervals import Rounds
+from simpletuner.rounding import ceil_div
 
 # Rate of a VAE's convolutions, relative to matmuls: assumed on GPUs, measured with the demos' VAEs on CPUs.
 GPU_CONVOLUTIONS, CPU_CONVOLUTIONS = 0.3, 0.17
@@ -511,7 +512,7 @@ def _previews_alone(plan: Plan) -> float:
     """Prompts per process in a round of previews: split among the processes, unless weights are sharded (FSDP2)."""
     launch = plan.config.launch
     previews, subjects = previews_of_a_round(plan)
-    alone = previews if launch.is_sharded else -(-previews // launch.num_processes)
+    alone = previews if launch.is_sharded else ceil_div(previews, launch.num_processes)
     return subjects * alone / max(previews, 1)
 
 

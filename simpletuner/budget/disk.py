@@ -19,6 +19,7 @@ from simpletuner.models.spec import FamilySpec
 from simpletuner.planning.entries import Listing, text_folder
 from simpletuner.planning.environment import existing
 from simpletuner.planning.plans import Plan, SamplePlan
+from simpletuner.rounding import ceil_div
 
 COMPRESSED = 0.8  # size of a latent compressed with zstd, relative to uncompressed
 USUAL_CAPTION = 0.25  # tokens of a typical caption, relative to the maximum
@@ -53,7 +54,7 @@ def _checkpoint_writing(plan: Plan, model: StepModel) -> Writing:
     # A LoRA is saved twice: exactly, to resume from, and as the file for pipelines.
     copies = 1 if model.is_full else 2
     one = model.trained_numbers * (copies * model.number_bytes + model.state_bytes + model.average_bytes)
-    saves = math.ceil(plan.length.total_steps / limits.checkpoint_step_interval)
+    saves = ceil_div(plan.length.total_steps, limits.checkpoint_step_interval)
     kept = min(saves, limits.checkpoints_total_limit or saves) + 1  # a new one is written before the oldest is removed
     if limits.checkpointing_rolling_steps:
         kept += limits.checkpoints_rolling_total_limit

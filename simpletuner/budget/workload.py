@@ -25,6 +25,7 @@ from simpletuner.models.vae_cost import VaeCost, VaeLoad
 from simpletuner.planning.entries import Listing, evaluated, feature_kinds, latent_storage
 from simpletuner.planning.plans import Plan, SamplePlan
 from simpletuner.planning.techniques.spec import TechniqueSpec
+from simpletuner.rounding import ceil_div
 from simpletuner.weights.files import Shape
 from simpletuner.weights.part import Part
 
@@ -151,7 +152,7 @@ def buckets_of(plan: SamplePlan) -> list[Bucket]:
     for dataset in plan.trained:
         for samples in dataset.buckets.values():
             # Samples of a bucket have one size and length. The last batch is padded, so it counts in full.
-            count = -(-len(samples) * (dataset.repeats + 1) // dataset.batch_size)
+            count = ceil_div(len(samples) * (dataset.repeats + 1), dataset.batch_size)
             counts[_bucket(plan, samples[0], dataset.batch_size)] += count
     return _largest_first(replace(bucket, share=count / counts.total()) for bucket, count in counts.items())
 

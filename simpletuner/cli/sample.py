@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from simpletuner.cli.settings import command_settings, logged_events, prepare_output, uncollected
-from simpletuner.errors import Problem, Problems, nearest
+from simpletuner.errors import Problems, nearest
 
 if TYPE_CHECKING:
     from simpletuner.annexes.sampling import Sampled, SampleRequest
@@ -113,7 +113,7 @@ def _planned(
     try:
         parse_path(folder)
     except ValueError as error:
-        arguments.problems.append(Problem("--output", f"{folder!r} {error}."))
+        arguments.problems.error("--output", f"{folder!r} {error}.")
         folder = ""  # the working folder, so that the remaining settings are checked too
     request = SampleRequest(source, folder, arguments, **asked)
     with prepared_samples(request, logged_events()) as (plan, weights, events):
@@ -143,7 +143,7 @@ def write_out(arguments: Arguments) -> None:
     arguments.settings = []
     for key, value in given:
         if (plain := plain_key(key)) not in names and nearest(plain, names) in SHORT:
-            arguments.problems.append(Problem(key, f"{unknown_key(plain, names)} ({arguments.label})"))
+            arguments.problems.error(key, f"{unknown_key(plain, names)} ({arguments.label})")
         else:
             arguments.settings.append((SHORT.get(plain, key), value))
 
@@ -158,7 +158,7 @@ def parse_strengths(key: str, strengths: Iterable[object], problems: Problems) -
             numbers.append(parse_number(each))
         except ValueError as error:
             shown = each.strip() if isinstance(each, str) else each
-            problems.append(Problem(key, f"{shown!r} {error} such as 0.5 or 1.0."))
+            problems.error(key, f"{shown!r} {error} such as 0.5 or 1.0.")
     return numbers
 
 

@@ -17,7 +17,7 @@ import typer
 from simpletuner.cli.sample import sweep_folder
 from simpletuner.cli.settings import CardAsked, MemoryAsked, ask_about, refuse_question
 from simpletuner.distributed.requests import handling
-from simpletuner.errors import ConfigError, Problem, UserError, counted
+from simpletuner.errors import ConfigError, UserError, counted
 
 if TYPE_CHECKING:
     from simpletuner.annexes.start.new_run import NewRun
@@ -57,7 +57,7 @@ def start(
     # Unexpanded: references to environment variables are written to the config as they are.
     settings = {main_name(key): value for key, value in arguments.settings}
     for chosen in arguments.selectors:
-        arguments.problems.append(Problem(chosen, "has no effect: start writes a config of its own."))
+        arguments.problems.error(chosen, "has no effect: start writes a config of its own.")
     arguments.problems.raise_if_fatal()
     given = {"purpose": purpose, "trigger": trigger, "model": model, "name": name}
     dialogue = Dialogue(asks=not yes, unasked="--yes")

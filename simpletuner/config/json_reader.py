@@ -21,7 +21,7 @@ from typing import Any, TypeVar
 
 from pydantic import TypeAdapter, ValidationError
 
-from simpletuner.errors import Problem, Problems, warning
+from simpletuner.errors import Problem, Problems
 from simpletuner.redaction import SECRET_NAME, hide
 
 # A comma before a closing bracket, and every string (so that commas inside strings are left alone).
@@ -58,14 +58,14 @@ def read_json(path: Path, report: Problems, kind: type | UnionType = object, nee
     notes, repaired = Problems(), TRAILING_COMMA.sub(lambda match: match.group(1) or " ", text)
     if repaired != text:
         line = 1 + text.count("\n", 0, next(i for i, old in enumerate(text) if repaired[i] != old))
-        notes.append(warning(str(path), f"has a comma before a closing bracket (line {line}); it was ignored."))
+        notes.warn(str(path), f"has a comma before a closing bracket (line {line}); it was ignored.")
 
     # `dict` would also keep the last value, but silently.
     def keep_last(pairs: Pairs) -> dict[str, Any]:
         result: dict[str, Any] = {}
         for key, value in pairs:
             if key in result and not same_value(result[key], value):
-                notes.append(Problem(str(path), f"contains {key!r} twice: {result[key]!r} and {value!r}."))
+                notes.error(str(path), f"contains {key!r} twice: {result[key]!r} and {value!r}.")
             result[key] = value
         return result
 
@@ -191,7 +191,7 @@ def expand_environment(
         if name not in os.environ:
             if keep_unset:
                 return match.group()
-            unset.append(Problem(where, f"{match.string!r} {UNSET.format(name)}."))
+            unset.error(where, f"{match.string!r} {UNSET.format(name)}.")
         return os.environ.get(name, "")
 
     def expand(part: Any) -> Any:

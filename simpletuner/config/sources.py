@@ -152,7 +152,7 @@ def parse_arguments(tokens: Sequence[str], extra: str | None = None) -> Argument
         elif equals:
             arguments.selectors[SELECTORS[name]] = value
         else:
-            arguments.problems.append(Problem(key, "needs a value after it."))
+            arguments.problems.error(key, "needs a value after it.")
     return arguments
 
 

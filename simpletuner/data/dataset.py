@@ -25,7 +25,8 @@ from simpletuner.data.file_index import FileFacts, save_index
 from simpletuner.data.file_names import CAPTION_SUFFIXES, index_partners, partners_of
 from simpletuner.data.files import MediaError, UnsuitableError
 from simpletuner.data.sample import ADVICE, EXPECTED, UNCAPTIONED, LedgerEntry, Rejected, Sample, shape_text
-from simpletuner.errors import Kind, Problem, Problems, counted, shorten, warning
+from simpletuner.errors import Kind, Problems, counted, shorten
+from simpletuner.rounding import ceil_div
 
 # Why files cannot be decoded: a category of `Rejected` and a text, by dataset id and name.
 Failures = Mapping[tuple[str, str], tuple[str, str]]
@@ -362,7 +363,7 @@ def summarise_rejected(dataset: Dataset, report: Problems, expected: Set[str] = 
         files_are = "file is" if total == 1 else "files are"
         advice = [ADVICE[reason] for reason in names if reason in ADVICE]
         message = f"{total} {files_are} left out: {left_out}. The plan lists each with its reason."
-        report.warn(dataset.id, " ".join([message, *advice]), _kind(names))
+        report.warn(dataset.id, " ".join([message, *advice]), kind=_kind(names))
 
 
 def _kind(reasons: Collection[str]) -> Kind | None:
@@ -381,21 +382,21 @@ def check_amount(dataset: Dataset, context: DataContext, problems: Problems) -> 
     count = len(dataset.samples)
     if not count:
         if not has_error(dataset.id, problems):  # which explains it
-            problems.append(Problem(dataset.id, _nothing_usable(dataset), kind=_kind(dataset.counts())))
+            problems.error(dataset.id, _nothing_usable(dataset), kind=_kind(dataset.counts()))
         return dataset
     # Evaluation accepts any number of samples.
     if not dataset.config.is_trained:
         return dataset
     needed = dataset.batch_size * context.num_processes * context.gradient_accumulation_steps
-    enough = -(-needed // count) - 1  # the fewest repeats that fill a step
+    enough = ceil_div(needed, count) - 1  # the fewest repeats that fill a step
     if dataset.repeats < enough:
         # `fill` leaves None only if the user set no repeats; an explicit number is never raised.
         if context.defaults.allow_dataset_oversubscription and dataset.config.repeats is None:
             message = f"repeats is raised to {enough}: {counted(count, 'sample')} must fill a step of {needed}."
-            problems.append(warning(dataset.id, message))
+            problems.warn(dataset.id, message)
             dataset = replace(dataset, repeats=enough)
         elif not context.defaults.disable_bucket_pruning:
-            problems.append(Problem(dataset.id, _too_few(dataset, context, needed, enough)))
+            problems.error(dataset.id, _too_few(dataset, context, needed, enough))
             return dataset
     _warn_of_small_buckets(dataset, dataset.batch_size * context.num_processes, problems)
     return dataset
@@ -427,6 +428,6 @@ def _warn_of_small_buckets(dataset: Dataset, batch: int, report: Problems) -> No
     small = {label: count for label, count in counts.items() if count * (dataset.repeats + 1) < batch}
     if small:
         shown = shorten([f"{label} ({count})" for label, count in small.items()])
-        enough = -(-batch // min(small.values())) - 1
+        enough = ceil_div(batch, min(small.values())) - 1
         message = f"buckets with fewer samples than a batch of {batch} are filled by repeating: {shown}."
         report.warn(dataset.id, f"{message} repeats {enough} would fill them.")

@@ -19,6 +19,7 @@ from simpletuner.data.sample import Sample
 from simpletuner.data.schedule import Origin, Schedule, has_step_window, steps_of
 from simpletuner.distributed.world import World
 from simpletuner.errors import UserError
+from simpletuner.rounding import ceil_div
 
 # Sides of a slider, in the order in which their batches alternate; without sliders every dataset is neutral.
 POSITIVE, NEGATIVE, NEUTRAL = range(3)
@@ -154,7 +155,8 @@ class Sampler:
             dataset = dataset.at_epoch(epoch)
         size = self._global_size(dataset)
         # `passes` pads every bucket to whole batches.
-        return sum(-(-len(samples) * (dataset.repeats + 1) // size) for samples in dataset.buckets.values())
+        passes = dataset.repeats + 1
+        return sum(ceil_div(len(samples) * passes, size) for samples in dataset.buckets.values())
 
     def _global_size(self, dataset: Dataset) -> int:
         """Samples per global batch."""

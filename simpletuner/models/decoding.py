@@ -28,6 +28,7 @@ from torch import Tensor, nn
 from simpletuner.config.schema import Decoding
 from simpletuner.models.loading import attend_by_frame
 from simpletuner.models.vae_cost import OVERLAP, TILE
+from simpletuner.rounding import ceil_div
 
 ROWS = 8  # rows per strip, which also computes its two neighbours: a quarter more work
 RESNETS = (ResnetBlock2D, HunyuanVideoResnetBlockCausal3D, LTX2VideoResnetBlock3d)
@@ -153,7 +154,7 @@ def decode_tiles(
 def spans(length: int, stride: int) -> Iterator[slice]:
     """Equal tiles along a side, in latent positions, evenly spread, with an overlap of at least `OVERLAP` pixels."""
     tile, overlap = min(TILE // stride, length), OVERLAP // stride
-    count = max(1, -(-(length - overlap) // (tile - overlap)))
+    count = max(1, ceil_div(length - overlap, tile - overlap))
     for index in range(count):
         start = index * (length - tile) // max(count - 1, 1)
         yield slice(start, start + tile)

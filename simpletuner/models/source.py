@@ -53,18 +53,18 @@ class ModelSource:
 
     def problems(self) -> list[Problem]:
         """Report unusable local folders and malformed hub ids; missing repositories show on download."""
-        problems = []
+        problems = Problems()
         # One message per location, since most parts have the same.
         for location in dict.fromkeys(part.location for part in self.parts.values()):
             parts = [part for part in self.parts.values() if part.location == location]
             key = parts[0].key
             if not parts[0].is_local:
                 if not HUB_ID.fullmatch(location):
-                    problems.append(Problem(key, f"{location!r} is neither an existing folder nor a valid hub id."))
+                    problems.error(key, f"{location!r} is neither an existing folder nor a valid hub id.")
             elif not home_path(location).is_dir():
-                problems.append(Problem(key, f"the model folder {absence_of(home_path(location))}"))
+                problems.error(key, f"the model folder {absence_of(home_path(location))}")
             elif faults := [f"{part.folder} ({fault})" for part in parts if (fault := part.fault()) is not None]:
-                problems.append(Problem(key, f"the model folder {location!r} lacks a usable {', '.join(faults)}."))
+                problems.error(key, f"the model folder {location!r} lacks a usable {', '.join(faults)}.")
         return problems
 
     def doubts(self, report: Problems) -> None:

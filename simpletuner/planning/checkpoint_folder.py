@@ -14,7 +14,7 @@ from typing import Any
 
 from simpletuner.atomic import write_json
 from simpletuner.config.json_reader import read_json, read_stored
-from simpletuner.errors import Problem, Problems
+from simpletuner.errors import Problems
 from simpletuner.hashing import hash_file
 from simpletuner.headers import METADATA, read_header
 from simpletuner.weights.lora_names import LORA_FILE, STEP_NOTE
@@ -257,7 +257,8 @@ def select_checkpoint(wanted: str, output_dir: Path, report: Problems) -> Checkp
             report.error(key, message)
         return None
     if wanted.lower() == "latest":
-        report.extend(Problem(key, f"{path} is not complete and was skipped.", fatal=False) for path in broken)
+        for path in broken:
+            report.warn(key, f"{path} is not complete and was skipped.")
         return whole[-1] if whole else None
     named = [output_dir / wanted, Path(wanted).expanduser()]
     if wanted.isdecimal():  # a step

@@ -15,6 +15,7 @@ from simpletuner.config.speed import graph_keys
 from simpletuner.config.types import TRUE_WORDS, parse_flag
 from simpletuner.distributed.world import launched, number_in
 from simpletuner.errors import Problem, Problems, UserError, did_you_mean
+from simpletuner.rounding import ceil_div
 
 LEVELS = {logging.getLevelName(level): level for level in range(logging.DEBUG, logging.CRITICAL + 1, 10)}
 ALLOW_OTHER_BATCH_SIZE = "SIMPLETUNER_ALLOW_MODIFYING_BSZ"
@@ -65,7 +66,8 @@ def as_launched(config: RunConfig, report: Problems) -> RunConfig:
         message = f"{config.launch.num_processes}, but the launcher started {place.size} processes; leave it out."
         report.error("num_processes", message)
     # Rounded up: the last machine may have fewer processes.
-    values: dict[str, Any] = {"num_processes": place.size, "num_machines": -(-place.size // place.local_size)}
+    machines = ceil_div(place.size, place.local_size)
+    values: dict[str, Any] = {"num_processes": place.size, "num_machines": machines}
     if number_in(os.environ, "TORCHELASTIC_RESTART_COUNT"):
         # A restart after a failure goes on, instead of starting the branch of its command again.
         values["resume_from_checkpoint"] = "latest"

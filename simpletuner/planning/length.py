@@ -10,6 +10,7 @@ from simpletuner.data.schedule import Origin, Schedule, Stretch, epochs_of, step
 from simpletuner.errors import Problem, Problems, counted, shorten
 from simpletuner.planning.checkpoint_folder import Checkpoint
 from simpletuner.planning.plans import Length, Plan, steps_before
+from simpletuner.rounding import ceil_div
 
 # A change of the learning rate by more than this share of it is worth a warning.
 NOTICEABLE_JUMP = 0.1
@@ -51,7 +52,7 @@ def plan_length(config: ScheduleConfig, schedule: Schedule) -> Length:
         last = schedule.epoch_after(steps * accumulation - 1) if per_epoch else schedule.origin.epoch
         return Length(steps, per_epoch, last)
     epochs = config.num_train_epochs or 1
-    return Length(-(-schedule.before(epochs + 1) // accumulation), per_epoch, epochs)
+    return Length(ceil_div(schedule.before(epochs + 1), accumulation), per_epoch, epochs)
 
 
 def check_schedule(plan: Plan, report: Problems) -> None:

@@ -127,7 +127,7 @@ def fit_sizes(sizes: Sequence[Size], spec: FamilySpec, report: Problems, *, leni
             continue
         if snapped != (width, height):
             message = f"{shown} is not a multiple of {multiple} px; {snapped[0]}x{snapped[1]} is rendered."
-            report.append(Problem(key, message, fatal=False, remedy=remedy))
+            report.warn(key, message, remedy=remedy)
         if max(snapped) > spec.largest_side:
             report.error(key, f"{shown} is larger than {spec.largest_side} px, the model's limit.")
         fitting.append(snapped)

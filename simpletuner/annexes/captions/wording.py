@@ -12,7 +12,7 @@ from simpletuner.data.dataset import Dataset, DatasetFile
 from simpletuner.data.discovery import is_readable, scan
 from simpletuner.data.file_names import pair_key
 from simpletuner.data.pictures import PICTURE_SUFFIXES
-from simpletuner.errors import Problem, Problems, did_you_mean
+from simpletuner.errors import Problems, did_you_mean
 from simpletuner.models.source import ModelSource
 from simpletuner.models.spec import FamilySpec
 from simpletuner.planning.plans import Survey
@@ -87,7 +87,7 @@ def check_captions(survey: Survey, wording: Wording, wanted: str | None) -> None
     ids = [dataset.id for dataset in _described(survey.datasets)]
     if wanted is not None and wanted not in ids:
         message = f"{wanted!r} is not a local dataset of the configuration ({', '.join(ids)})."
-        problems.append(Problem("--dataset", message + did_you_mean(wanted, ids)))
+        problems.error("--dataset", message + did_you_mean(wanted, ids))
     problems.raise_if_fatal()
 
 

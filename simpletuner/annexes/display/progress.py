@@ -18,6 +18,7 @@ from simpletuner.errors import counted
 from simpletuner.reporting import events
 from simpletuner.reporting.step_figures import FIGURES
 from simpletuner.reporting.wording import clock
+from simpletuner.rounding import ceil_div
 
 # To keep logs readable: about this many lines per run, and at least one in this many seconds.
 TRAINING_LINES = 30
@@ -167,7 +168,7 @@ class PlainDisplay(Display):
 
     def begin(self, pace: Pace) -> None:
         # Rounded up, for at most TRAINING_LINES.
-        self._every = max(1, -(-(pace.total_steps - pace.step) // TRAINING_LINES))
+        self._every = max(1, ceil_div(pace.total_steps - pace.step, TRAINING_LINES))
         self._printed_at = self._now()
         note = f", continuing after step {pace.step}" if pace.step else ""
         self.say(f"Training: {counted(pace.total_steps, 'step')}{note}")

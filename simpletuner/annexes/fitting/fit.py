@@ -403,7 +403,7 @@ def check_sharded_lora(budget: AnyBudget, report: Problems) -> None:
             sent = f"{gigabytes(replicated.sent.total)} a step instead of {gigabytes(budget.sent.total)}"
             why = "to train a LoRA, FSDP2 gathers the whole model in every pass"
             message = f"{name} fits too, and each process sends {sent}: {why}."
-            report.append(Problem("fsdp_enable", message, fatal=False, remedy=values))
+            report.warn("fsdp_enable", message, remedy=values)
             return
 
 

@@ -32,6 +32,7 @@ from simpletuner.data.pictures import PICTURE_SUFFIXES
 from simpletuner.distributed.world import usable_cores
 from simpletuner.errors import Problem, Problems, UserError
 from simpletuner.planning.build import settle_task
+from simpletuner.rounding import ceil_div
 
 PAGE = 60
 PAINTED_SIDE = 1024  # of the picture under a painted mask; a latent position averages 8x8 pixels of it
@@ -78,7 +79,7 @@ def show_files(request: Request) -> Response:
     asked, library = request.query_params, opened(request, request.query_params)
     words, only, number = asked.get("words", ""), asked.get("only", ""), asked.get("page", "1")
     names, missed = library.find(words, only)
-    pages = max(1, -(-len(names) // PAGE))
+    pages = max(1, ceil_div(len(names), PAGE))
     page = min(max(1, int(number[:9]) if number.isdecimal() else 1), pages)
     files = library.show(names[PAGE * (page - 1) : PAGE * page])
     shown = {"words": words, "only": only, "found": len(names), "missed": missed, "page": page, "pages": pages}

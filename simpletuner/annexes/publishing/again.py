@@ -17,7 +17,7 @@ from simpletuner.config.publishing import PublishConfig, check_publishing
 from simpletuner.config.records import without_removed
 from simpletuner.config.sources import Arguments
 from simpletuner.distributed.requests import signals_as_interrupt
-from simpletuner.errors import Problem, Problems, SimpleTunerError, UserError
+from simpletuner.errors import Problems, SimpleTunerError, UserError
 from simpletuner.planning.checkpoint_folder import find_checkpoints
 from simpletuner.planning.lock import lock_output
 
@@ -58,7 +58,7 @@ def recorded_settings(output_dir: Path, arguments: Arguments) -> tuple[PublishCo
     recorded = without_removed(recorded, str(whole[-1].path / "config.json"), problems)
     given, keys = canonical(arguments.layer(), problems), PublishConfig.model_fields.keys()
     for key in sorted(given.keys() - keys):
-        problems.append(Problem(key, "has no effect: only settings of the section Publishing are used here."))
+        problems.error(key, "has no effect: only settings of the section Publishing are used here.")
     old = {key: recorded[key] for key in keys & recorded.keys()}
     # This command uploads whatever `push_to_hub` was in training.
     settings = build_group(PublishConfig, {**old, **given, "push_to_hub": True}, problems)

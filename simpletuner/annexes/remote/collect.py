@@ -42,7 +42,7 @@ def collect(
             offers[entry.id] = store, LISTERS[entry.type](entry, store, problems)
         except UserError as error:
             kind: Kind | None = "unfetched" if isinstance(error, UnfetchedError) else None
-            problems.append(Problem(entry.id, str(error), kind=kind))
+            problems.error(entry.id, str(error), kind=kind)
     if problems.are_fatal:
         return {}
     return {name: _download(name, *offer, problems) for name, offer in offers.items()}
@@ -65,7 +65,7 @@ def _download(dataset: str, store: Store, offer: Offer, problems: Problems) -> S
             with shown_events(sys.stderr) as events, events.phase(title, count, "files") as phase:
                 store.fetch(missing, phase)
         except UserError as error:
-            problems.append(Problem(dataset, str(error)))
+            problems.error(dataset, str(error))
     reasons = {item.key: store.failed[item.key].reason for item in offer.items if item.key in store.failed}
     failed = {key: ("not downloaded", reason + RETRY) for key, reason in reasons.items()}
     names = {name: item.key for item in offer.items if (name := store.name_of(item)) is not None}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from simpletuner.rounding import ceil_div
+
 # To choose from at the end; see docs/CHOOSING.md.
 CHECKPOINTS = 8
 FEWEST_CHECKPOINTS = 4
@@ -13,7 +15,7 @@ def checkpoint_interval(steps: int) -> int:
         if steps % count == 0:
             return steps // count
     # Rounded up, so that none is saved just before the last one.
-    return -(-steps // CHECKPOINTS)
+    return ceil_div(steps, CHECKPOINTS)
 
 
 def preview_interval(steps: int, saving: int, rounds: float) -> int:
@@ -23,7 +25,7 @@ def preview_interval(steps: int, saving: int, rounds: float) -> int:
         saving: steps between checkpoints.
         rounds: the most rounds of previews, the first of which is that of the untrained model.
     """
-    checkpoints = -(-steps // saving)
+    checkpoints = ceil_div(steps, saving)
     for checkpoints_per_round in range(1, checkpoints):
         divides_run = checkpoints % checkpoints_per_round == 0
         if divides_run and 1 + checkpoints / checkpoints_per_round <= rounds:

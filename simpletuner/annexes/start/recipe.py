@@ -13,6 +13,7 @@ from simpletuner.budget.device import find_device
 from simpletuner.config.json_reader import read_toml
 from simpletuner.config.sources import EXAMPLES
 from simpletuner.models.registry import FAMILIES
+from simpletuner.rounding import round_up
 
 TABLE = read_toml("simpletuner.annexes.start", "recipes.toml")
 # Packaged examples by kind of files; the first suits most users.
@@ -52,7 +53,7 @@ class Recipe:
 
     def steps(self, files: int) -> int:
         """The number of steps for this many files, rounded up so that the checkpoints' interval divides it."""
-        steps = -(-files * self.steps_per_file // ROUNDED_STEPS) * ROUNDED_STEPS
+        steps = round_up(files * self.steps_per_file, ROUNDED_STEPS)
         return min(self.most_steps, max(self.fewest_steps, steps))
 
     def values(self, steps: int, trigger: str) -> dict[str, Any]:

@@ -27,6 +27,7 @@ from simpletuner.atomic import writing_to
 from simpletuner.distributed.world import World
 from simpletuner.errors import UserError
 from simpletuner.memory.heap import trim_heap
+from simpletuner.rounding import round_up
 
 logger = logging.getLogger(__name__)
 
@@ -50,7 +51,8 @@ def page_lock(flat: Tensor, owner: object) -> None:
 
     The memory is locked in place because torch's pinned allocator rounds every size up to a power of two.
     """
-    error = int(torch.cuda.cudart().cudaHostRegister(flat.data_ptr(), -(-flat.nbytes // PAGE) * PAGE, 0))
+    locked = round_up(flat.nbytes, PAGE)
+    error = int(torch.cuda.cudart().cudaHostRegister(flat.data_ptr(), locked, 0))
     if error:
         _forget_error()
         # `ulimit -l` is not the cause: NVIDIA's driver does not count pinned pages against it.
@@ -246,7 +248,7 @@ class WeightImage:
         self._places, end = list[Span](), 0
         for leaf in self._leaves:
             self._places.append(Span.of(leaf, end))
-            end += -(-leaf.nbytes // ALIGNMENT) * ALIGNMENT
+            end += round_up(leaf.nbytes, ALIGNMENT)
         packed = whole_pages(end)
         for leaf, place in zip(self._leaves, self._places, strict=True):
             place.view(packed).copy_(leaf.detach())

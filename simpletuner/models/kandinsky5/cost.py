@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import replace
 
@@ -11,6 +10,7 @@ from simpletuner.models.cost import BatchShape, FamilyCost, Kernels, Transformer
 from simpletuner.models.cost_table import number, read_cost_table
 from simpletuner.models.kandinsky5.options import TILE, is_sparse, is_sparse_flavour
 from simpletuner.models.vae_cost import read_vae_costs
+from simpletuner.rounding import ceil_div
 from simpletuner.weights.files import Shapes
 
 PACKAGE, TRANSFORMER_CLASS = "simpletuner.models.kandinsky5", "Kandinsky5Transformer3DModel"
@@ -64,7 +64,7 @@ def transformer_cost(settings: Mapping[str, object], shapes: Shapes, kernels: Ke
 
 def picture_tokens(width: int, height: int) -> int:
     """Text tokens of a source picture in Qwen's prompt."""
-    return math.ceil(width / PROMPT_PIXELS) * math.ceil(height / PROMPT_PIXELS)
+    return ceil_div(width, PROMPT_PIXELS) * ceil_div(height, PROMPT_PIXELS)
 
 
 IMAGE_COST = FamilyCost(

@@ -11,7 +11,6 @@ pages are not even read.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Literal
 
@@ -28,6 +27,7 @@ from simpletuner.models.kandinsky5.spec import COMPONENTS, TEMPLATES
 from simpletuner.models.kandinsky5.templates import OFFICIAL, TemplateName, TextTemplate, clean_caption
 from simpletuner.models.loading import load_whole, user_errors
 from simpletuner.models.prompt_start import PromptStart, lengthen
+from simpletuner.rounding import round_up
 
 if TYPE_CHECKING:
     from simpletuner.models.kandinsky5.image import Kandinsky5Adapter
@@ -162,7 +162,7 @@ class Kandinsky5TextEncoder(TextEncoder):
 
     def _length_for(self, tokens: int) -> int:
         step = CPU_STEP if self.device.type == "cpu" else STEP
-        return math.ceil(tokens / step) * step
+        return round_up(tokens, step)
 
     def _encode_clip(self, captions: list[str]) -> Tensor:
         inputs = self.clip_tokenizer(

@@ -12,7 +12,7 @@ import re
 
 from simpletuner.config.datasets import DatasetConfig
 from simpletuner.config.schema import FamilyOptions, RunConfig
-from simpletuner.errors import Problem, Problems
+from simpletuner.errors import Problems
 from simpletuner.models.sanavideo.cost import COST, COST_720, FAMILY, LTX2, TEXT_LENGTH, TRANSFORMER_CLASS, WAN
 from simpletuner.models.sanavideo.options import SanaOptions
 from simpletuner.models.source import MODEL_KEY, VAE_KEY, ModelSource, check_channels
@@ -79,7 +79,7 @@ def check_video(config: RunConfig, flavour: Flavour, report: Problems) -> None:
     if frames is not None and frames > LONGEST_CLIP:
         message = f"{frames}: the model was trained with up to {LONGEST_CLIP} frames."
         remedy = {"validation_num_video_frames": LONGEST_CLIP}
-        report.append(Problem("validation_num_video_frames", message, fatal=False, remedy=remedy))
+        report.warn("validation_num_video_frames", message, remedy=remedy)
     if config.caching.vae_dtype not in (None, "fp32"):
         message = f"{config.caching.vae_dtype!r}: the pipelines encode and decode in fp32, so latents will differ."
         report.warn("vae_dtype", message)
