@@ -51,9 +51,6 @@ def test_a_plain_config_has_no_problem() -> None:
         ({"report_to": "wand"}, "report_to"),
         ({"lora_type": "lokr", "lokr_factor": 0}, "lokr_factor"),
         ({"report_to": "none,wandb"}, "report_to"),
-        ({"tracker_project_name": "../../x"}, "tracker_project_name"),
-        ({"tracker_project_name": "/x"}, "tracker_project_name"),
-        ({"tracker_run_name": "a/../../x"}, "tracker_run_name"),
     ],
 )
 def test_what_excludes_what(settings: dict[str, Any], where: str) -> None:
