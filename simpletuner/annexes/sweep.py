@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import gc
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -38,14 +38,14 @@ from simpletuner.planning.entries import evaluated, list_entries
 from simpletuner.planning.plans import AnyPlan, Plan, SamplePlan
 from simpletuner.planning.resume import package_versions
 from simpletuner.reporting.events import EVALUATION, PREVIEWS, EventStream, RunningPhase
-from simpletuner.reporting.metrics import METRICS_FILE, read_rows
-from simpletuner.run.session import build_subjects
+from simpletuner.reporting.metrics import METRICS_FILE, file_dimensions, read_rows
+from simpletuner.run.session import encoded_prompts, render_settings
 from simpletuner.run.train import prepare_machine
 from simpletuner.speed.attention import activate_attention
 from simpletuner.training.assemble import load_for_sampling, make_accelerator
 from simpletuner.training.lora_hooks import applied_loras
 from simpletuner.validation.eval_loss import even_sigmas, sample_losses
-from simpletuner.validation.runner import Renderer, Subject
+from simpletuner.validation.renderer import EncodedPrompt, Renderer
 
 CELLS = "cells"  # folder of a sweep's renders
 # Settings that determine a render, besides prompt, size and seed.
@@ -58,7 +58,7 @@ UNIMPORTANT = ("lora", "versions")
 
 
 @dataclass(frozen=True)
-class StudioShot:
+class RenderJob:
     """A picture or clip to render.
 
     Attributes:
@@ -66,7 +66,7 @@ class StudioShot:
         number: row number in a sheet.
     """
 
-    subject: Subject
+    prompt: EncodedPrompt
     weights: Sampled
     recipe: dict[str, Any]
     number: int
@@ -78,7 +78,7 @@ class StudioShot:
 
 
 @dataclass
-class Studio:
+class SweepRenderer:
     """The model of a plan on its device, and what to render with it.
 
     Attributes:
@@ -88,14 +88,14 @@ class Studio:
 
     plan: SamplePlan
     device: torch.device
-    subjects: Sequence[Subject]
+    prompts: Sequence[EncodedPrompt]
     renderer: Renderer
     adapter: FamilyAdapter
     transformer: nn.Module | None = None
     loaded: Sampled | None = None
 
     @classmethod
-    def open(cls, plan: SamplePlan, events: EventStream) -> Studio:
+    def open(cls, plan: SamplePlan, events: EventStream) -> SweepRenderer:
         """Download the model and encode the prompts; text encoders are freed before the transformer is loaded."""
         prepare_machine(plan)
         adapter, device = build_adapter(plan), make_accelerator().device
@@ -103,31 +103,36 @@ class Studio:
         activate_attention(plan.config.precision, device)
         fetch(plan, events)
         _, catalogue, reader = read_caches(Encoding(plan, adapter, device, events))
-        subjects = build_subjects(plan, catalogue, reader)
-        return cls(plan, device, subjects, Renderer(plan.config, plan.frame_rate), adapter)
+        prompts = encoded_prompts(plan, catalogue, reader)
+        return cls(plan, device, prompts, Renderer(render_settings(plan)), adapter)
 
-    def shots(self, weights: Sequence[Sampled], strengths: Sequence[float]) -> list[StudioShot]:
-        """Every subject at every size with all weights and strengths, from the same seeds."""
+    @property
+    def suffix(self) -> str:
+        """File suffix of what is rendered."""
+        return self.renderer.settings.suffix
+
+    def jobs(self, weights: Sequence[Sampled], strengths: Sequence[float]) -> list[RenderJob]:
+        """Every prompt at every size with all weights and strengths, from the same seeds."""
         indices = range(self.plan.config.validation.num_validation_images)
-        rows = list(itertools.product(self.subjects, self.plan.sizes, indices))
-        return [
-            StudioShot(subject, sampled, recipe(self.plan, subject, size, index, sampled, strength), number)
-            for sampled, strength in itertools.product(weights, strengths)
-            for number, (subject, size, index) in enumerate(rows)
-        ]
+        rows = list(itertools.product(self.prompts, self.plan.sizes, indices))
+        jobs: list[RenderJob] = []
+        for sampled, strength in itertools.product(weights, strengths):
+            for number, (prompt, size, index) in enumerate(rows):
+                made = recipe(self.plan, prompt, size, index, sampled, strength)
+                jobs.append(RenderJob(prompt, sampled, made, number))
+        return jobs
 
     def render(
-        self, shots: Iterable[StudioShot], name: Callable[[StudioShot], Path], events: EventStream, title: str
+        self, jobs: Sequence[RenderJob], name: Callable[[RenderJob], Path], events: EventStream, title: str
     ) -> list[Path]:
-        """Render every shot into the file that `name` returns for it, with its recipe beside it."""
-        shots, paths = list(shots), list[Path]()
-        with events.phase(title, len(shots), self.plan.spec.media_noun, PREVIEWS) as phase, torch.no_grad():
-            for (sampled, strength), group in itertools.groupby(
-                shots, lambda shot: (shot.weights, shot.recipe["strength"])
-            ):
-                # Shots are ordered by weights and strength, so a LoRA is applied once for all of its shots.
+        """Render every job into the file that `name` returns for it, with its recipe beside it."""
+        paths: list[Path] = []
+        with events.phase(title, len(jobs), self.plan.spec.media_noun, PREVIEWS) as phase, torch.no_grad():
+            # Jobs are ordered by weights and strength, so a LoRA is applied once for all of its jobs.
+            groups = itertools.groupby(jobs, lambda job: (job.weights, job.recipe["strength"]))
+            for (sampled, strength), group in groups:
                 with self._with(sampled, strength) as transformer:
-                    paths += [self._render(transformer, shot, name(shot), phase) for shot in group]
+                    paths += [self._render(transformer, job, name(job), phase) for job in group]
         return paths
 
     def held_out(self, run: Path, arguments: Arguments, events: EventStream) -> tuple[Plan, BatchReader] | None:
@@ -139,7 +144,7 @@ class Studio:
         problems = Problems()
         try:
             plan = plan_evaluation(run, arguments)
-            weigh(replace(plan, config=self._loaded_for(plan.config), lora_bytes=self.plan.lora_bytes), problems)
+            weigh(replace(plan, config=self._as_loaded(plan), lora_bytes=self.plan.lora_bytes), problems)
             problems.raise_if_fatal()
             plan, _, reader = read_caches(Encoding(plan, self.adapter, self.device, events))
         except UserError as error:
@@ -147,11 +152,11 @@ class Studio:
             return None
         return plan, reader
 
-    def _loaded_for(self, config: RunConfig) -> RunConfig:
-        """An evaluation's settings, with the studio's settings for the transformer."""
-        studio = self.plan.config
-        offload = studio.offload.model_copy(update={"offload": "manual"})  # already chosen, for rendering
-        return replace(config, model=studio.model, precision=studio.precision, offload=offload)
+    def _as_loaded(self, plan: Plan) -> RunConfig:
+        """The settings of an evaluation, with those that the transformer is loaded with."""
+        loaded = self.plan.config
+        offload = loaded.offload.model_copy(update={"offload": "manual"})  # already chosen, for rendering
+        return replace(plan.config, model=loaded.model, precision=loaded.precision, offload=offload)
 
     def measure(
         self, plan: Plan, reader: BatchReader, weights: Sampled, strengths: Sequence[float], events: EventStream
@@ -186,9 +191,10 @@ class Studio:
         with applied_loras(transformer, loras, dtype, self.device):
             yield transformer
 
-    def _render(self, transformer: nn.Module, shot: StudioShot, path: Path, phase: RunningPhase) -> Path:
-        title, made = f"{shot.weights.name}, {shot.subject.prompt.short_name}", shot.recipe
-        request = self.renderer.request(shot.subject, (made["width"], made["height"]), made["seed"])
+    def _render(self, transformer: nn.Module, job: RenderJob, path: Path, phase: RunningPhase) -> Path:
+        title = f"{job.weights.name}, {job.prompt.prompt.short_name}"
+        made = job.recipe
+        request = self.renderer.request(job.prompt, (made["width"], made["height"]), made["seed"])
         request = replace(request, between_steps=lambda: phase.advance(0, title))
         frames = self.renderer.open(self.adapter, transformer, self.device).render(request)
         # The picture is written last: a sweep takes its existence as proof of both files.
@@ -201,11 +207,13 @@ class Studio:
         """The transformer for these weights: every full fine-tune has one, LoRAs share the base model's."""
         if self.transformer is None or (weights.transformer is not None and weights != self.loaded):
             # Free the old transformer and its pipeline first, since two would not fit.
-            self.transformer, self.renderer = None, Renderer(self.plan.config, self.plan.frame_rate)
+            self.transformer = None
+            self.renderer = Renderer(self.renderer.settings)
             gc.collect()
             source = self.plan.source.with_transformer(weights.transformer)
             self.adapter = build_adapter(replace(self.plan, source=source))
-            self.transformer, self.loaded = load_for_sampling(self.plan.config, self.adapter, self.device), weights
+            self.transformer = load_for_sampling(self.plan.config, self.adapter, self.device)
+            self.loaded = weights
         return self.transformer
 
 
@@ -218,14 +226,14 @@ def read_caches(encoding: Encoding[AnyPlan]) -> tuple[AnyPlan, Catalogue, BatchR
 
 
 def recipe(
-    plan: SamplePlan, subject: Subject, size: Size, index: int, weights: Sampled, strength: float
+    plan: SamplePlan, prompt: EncodedPrompt, size: Size, index: int, weights: Sampled, strength: float
 ) -> dict[str, Any]:
     """Everything that determines a render, as JSON values."""
     validation, values = plan.config.validation, plan.config.flat
     seed = plan.seed if validation.validation_seed is None else validation.validation_seed
     frames = validation.validation_num_video_frames if plan.frame_rate else 1
     return {
-        "prompt": subject.prompt.prompt, "source_image": subject.picture, "width": size[0], "height": size[1],
+        "prompt": prompt.prompt.prompt, "source_image": prompt.picture, "width": size[0], "height": size[1],
         "frames": frames, "frame_rate": plan.frame_rate, "seed": seed + index, "index": index,
         **{key: values[key] for key in SETTINGS}, "shift": plan.config.sampling_shift,
         "model": f"{plan.spec.name}/{plan.flavour.name}",
@@ -237,16 +245,17 @@ def recipe(
 
 def render_samples(plan: SamplePlan, weights: Sampled, strengths: Sequence[float], events: EventStream) -> list[Path]:
     """Render the previews of a plan into its output folder; returns the new files. Nothing is overwritten."""
-    studio = Studio.open(plan, events)
+    renderer = SweepRenderer.open(plan, events)
 
-    def name(shot: StudioShot) -> Path:
-        made = shot.recipe
-        frames = f"@{made['frames']}" if plan.frame_rate else ""
-        stem = f"{shot.subject.prompt.short_name}_{made['seed']}_{made['width']}x{made['height']}{frames}"
-        stem += f"_strength-{made['strength']:g}" if len(strengths) > 1 else ""
-        return free_path(plan.output_dir / f"{stem}{studio.renderer.suffix}")
+    def name(job: RenderJob) -> Path:
+        made = job.recipe
+        dimensions = file_dimensions(made["width"], made["height"], made["frames"] if plan.frame_rate else None)
+        stem = f"{job.prompt.prompt.short_name}_{made['seed']}_{dimensions}"
+        if len(strengths) > 1:
+            stem += f"_strength-{made['strength']:g}"
+        return free_path(plan.output_dir / f"{stem}{renderer.suffix}")
 
-    return studio.render(studio.shots([weights], strengths), name, events, f"Sampling {weights.name}")
+    return renderer.render(renderer.jobs([weights], strengths), name, events, f"Sampling {weights.name}")
 
 
 def render_sweep(
@@ -262,30 +271,30 @@ def render_sweep(
         run: the output folder of the run, for its losses.
         arguments: arguments of the command line.
     """
-    studio = Studio.open(plan, events)
-    shots = studio.shots(weights, strengths)
+    renderer = SweepRenderer.open(plan, events)
+    jobs = renderer.jobs(weights, strengths)
 
-    def name(shot: StudioShot) -> Path:
-        return plan.output_dir / CELLS / f"{shot.digest}{studio.renderer.suffix}"
+    def name(job: RenderJob) -> Path:
+        return plan.output_dir / CELLS / f"{job.digest}{renderer.suffix}"
 
     records = []
-    for shot in sorted(shots, key=lambda shot: (shot.number, shot.recipe["strength"])):
-        made, row = shot.recipe, shot.subject.prompt.short_name
+    for job in sorted(jobs, key=lambda job: (job.number, job.recipe["strength"])):
+        row = job.prompt.prompt.short_name
         if len(strengths) > 1:
             # One row per strength, since columns are checkpoints.
-            row += f" at {made['strength']:g}"
-        records.append(cell(made, row, name(shot).relative_to(plan.output_dir).as_posix()))
+            row += f" at {job.recipe['strength']:g}"
+        records.append(cell(job.recipe, row, name(job).relative_to(plan.output_dir).as_posix()))
     sheet = Sheet(run.resolve().name, plan.output_dir, records, Columns.of(read_rows(run / METRICS_FILE)))
     sheet.begin()
-    absent = [shot for shot in shots if not name(shot).exists()]
-    if len(absent) < len(shots):
-        events.say(f"{len(shots) - len(absent)} of {len(shots)} cells exist already.")
+    absent = [job for job in jobs if not name(job).exists()]
+    if len(absent) < len(jobs):
+        events.say(f"{len(jobs) - len(absent)} of {len(jobs)} cells exist already.")
     measures = len(strengths) > 1 and sheet.best is not None
-    held_out = studio.held_out(run, arguments, events) if measures else None
+    held_out = renderer.held_out(run, arguments, events) if measures else None
     # A cell is named after the digest of its recipe: changed settings make new files, and old files stay valid.
-    studio.render(absent, name, events, "Sweeping")
+    renderer.render(absent, name, events, "Sweeping")
     if held_out:
         best = next(sampled for sampled in weights if sampled.step == sheet.best)
-        sheet = replace(sheet, losses=studio.measure(*held_out, best, strengths, events))
+        sheet = replace(sheet, losses=renderer.measure(*held_out, best, strengths, events))
     sheet.write()
     return sheet

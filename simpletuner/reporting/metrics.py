@@ -68,6 +68,24 @@ class MediaRecord:
         """Row of a grid: the same for all steps, and for plain and averaged weights."""
         return self.short_name, self.index, self.width, self.height
 
+    def file_stem(self, clip_frames: int | None = None) -> str:
+        """The file name of a preview without its suffix: `step_20_star_0_768x512_ema`."""
+        dimensions = file_dimensions(self.width, self.height, clip_frames)
+        stem = f"step_{self.step}_{self.short_name}_{self.index}_{dimensions}"
+        return f"{stem}_ema" if self.ema else stem
+
+    def benchmark_stem(self, clip_frames: int | None = None) -> str:
+        """The file name of a preview of the untrained model: `star_768x512`, `star_768x512_1`, `star_768x512@61_0`."""
+        stem = f"{self.short_name}_{file_dimensions(self.width, self.height, clip_frames)}"
+        # Names of the first picture have no index, those of clips always have one.
+        return f"{stem}_{self.index}" if self.index or clip_frames is not None else stem
+
+
+def file_dimensions(width: int, height: int, clip_frames: int | None = None) -> str:
+    """A size for file names (`768x512`); that of a clip with its number of frames (`768x512@61`)."""
+    size = f"{width}x{height}"
+    return size if clip_frames is None else f"{size}@{clip_frames}"
+
 
 MEDIA = TypeAdapter(MediaRecord)
 

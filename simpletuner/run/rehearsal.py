@@ -46,7 +46,7 @@ def rehearse(session: Session, validation: ValidationRunner, budget: Budget) -> 
 
     with unchanged(assembly):
         yield _measure(assembly, budget, title, "training", micro_step)
-    if validation.subjects:
+    if validation.prompts:
         yield _measure(assembly, budget, "a preview", "rendering previews", lambda: validation.rehearse(assembly))
 
 

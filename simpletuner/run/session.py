@@ -45,7 +45,8 @@ from simpletuner.training.recorder import EmaUpdater, Recorder, RequestHandler
 from simpletuner.training.state import Assembly, TrainingSpec, TrainState
 from simpletuner.training.step import predict_now
 from simpletuner.training.trained import Publication
-from simpletuner.validation.runner import Subject, ValidationRunner
+from simpletuner.validation.renderer import EncodedPrompt, RenderSettings
+from simpletuner.validation.runner import ValidationRunner, previews_are_due
 from simpletuner.weights.lora_names import ARCHITECTURE, STEP_NOTE
 
 
@@ -122,7 +123,7 @@ def build_callbacks(
             steps_per_epoch=steps_per_epoch(plan),
             ema_validation=config.ema.ema_validation,
             events=events,
-            lacking=not recorded.evaluated,
+            is_missing=not recorded.evaluated,
         )
         first.append(evaluation)
     flops, rounds = rates.matmul_flops if rates else None, find_rounds(budget)
@@ -157,33 +158,53 @@ def build_validation(session: Session, recorded: Recorded, thread: Executor) -> 
     Args:
         thread: a pool of one worker, which decodes previews in the background.
     """
-    plan, loader, state = session.plan, session.loader, session.state
+    plan, state = session.plan, session.state
     decoding = None
     if plan.config.validation.validation_decode_in_background:
         from simpletuner.validation.background import DecodingThread
 
         decoding = DecodingThread(thread, session.assembly.accelerator.device)
-    validation = ValidationRunner(
-        config=plan.config,
-        subjects=build_subjects(plan, session.catalogue, session.reader),
+    # Previews follow the checkpoint of their step, so a kill in between loses them.
+    step = state.global_step
+    were_due = step > 0 and previews_are_due(
+        plan.config.validation, step, epochs_before_step(session), state.epochs_done
+    )
+    return ValidationRunner(
+        settings=render_settings(plan),
+        ema_validation=plan.config.ema.ema_validation,
+        prompts=encoded_prompts(plan, session.catalogue, session.reader),
         sizes=plan.sizes,
         output_dir=plan.output_dir,
         events=session.events,
-        frame_rate=plan.frame_rate,
-        recorded=recorded.previews,
+        already_rendered=recorded.previews,
+        were_due=were_due,
         decoding=decoding,
     )
-    # Epochs complete before the last step, which may have completed one.
-    completed = loader.index >= loader.sampler.batches_per_epoch(loader.epoch)
-    begun_earlier = loader.index < plan.config.schedule.gradient_accumulation_steps
-    before = replace(state, epochs_done=loader.epochs_done - (completed or begun_earlier))
-    # Previews follow the checkpoint of their step, so a kill in between loses them.
-    validation.lacking = state.global_step > 0 and validation.is_due(before, state.epochs_done)
-    return validation
 
 
-def build_subjects(plan: SamplePlan, catalogue: Catalogue, reader: BatchReader) -> list[Subject]:
-    """One subject per prompt and source picture; pictures are fitted to the size of a preview."""
+def epochs_before_step(session: Session) -> int:
+    """Epochs that were complete before the last step, which may have completed one."""
+    loader = session.loader
+    if loader.index >= loader.sampler.batches_per_epoch(loader.epoch):
+        return loader.epochs_done - 1
+    if loader.index < session.plan.config.schedule.gradient_accumulation_steps:  # the step began in the epoch before
+        return loader.epochs_done - 1
+    return loader.epochs_done
+
+
+def render_settings(plan: SamplePlan) -> RenderSettings:
+    """How the previews and samples of a plan are rendered."""
+    return RenderSettings(
+        validation=plan.config.validation,
+        offload=plan.config.offload,
+        shift=plan.config.sampling_shift,
+        keep_vae_loaded=plan.config.caching.keep_vae_loaded,
+        frame_rate=plan.frame_rate,
+    )
+
+
+def encoded_prompts(plan: SamplePlan, catalogue: Catalogue, reader: BatchReader) -> list[EncodedPrompt]:
+    """Every prompt with every source picture; pictures are fitted to the size of a preview."""
 
     def embeds(text: str, picture: Sample | None, negative: bool, size: Size) -> TextEmbeds:
         fitted = None if picture is None else picture.fitted(size)
@@ -192,7 +213,7 @@ def build_subjects(plan: SamplePlan, catalogue: Catalogue, reader: BatchReader) 
     negative_text = plan.config.validation.validation_negative_prompt or ""
     pictures = preview_sources(plan)
     return [
-        Subject(
+        EncodedPrompt(
             # The short name is part of file names, and pictures of one prompt must not overwrite each other.
             prompt=prompt if len(pictures) == 1 else replace(prompt, short_name=f"{prompt.short_name}-{index}"),
             embeds=partial(embeds, prompt.prompt, picture, False),

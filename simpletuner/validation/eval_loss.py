@@ -30,7 +30,7 @@ from simpletuner.reporting.intervals import Interval
 from simpletuner.reporting.metrics import EVALUATED
 from simpletuner.training.loop import Callback
 from simpletuner.training.state import Assembly, TrainState
-from simpletuner.validation.runner import quiet, weights_to_use
+from simpletuner.validation.quiet import quiet, weights_to_use
 
 Evaluation = tuple[bool, str, Sample]  # (with the moving average, dataset id, sample)
 
@@ -44,7 +44,7 @@ class EvaluationLoss(Callback):
         read: reads a sample as a batch of one, with its first caption.
         steps_per_epoch: optimizer steps per epoch, possibly fractional.
         ema_validation: weights to evaluate; see `EmaConfig`.
-        lacking: the record lacks the evaluation of the step from which the session resumes.
+        is_missing: the record lacks the evaluation of the step from which the session resumes.
     """
 
     config: EvaluationConfig
@@ -53,10 +53,10 @@ class EvaluationLoss(Callback):
     steps_per_epoch: float
     ema_validation: str
     events: EventStream
-    lacking: bool = False
+    is_missing: bool = False
 
     def on_train_start(self, assembly: Assembly, state: TrainState) -> None:
-        if self.lacking and state.global_step > 0:
+        if self.is_missing and state.global_step > 0:
             self.on_step_end(assembly, state)
 
     def on_step_end(self, assembly: Assembly, state: TrainState, report: StepReport | None = None) -> None:
@@ -79,7 +79,7 @@ class EvaluationLoss(Callback):
 
         The processes split the samples; the means are bit-identical to those of one process.
         """
-        weights = weights_to_use(assembly, self.ema_validation)
+        weights = weights_to_use(assembly.trained.ema, self.ema_validation)
         samples: list[Evaluation] = [
             (use_ema, name, sample)
             for use_ema in weights

@@ -104,10 +104,9 @@ class GrowingPreview:
         z = z.detach().float().clone()  # the pipeline may continue in place
         clean, self._before = self._clean(sigma, z), (sigma, z)
         if done % self.every == 0:
-            media, prefix = self.media, f"step_{self.media.step}_{self.media.short_name}_{self.media.index}"
-            name = f"{prefix}_{media.width}x{media.height}{'_ema' if media.ema else ''}_{done:03d}"
-            path = self._write(self.colours(clean), self.output_dir / IN_PROGRESS / name)
-            media = replace(media, path=path.relative_to(self.output_dir).as_posix())
+            stem = self.output_dir / IN_PROGRESS / f"{self.media.file_stem()}_{done:03d}"
+            path = self._write(self.colours(clean), stem)
+            media = replace(self.media, path=path.relative_to(self.output_dir).as_posix())
             self.publish(PreviewGrew(media, done, self.total, timestep))
 
     def _clean(self, sigma: float, z: Tensor) -> Tensor:

@@ -42,12 +42,13 @@ from simpletuner.reporting.events import (
     PhaseAdvanced,
     PhaseStarted,
 )
-from simpletuner.run.session import build_subjects, training_spec
+from simpletuner.run.session import encoded_prompts, render_settings, training_spec
 from simpletuner.training.assemble import assemble, make_accelerator
 from simpletuner.training.ema import Ema
 from simpletuner.training.state import Assembly, TrainState
 from simpletuner.validation.eval_loss import EvaluationLoss
-from simpletuner.validation.runner import Renderer, ValidationRunner
+from simpletuner.validation.renderer import Renderer
+from simpletuner.validation.runner import ValidationRunner
 from tests.processes import PATIENCE
 from tests.validation.test_eval_loss import EVAL
 from tests.workspace import DATASETS, Workspace
@@ -186,8 +187,14 @@ def build(process: Process, filler: CacheFiller) -> tuple[Assembly, ValidationRu
                 parameter.fill_(0.1)
     encoding = filler.encoding
     reader = BatchReader(filler.catalogue, 0.0, plan.seed, encoding.restore, encoding.encode)
-    subjects = build_subjects(plan, filler.catalogue, reader)
-    validation = ValidationRunner(config, subjects, plan.sizes, plan.output_dir, process.events)
+    validation = ValidationRunner(
+        render_settings(plan),
+        "comparison",
+        encoded_prompts(plan, filler.catalogue, reader),
+        plan.sizes,
+        plan.output_dir,
+        process.events,
+    )
     samples = {each.id: each.samples for each in evaluated(plan)}
     evaluation = EvaluationLoss(config.evaluation, samples, reader.read_sample, 4.0, "comparison", process.events)
     return assembly, validation, evaluation

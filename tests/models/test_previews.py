@@ -19,7 +19,7 @@ from simpletuner.models.adapter import FamilyAdapter, PreviewRequest, TextReques
 from simpletuner.models.kandinsky5.spec import KANDINSKY5_IMAGE
 from simpletuner.models.loading import with_solver
 from simpletuner.models.usage import SOLVERS
-from simpletuner.validation.runner import Renderer
+from simpletuner.validation.renderer import Renderer, RenderSettings
 from tests.fidelity.family import CPU, make_adapter, make_config, picture
 from tests.fidelity.sana import make_sana_adapter, make_sana_config
 from tests.fidelity.test_kandinsky5_video import make_video_adapter
@@ -83,7 +83,8 @@ def test_previews_keep_size_and_length_however_they_are_decoded(
     stock = adapter.load_preview_pipeline(transformer, CPU, None).render(preview)
     found = {}
     for how in ("whole", "strips", "tiles"):
-        renderer = Renderer(config.with_values({"validation_decoding": how}, "test"))
+        validation = config.validation.model_copy(update={"validation_decoding": how})
+        renderer = Renderer(RenderSettings(validation, config.offload))
         frames = renderer.open(adapter, transformer, CPU).render(preview)
         assert [frame.size for frame in frames] == [(96, 64)] * length
         found[how] = np.stack([np.asarray(frame) for frame in frames]).astype(int)

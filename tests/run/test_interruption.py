@@ -91,7 +91,7 @@ def train(workspace: Workspace, *subscribers: Callable[[Event], None]) -> None:
     events = EventStream(*subscribers)
     with workspace.inside():
         budget = ready_plan(parse_arguments([]))
-        run_plan(budget, events, open_companions(budget.plan, (), events, World()))
+        run_plan(budget, events, open_companions(budget.plan, None, events, World()))
 
 
 def media(workspace: Workspace) -> list[dict[str, Any]]:
@@ -334,7 +334,7 @@ def die_at(moment: str) -> None:
 
     events.subscribe = last
     events.subscribe("The trigger", trigger)
-    run_plan(budget, events, open_companions(budget.plan, (), events, World()))
+    run_plan(budget, events, open_companions(budget.plan, None, events, World()))
 
 
 def train_into(pipe: str, log: str) -> None:

@@ -41,7 +41,7 @@ def run(workspace: Workspace, *, rehearsed: bool | None) -> list[str]:
     events = EventStream(lambda event: lines.append(event.text) if isinstance(event, Notice) else None)
     with workspace.inside():
         budget = ready_plan(parse_arguments([]))
-        run_plan(budget, events, open_companions(budget.plan, (), events, World()), rehearsed=rehearsed)
+        run_plan(budget, events, open_companions(budget.plan, None, events, World()), rehearsed=rehearsed)
     return lines
 
 

@@ -37,7 +37,7 @@ from simpletuner.techniques.tread import Tread
 from simpletuner.training.losses import Losses
 from simpletuner.training.state import Assembly
 from simpletuner.training.step import micro_loss, noisy_batch
-from simpletuner.validation.runner import quiet
+from simpletuner.validation.quiet import quiet
 from tests.fidelity import test_sanavideo_training as sana
 from tests.models.test_cost import KANDINSKY_TARGETS, adapters_of, block_inputs, kandinsky_inputs, with_lora
 from tests.speed import test_speed as speed

@@ -29,7 +29,7 @@ from simpletuner.training.checkpoints import CheckpointWriter, load_checkpoint
 from simpletuner.training.ema import Ema
 from simpletuner.training.state import TrainingSpec, TrainState
 from simpletuner.training.step import optimizer_step, predict_now
-from simpletuner.validation.runner import quiet
+from simpletuner.validation.quiet import quiet
 from tests.fidelity.family import CPU, make_adapter, make_config
 from tests.training.assembly import fixed_noise
 from tests.training.test_frozen import files_behind

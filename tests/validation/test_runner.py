@@ -20,7 +20,7 @@ from simpletuner.models.kandinsky5.spec import KANDINSKY5_IMAGE
 from simpletuner.planning.prompts import ValidationPrompt
 from simpletuner.reporting.events import EventStream
 from simpletuner.training.state import TrainState, random_states, restore_random_states
-from simpletuner.validation import runner
+from simpletuner.validation import quiet, renderer, runner
 from tests.fidelity.family import CPU, make_config
 from tests.training.assembly import make_assembly
 
@@ -53,13 +53,17 @@ def test_the_vae_is_gone_before_its_memory_is_given_back(
     cuda = SimpleNamespace(
         is_available=lambda: True, empty_cache=lambda: alive.append(any(each() is not None for each in loaded))
     )
-    monkeypatch.setattr(runner, "torch", SimpleNamespace(cuda=cuda, no_grad=torch.no_grad, device=torch.device))
+    monkeypatch.setattr(renderer, "torch", SimpleNamespace(cuda=cuda, no_grad=torch.no_grad, device=torch.device))
     settings = {"validation_guidance": 1.0, "validation_num_inference_steps": 2, "validation_seed_source": "cpu"}
+    config = make_config(tmp_path, **settings)
     validation = runner.ValidationRunner(
-        make_config(tmp_path, **settings),
-        [runner.Subject(ValidationPrompt("a", "a", "a star"), lambda size: {}, lambda size: {})],
-        [(16, 16)], tmp_path, EventStream(),
-    )  # fmt: skip
+        renderer.RenderSettings(config.validation, config.offload),
+        "none",
+        [renderer.EncodedPrompt(ValidationPrompt("a", "a", "a star"), lambda size: {}, lambda size: {})],
+        [(16, 16)],
+        tmp_path,
+        EventStream(),
+    )
     accelerator = SimpleNamespace(unwrap_model=lambda model: model, device=CPU)
     assembly: Any = SimpleNamespace(
         accelerator=accelerator, adapter=SimpleNamespace(load_preview_pipeline=load, spec=KANDINSKY5_IMAGE),
@@ -79,12 +83,12 @@ def test_whatever_sampling_draws_the_random_states_come_back(t2i_checkpoint: Pat
     def draw() -> list[float]:
         return [random.random(), float(np.random.rand()), float(torch.rand(()))]
 
-    with pytest.raises(RuntimeError, match="out of paint"), runner.quiet(assembly):
+    with pytest.raises(RuntimeError, match="out of paint"), quiet.quiet(assembly):
         raise RuntimeError("out of paint")
     states = random_states()
     expected = draw()
     restore_random_states(states)
-    with runner.quiet(assembly):
+    with quiet.quiet(assembly):
         assert not assembly.transformer.training
         draw()
     assert draw() == expected
@@ -95,5 +99,5 @@ def test_whatever_sampling_draws_the_random_states_come_back(t2i_checkpoint: Pat
 def test_a_clip_of_one_colour_is_told(colours: tuple[int, int], warns: bool, caplog: pytest.LogCaptureFixture) -> None:
     frames = [Image.new("RGB", (2, 1), (7, 7, 7)) for _ in range(3)]
     frames[-1].putdata([(0, colours[0], 0), (0, colours[1], 0)])
-    runner.warn_of_one_colour(frames, Path("step_3_validation.mp4"))
+    renderer.warn_of_one_colour(frames, Path("step_3_validation.mp4"))
     assert ("step_3_validation.mp4 shows one colour only" in caplog.text) == warns
