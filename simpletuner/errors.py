@@ -133,6 +133,10 @@ class Problems(list[Problem]):
         """Add a problem that does not prevent the run."""
         self.append(warning(where, message, remedy=remedy, kind=kind))
 
+    def no_effect(self, key: str, message: str, *, fatal: bool = False) -> None:
+        """Add a key that cannot act under these settings, whether the user set it or not."""
+        self.append(NoEffect(key, message, fatal=fatal))
+
     @contextmanager
     def within(self, place: str) -> Iterator[Problems]:
         """A report for a part that has separate keys, such as a dataset: its problems are prefixed with `place`."""

@@ -37,7 +37,7 @@ from simpletuner.config.types import (
     parse_path,
     plain_key,
 )
-from simpletuner.errors import NoEffect, Problems, did_you_mean
+from simpletuner.errors import Problems, did_you_mean
 
 # An epoch plans every pass of every sample in memory; longer runs use more epochs.
 MOST_REPEATS = 10_000
@@ -420,22 +420,22 @@ def without_effect(written: DatasetConfig, filled: DatasetConfig, report: Proble
         if value and value != OPTIONS[key].default:  # false, 0 and an empty list ask for nothing
             _why_without_effect(OPTIONS[key], written.dataset_type, settings, report)
     if written.target_downsample_size and not filled.maximum_image_size:
-        report.append(NoEffect("target_downsample_size", "has no effect without maximum_image_size."))
+        report.no_effect("target_downsample_size", "has no effect without maximum_image_size.")
     for key, switch in SWITCHES.items():
         part = getattr(written, key)
         if part is not None and not getattr(part, switch):
-            report.append(NoEffect(key, f"has no effect without {switch}: true."))
+            report.no_effect(key, f"has no effect without {switch}: true.")
 
 
 def _why_without_effect(declared: Option, dataset_type: str, settings: Mapping[str, Any], report: Problems) -> None:
     """The first reason why a key cannot act in an entry of this type with these settings, if there is one."""
     if dataset_type in CACHE_KINDS and declared.name not in CACHE_ENTRY:
-        report.append(NoEffect(declared.name, f"has no effect: an entry of {dataset_type} only names a cache."))
+        report.no_effect(declared.name, f"has no effect: an entry of {dataset_type} only names a cache.")
         return
     requires = (PROMPTED,) if declared.name == "instance_prompt" else declared.requires
     lacking = [condition.lacking for condition in requires if not condition.holds(settings)]
     if lacking:
-        report.append(NoEffect(declared.name, lacking[0]))
+        report.no_effect(declared.name, lacking[0])
 
 
 def _read_entry(

@@ -16,7 +16,7 @@ from simpletuner.config.precision import BITSANDBYTES, TORCHAO, PrecisionConfig,
 from simpletuner.config.schema import CHOSEN, LEARNING_RATES, OptimizerConfig, OptimizerName, RunConfig, all_options
 from simpletuner.config.speed import has_compiler
 from simpletuner.config.types import parse_flag, parse_number
-from simpletuner.errors import NoEffect, Problems, did_you_mean
+from simpletuner.errors import Problems, did_you_mean
 
 PRODIGY = Package("prodigyopt", "prodigyopt>=1.1,<2")
 SCHEDULE_FREE = Package("schedulefree", "schedulefree>=1.4,<2")
@@ -294,7 +294,8 @@ def _check_numbers(config: OptimizerConfig, name: str, spec: OptimizerSpec, repo
     if (config.optimizer_beta1 is None) != (config.optimizer_beta2 is None):
         report.error("optimizer_beta1", "and optimizer_beta2 must be given together.")
     unused = [*(() if spec.is_adam else ADAM_KEYS), *(() if "beta1" in spec.settings else PAIR)]
-    report.extend(NoEffect(key, f"has no effect on the optimizer {name!r}.") for key in unused)
+    for key in unused:
+        report.no_effect(key, f"has no effect on the optimizer {name!r}.")
     # An unset rate counts too: its default of 1e-4 is just as wrong.
     if name == "prodigy" and (config.learning_rate or 0) < PRODIGY_LOWEST_RATE:
         report.warn("learning_rate", "prodigy finds the rate and multiplies it by this one, which should be 1.")

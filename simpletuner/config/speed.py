@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from simpletuner.config.launch import LaunchConfig
 from simpletuner.config.option import Package, check_installed, is_installed
 from simpletuner.config.schema import PrecisionConfig, SpeedConfig
-from simpletuner.errors import NoEffect, Problems, not_one_of
+from simpletuner.errors import Problems, not_one_of
 
 COMPILE_MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
 GRAPH_MODES = ("reduce-overhead", "max-autotune")  # modes with CUDA graphs
@@ -117,7 +117,7 @@ def check_speed(config: SpeedConfig, precision: PrecisionConfig, launch: LaunchC
     """Report contradicting switches and missing packages."""
     if not plain_math(config):
         message = "has no effect with speed reference, which runs diffusers' own blocks."
-        report.append(NoEffect("speed_keep_attention", message))
+        report.no_effect("speed_keep_attention", message)
     if launch.sequence_parallel_size > 1 and not plain_math(config):
         message = f"{launch.sequence_parallel_size} needs speed auto: diffusers' own blocks need all tokens."
         report.error("sequence_parallel_size", message)
@@ -145,7 +145,8 @@ def check_compile(config: SpeedConfig, launch: LaunchConfig, report: Problems) -
     backend, mode = launch.dynamo_backend, launch.dynamo_mode
     if backend == "no" or (backend is None and config.speed == "reference"):
         reason = "dynamo_backend is 'no'" if backend else "speed is 'reference' and dynamo_backend is not set"
-        report.extend(NoEffect(key, f"has no effect: {reason}.") for key in COMPILE_KEYS)
+        for key in COMPILE_KEYS:
+            report.no_effect(key, f"has no effect: {reason}.")
     if backend == "inductor" and not has_compiler():
         report.error("dynamo_backend", "'inductor' needs a C compiler, and none was found (cc, gcc, clang or CC).")
     if mode is not None and mode not in COMPILE_MODES:

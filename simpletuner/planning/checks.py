@@ -78,9 +78,9 @@ def unmet(config: RunConfig, report: Problems) -> None:
         fatal = [condition for condition in lacking if condition.fatal]
         if fatal and lacking[0].fatal:  # whoever meets one is not refused for the next
             reason = next((condition.reason for condition in fatal if condition.reason), "")
-            report.append(NoEffect(key, f"needs {' and '.join(map(str, fatal))}{reason}.", fatal=True))
+            report.no_effect(key, f"needs {' and '.join(map(str, fatal))}{reason}.", fatal=True)
         else:
-            report.append(NoEffect(key, lacking[0].lacking))
+            report.no_effect(key, lacking[0].lacking)
 
 
 def conflicts(config: RunConfig, report: Problems) -> None:
@@ -206,7 +206,7 @@ def check_lora(config: RunConfig, report: Problems) -> None:
 def check_rest(config: RunConfig, report: Problems) -> None:
     """Short rules, and the rules declared beside their settings."""
     if config.is_explicit("flow_schedule_shift"):
-        report.append(NoEffect("flow_schedule_auto_shift", "has no effect: flow_schedule_shift is set and wins."))
+        report.no_effect("flow_schedule_auto_shift", "has no effect: flow_schedule_shift is set and wins.")
     if None not in (config.evaluation.eval_steps_interval, config.evaluation.eval_epoch_interval):
         report.warn("eval_epoch_interval", "and eval_steps_interval are both given; both are used.")
     check_optimizer(config.optimizer, config.precision.mixed_precision, report)

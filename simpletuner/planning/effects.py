@@ -15,7 +15,7 @@ from simpletuner.config.schema import DatasetDefaults, RunConfig
 from simpletuner.config.trackers import tracker_names
 from simpletuner.data.dataset import Dataset
 from simpletuner.data.entries import holds_files
-from simpletuner.errors import NoEffect, Problems
+from simpletuner.errors import Problems
 from simpletuner.models.source import ModelSource
 from simpletuner.models.spec import Flavour
 
@@ -26,16 +26,14 @@ PICTURE_KEYS = ("validation_using_datasets", "eval_dataset_id")  # of previews t
 def by_settings(config: RunConfig, report: Problems) -> None:
     """Keys that cannot act because of several other settings together."""
     if all(config.flat[key] in PLAIN_PRECISIONS for key in PRECISION_KEYS):
-        report.append(NoEffect("quantize_via", "has no effect: no model is quantised."))
+        report.no_effect("quantize_via", "has no effect: no model is quantised.")
     schedule = config.schedule
     samples = schedule.train_batch_size * schedule.gradient_accumulation_steps * config.launch.data_processes
     if samples == 1:
         for key in ("lr_scale", "lr_scale_sqrt"):
-            report.append(NoEffect(key, "has no effect: a step has one sample, so the factor is 1."))
+            report.no_effect(key, "has no effect: a step has one sample, so the factor is 1.")
     if config.caching.vae_batch_size == 1 and config.validation.num_validation_images == 1:
-        report.append(
-            NoEffect("vae_enable_slicing", "has no effect: vae_batch_size is 1, so no batch has several samples.")
-        )
+        report.no_effect("vae_enable_slicing", "has no effect: vae_batch_size is 1, so no batch has several samples.")
     _by_receivers(config, report)
 
 
@@ -45,9 +43,9 @@ def _by_receivers(config: RunConfig, report: Problems) -> None:
     is_local = LOCAL_TRACKERS.issuperset(tracker_names(config.tracking.report_to))
     if is_local and not config.publish.push_to_hub and not hooks:
         message = "has no effect without a tracker (report_to), push_to_hub or webhook_config."
-        report.append(NoEffect("tracker_project_name", message))
+        report.no_effect("tracker_project_name", message)
     if hooks and all(hook.webhook_type != "raw" for hook in hooks):
-        report.append(NoEffect("webhook_images", "has no effect: no webhook has webhook_type raw."))
+        report.no_effect("webhook_images", "has no effect: no webhook has webhook_type raw.")
 
 
 def by_flavour(config: RunConfig, flavour: Flavour, report: Problems) -> None:
@@ -55,16 +53,16 @@ def by_flavour(config: RunConfig, flavour: Flavour, report: Problems) -> None:
     if flavour.task in ("i2i", "i2v"):
         return
     for key in PICTURE_KEYS:
-        report.append(NoEffect(key, f"has no effect: {flavour.name} starts from noise, not a picture."))
+        report.no_effect(key, f"has no effect: {flavour.name} starts from noise, not a picture.")
     if not config.evaluation.measures_loss:
         message = "has no effect: neither the evaluation loss nor previews take samples of a dataset."
-        report.append(NoEffect("num_eval_images", message))
+        report.no_effect("num_eval_images", message)
 
 
 def by_source(source: ModelSource, report: Problems) -> None:
     """The revision of a repository, if every part is a folder on this machine."""
     if all(home_path(part.location).is_dir() for part in source.parts.values()):
-        report.append(NoEffect("revision", "has no effect: the model is in a folder, not in a repository on the hub."))
+        report.no_effect("revision", "has no effect: the model is in a folder, not in a repository on the hub.")
 
 
 def by_data(config: RunConfig, datasets: Sequence[Dataset], entries: Sequence[DatasetConfig], report: Problems) -> None:
@@ -78,9 +76,9 @@ def by_data(config: RunConfig, datasets: Sequence[Dataset], entries: Sequence[Da
     _by_trained(config, [dataset for dataset in datasets if dataset.config.is_trained], report)
     if all(len(dataset.references) < 2 for dataset in datasets):
         message = "has no effect: no dataset has several conditioning datasets to choose from."
-        report.append(NoEffect("conditioning_multidataset_sampling", message))
+        report.no_effect("conditioning_multidataset_sampling", message)
     if all(dataset.config.type == "local" for dataset in datasets):
-        report.append(NoEffect("retry_failed", "has no effect: no dataset is remote."))
+        report.no_effect("retry_failed", "has no effect: no dataset is remote.")
 
 
 def _by_trained(config: RunConfig, trained: Sequence[Dataset], report: Problems) -> None:
@@ -88,13 +86,13 @@ def _by_trained(config: RunConfig, trained: Sequence[Dataset], report: Problems)
     processes = config.launch.data_processes
     if len(trained) == 1:
         message = f"has no effect: {trained[0].id} is the only dataset that is trained."
-        report.append(NoEffect("data_backend_sampling", message))
+        report.no_effect("data_backend_sampling", message)
     if all(dataset.batch_size * processes == 1 for dataset in trained):
         message = "has no effect: batches of one sample have no slices to draw from."
-        report.append(NoEffect("disable_segmented_timestep_sampling", message))
+        report.no_effect("disable_segmented_timestep_sampling", message)
     if all(dataset.config.repeats is not None for dataset in trained):
         message = "has no effect: every dataset that is trained sets repeats."
-        report.append(NoEffect("allow_dataset_oversubscription", message))
+        report.no_effect("allow_dataset_oversubscription", message)
 
 
 def _by_evaluation(config: RunConfig, datasets: Sequence[Dataset], report: Problems) -> None:
@@ -104,18 +102,16 @@ def _by_evaluation(config: RunConfig, datasets: Sequence[Dataset], report: Probl
     if not any(_is_evaluated(dataset) for dataset in datasets):
         message = "has no effect: no dataset has dataset_type eval or hold_out, on which to measure the loss."
         for key in ("eval_steps_interval", "eval_epoch_interval", "eval_timesteps"):
-            report.append(NoEffect(key, message))
+            report.no_effect(key, message)
     if sum(dataset.config.dataset_type == "eval" for dataset in datasets) < 2:
-        report.append(
-            NoEffect("eval_dataset_pooling", "has no effect: a mean needs several datasets with an evaluation loss.")
-        )
+        report.no_effect("eval_dataset_pooling", "has no effect: a mean needs several datasets with an evaluation loss.")
 
 
 def _by_entries(entries: Sequence[DatasetConfig], report: Problems) -> None:
     """Run-wide defaults that every dataset replaces."""
     for key in DatasetDefaults.model_fields:
         if entries and all(getattr(entry, key, None) is not None for entry in entries):
-            report.append(NoEffect(key, f"has no effect: every dataset sets its own {key}."))
+            report.no_effect(key, f"has no effect: every dataset sets its own {key}.")
 
 
 def _is_evaluated(dataset: Dataset) -> bool:

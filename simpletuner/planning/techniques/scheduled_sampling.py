@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from simpletuner.config.schema import RunConfig
 from simpletuner.config.techniques import OFFSET, PROBABILITY, ScheduledSamplingConfig
-from simpletuner.errors import NoEffect, Problems
+from simpletuner.errors import Problems
 from simpletuner.models.cost import BatchShape, TransformerCost
 from simpletuner.planning.techniques.spec import TechniqueCost, TechniqueSpec, TrainedData
 
@@ -53,7 +53,7 @@ class ScheduledSamplingSpec(TechniqueSpec):
         if offset and not sampling.is_on:
             ramps = bool(sampling.scheduled_sampling_ramp_steps)
             reason = "probabilities are 0" if ramps else f"{PROBABILITY} is 0"
-            report.append(NoEffect(OFFSET, f"has no effect: {reason}."))
+            report.no_effect(OFFSET, f"has no effect: {reason}.")
         steps = config.validation.validation_num_inference_steps
         if steps is not None and offset > steps:
             report.error(OFFSET, f"{offset} exceeds the {steps} steps of validation_num_inference_steps.")
