@@ -146,8 +146,9 @@ def _pictures(request: SampleRequest, report: Problems) -> tuple[Sample, ...]:
 
 def _check_loras(paths: Sequence[Path], plan: PreviewPlan, report: Problems) -> None:
     """Check that the LoRA files match the model."""
-    source = plan.source
-    modules = {} if source.problems() else lora_layers.linear_modules(source["transformer"].weight_shapes())
+    modules: dict[str, tuple[int, int]] = {}
+    if plan.source.check(Problems()):  # what is wrong has been reported with the plan
+        modules = lora_layers.linear_modules(plan.source["transformer"].weight_shapes())
     for path in paths:
         lora_checks.check_lora_file("LoRA", path, modules, plan.spec.name, report)
 

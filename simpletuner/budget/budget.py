@@ -23,7 +23,6 @@ from simpletuner.config.speed import graph_key
 from simpletuner.errors import Problems
 from simpletuner.models.cost import BYTES
 from simpletuner.models.vae_cost import TILE, VaeLoad
-from simpletuner.planning.checks import BACKGROUND_KEYS
 from simpletuner.planning.entries import Listing, evaluated, list_entries, make_catalogue, previews_of_a_round
 from simpletuner.planning.plans import AnyPlan, AnyPlan_co, Plan, SamplePlan
 from simpletuner.reporting.events import CACHING, EVALUATION, SAVING
@@ -381,7 +380,7 @@ def _faster_previews(budget: Budget[SamplePlan]) -> Iterator[str]:
         yield "keep_vae_loaded"
     # Decoding in float32 changes process-wide settings.
     if not moves and config.launch.num_processes == 1 and budget.preview_dtype != "fp32":
-        yield from BACKGROUND_KEYS
+        yield "validation_decode_in_background"
 
 
 def decoding_seconds(budget: Budget[SamplePlan]) -> float:

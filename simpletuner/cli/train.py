@@ -276,7 +276,7 @@ def keep_compiled(folder: Path) -> None:
     """
     from simpletuner.planning.environment import why_not_writable
 
-    if why_not_writable("cache_dir", folder):
+    if why_not_writable(folder) is not None:
         return
     for key, name in (("TORCHINDUCTOR_CACHE_DIR", "inductor"), ("TRITON_CACHE_DIR", "triton")):
         os.environ.setdefault(key, str((folder / name).absolute()))

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from simpletuner.config.paths import absence_of, home_path, similar_path
 from simpletuner.config.schema import RunConfig
-from simpletuner.errors import Problem, Problems, shorten
+from simpletuner.errors import Problems, shorten
 from simpletuner.models.spec import FamilySpec, Flavour, OriginalWeights
 from simpletuner.weights.files import Shape, Shapes
 from simpletuner.weights.original import OriginalTransformer
@@ -51,29 +51,44 @@ class ModelSource:
     def __getitem__(self, role: str) -> Part:
         return self.parts[role]
 
-    def problems(self) -> list[Problem]:
-        """Report unusable local folders and malformed hub ids; missing repositories show on download."""
-        problems = Problems()
-        # One message per location, since most parts have the same.
-        for location in dict.fromkeys(part.location for part in self.parts.values()):
-            parts = [part for part in self.parts.values() if part.location == location]
-            key = parts[0].key
-            if not parts[0].is_local:
-                if not HUB_ID.fullmatch(location):
-                    problems.error(key, f"{location!r} is neither an existing folder nor a valid hub id.")
-            elif not home_path(location).is_dir():
-                problems.error(key, f"the model folder {absence_of(home_path(location))}")
-            elif faults := [f"{part.folder} ({fault})" for part in parts if (fault := part.fault()) is not None]:
-                problems.error(key, f"the model folder {location!r} lacks a usable {', '.join(faults)}.")
-        return problems
+    def check(self, report: Problems) -> bool:
+        """Report unusable local folders and malformed hub ids; whether the files that are there can be read.
 
-    def doubts(self, report: Problems) -> None:
+        Missing repositories show on download.
+        """
+        # One message per location, since most parts have the same.
+        by_location: dict[str, list[Part]] = {}
+        for part in self.parts.values():
+            by_location.setdefault(part.location, []).append(part)
+        faults = [(parts[0].key, _fault_at(location, parts)) for location, parts in by_location.items()]
+        for key, fault in faults:
+            if fault is not None:
+                report.error(key, fault)
+        return all(fault is None for _, fault in faults)
+
+    def check_names(self, report: Problems) -> None:
         """Warn about names of hub models that are probably misspelt folders."""
-        for location, key in {part.location: part.key for part in self.parts.values()}.items():
+        keys = {part.location: part.key for part in self.parts.values()}
+        for location, key in keys.items():
             folder = Path(location)
             if HUB_ID.fullmatch(location) and not folder.exists() and folder.parent.is_dir():
                 message = f"there is no folder {location!r}, so it is taken for a model of the hub."
                 report.warn(key, f"{message}{similar_path(folder, '*/')}")
+
+
+def _fault_at(location: str, parts: Sequence[Part]) -> str | None:
+    """Why the parts at a location cannot be used, or None."""
+    if not parts[0].is_local:
+        is_id = HUB_ID.fullmatch(location) is not None
+        return None if is_id else f"{location!r} is neither an existing folder nor a valid hub id."
+    if not home_path(location).is_dir():
+        return f"the model folder {absence_of(home_path(location))}"
+    unusable = []
+    for part in parts:
+        fault = part.fault()
+        if fault is not None:
+            unusable.append(f"{part.folder} ({fault})")
+    return f"the model folder {location!r} lacks a usable {', '.join(unusable)}." if unusable else None
 
 
 def _base(flavour: Flavour, given: str | None) -> str:

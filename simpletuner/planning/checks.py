@@ -6,7 +6,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from operator import itemgetter
 from pathlib import Path
 from typing import Literal
 
@@ -50,7 +49,6 @@ SMALLEST_RESOLUTION = 64  # pixels; a smaller number was probably meant as megap
 MOST_CROPPED = 0.2  # share of a side that may be cropped without a warning if `crop` is off
 OTHER_LAWS = ("flow_use_uniform_schedule", "flow_use_beta_schedule")
 # Without effect on families of pictures.
-BACKGROUND_KEYS = ("validation_decode_in_background",)
 FRAME_KEYS = ("vae_enable_temporal_roll", "validation_num_video_frames", "framerate")
 RATE_IS_A_FACTOR = ("prodigy", "muon", "torch-sgd", "optimi-sgd", "bnb-sgd8bit")  # a rate of 1 is reasonable there
 
@@ -115,11 +113,8 @@ def findings(model: Model, purpose: Purpose) -> Problems:
     else:
         check_flavour(config, flavour, found)
         effects.by_source(source, found)
-        source.doubts(found)
-        # Skip content checks if the checkpoint cannot be found or read.
-        unusable = source.problems()
-        found += unusable
-        if not unusable:
+        source.check_names(found)
+        if source.check(found):
             check_parts(spec, flavour, source, found)
     check_packages(config.precision, found)
     return found
@@ -127,8 +122,11 @@ def findings(model: Model, purpose: Purpose) -> Problems:
 
 def without_effect(problems: Iterable[Problem]) -> dict[str, str]:
     """The keys that have no effect, and why: the first of several reasons."""
-    effects = [each for each in problems if isinstance(each, NoEffect)]
-    return {each.where: each.message for each in reversed(effects)}
+    reasons: dict[str, str] = {}
+    for problem in problems:
+        if isinstance(problem, NoEffect):
+            reasons.setdefault(problem.where, problem.message)
+    return reasons
 
 
 def worth_reporting(problems: Iterable[Problem], config: RunConfig) -> list[Problem]:
@@ -136,7 +134,9 @@ def worth_reporting(problems: Iterable[Problem], config: RunConfig) -> list[Prob
 
     Of several reasons why a key has no effect, the first one is enough.
     """
-    options, settings, problems = all_options(), config.flat, list(problems)
+    problems = list(problems)
+    options = all_options()
+    settings = config.flat
     # A key with an error need not also be called useless.
     wrong = {problem.where for problem in problems if problem.fatal and not isinstance(problem, NoEffect)}
     kept: dict[tuple[str, ...], Problem] = {}
@@ -156,12 +156,14 @@ def worth_reporting(problems: Iterable[Problem], config: RunConfig) -> list[Prob
 def check_output(config: RunConfig, report: Problems) -> None:
     """Report an output folder that is not writable, before slow work starts, and cache paths that are files."""
     shared = {home_path("~").resolve(): "the home folder", Path("/"): "the root of the file system"}
-    if place := shared.get(home_path(config.run.output_dir).resolve()):
+    place = shared.get(home_path(config.run.output_dir).resolve())
+    if place is not None:
         message = f"{config.run.output_dir!r} is {place}; a run needs a folder of its own, such as output/my-lora."
         report.error("output_dir", message)
         return
-    if problem := why_not_writable("output_dir", Path(config.run.output_dir).expanduser()):
-        report.append(problem)
+    fault = why_not_writable(Path(config.run.output_dir).expanduser())
+    if fault:
+        report.error("output_dir", fault)
         return  # caches are often inside it and would repeat the problem
     folders = config.run.model_dump(include={"cache_dir", "cache_dir_text", "cache_dir_vae"}, exclude_none=True)
     check_folders(folders, report)
@@ -169,9 +171,9 @@ def check_output(config: RunConfig, report: Problems) -> None:
 
 def check_length(config: RunConfig, report: Problems) -> None:
     """Exactly one of steps and epochs must be set."""
-    schedule = config.schedule
-    steps, epochs = schedule.max_train_steps or 0, schedule.num_train_epochs
-    if steps > 0 and (epochs or 0) > 0:
+    steps = config.schedule.max_train_steps or 0
+    epochs = config.schedule.num_train_epochs
+    if steps > 0 and epochs is not None and epochs > 0:
         report.error("num_train_epochs", f"is {epochs} and max_train_steps is {steps}; set one to 0 or leave it out.")
     if steps == 0 and epochs == 0:
         report.error("num_train_epochs", "and max_train_steps are both 0; there is nothing to train.")
@@ -192,12 +194,15 @@ def check_rates(config: RunConfig, report: Problems) -> None:
 
 def check_lora(config: RunConfig, report: Problems) -> None:
     """Report inits that change the base if its precision cannot hold the remainder."""
-    init, precision = config.lora.lora_init_type, config.precision
-    base, dtype = precision.base_model_precision, transformer_dtype(precision)
-    if init in ("olora", "pissa") and base not in PLAIN_PRECISIONS:
+    init = config.lora.lora_init_type
+    if init not in ("olora", "pissa"):
+        return
+    base = config.precision.base_model_precision
+    dtype = transformer_dtype(config.precision)
+    if base not in PLAIN_PRECISIONS:
         message = f"{init!r} changes the base, which base_model_precision {base!r} does not allow."
         report.error("lora_init_type", f"{message} Use default or gaussian.")
-    elif init in ("olora", "pissa") and dtype != "fp32":
+    elif dtype != "fp32":
         message = f"{init!r} moves part of the base into the LoRA and rounds the rest to {dtype}, which changes more"
         advice = "than the LoRA does. Use default or gaussian, or base_model_precision fp32."
         report.error("lora_init_type", f"{message} {advice}")
@@ -207,7 +212,8 @@ def check_rest(config: RunConfig, report: Problems) -> None:
     """Short rules, and the rules declared beside their settings."""
     if config.is_explicit("flow_schedule_shift"):
         report.no_effect("flow_schedule_auto_shift", "has no effect: flow_schedule_shift is set and wins.")
-    if None not in (config.evaluation.eval_steps_interval, config.evaluation.eval_epoch_interval):
+    evaluation = config.evaluation
+    if evaluation.eval_steps_interval is not None and evaluation.eval_epoch_interval is not None:
         report.warn("eval_epoch_interval", "and eval_steps_interval are both given; both are used.")
     check_optimizer(config.optimizer, config.precision.mixed_precision, report)
     if config.model.model_type == "lora":  # of a full fine-tune, no weight is multiplied as it is stored
@@ -237,8 +243,9 @@ def family_problems(config: RunConfig, spec: FamilySpec, report: Problems) -> No
     if spec.text_encoders > 1 and second in ("bf16", "fp32") and second != text_encoder_dtype(config.precision):
         message = f"{second!r}: the text encoders compute in one dtype; set text_encoder_1_precision to the same."
         report.error("text_encoder_2_precision", message)
-    vae, base = config.model.pretrained_vae_model_name_or_path, config.model.pretrained_model_name_or_path
-    if None not in (vae, base) and vae != base:
+    vae = config.model.pretrained_vae_model_name_or_path
+    base = config.model.pretrained_model_name_or_path
+    if vae is not None and base is not None and vae != base:
         report.warn("pretrained_vae_model_name_or_path", f"{vae!r} is not pretrained_model_name_or_path {base!r}.")
 
 
@@ -250,8 +257,11 @@ def _check_vae(config: RunConfig, spec: FamilySpec, report: Problems) -> None:
     if config.caching.vae_enable_temporal_roll and spec.slices_convolutions:
         message = f"diffusers encodes a clip of {spec.title} as a whole and cannot carry convolutions between frames;"
         report.error("vae_enable_temporal_roll", f"{message} vae_enable_patch_conv lowers the VAE's memory.")
-    frames, stride = config.validation.validation_num_video_frames, spec.frame_stride
-    if spec.media == "video" and frames is not None and (frames - 1) % stride:  # clips fill whole latent frames
+    frames = config.validation.validation_num_video_frames
+    stride = spec.frame_stride
+    if spec.media != "video" or frames is None:
+        return
+    if (frames - 1) % stride != 0:  # clips fill whole latent frames
         below = (frames - 1) // stride * stride + 1
         message = f"{frames} is not {stride}k+1; the nearest are {below} and {below + stride}."
         report.error("validation_num_video_frames", message, remedy={"validation_num_video_frames": below + stride})
@@ -259,17 +269,28 @@ def _check_vae(config: RunConfig, spec: FamilySpec, report: Problems) -> None:
 
 def _unused_keys(spec: FamilySpec, report: Problems) -> None:
     """Report keys for features that the family lacks."""
-    groups = family_groups()
-    for is_used, keys, reason in (
-        (spec.slices_convolutions, ("vae_enable_patch_conv",), f"the VAE of {spec.title} is not the one it applies to"),
-        (spec.frame_rate, FRAME_KEYS, f"{spec.title} has no frames"),
-        (spec.fast_blocks, BLOCK_KEYS, f"{spec.title} has no such blocks to choose"),
-        (not spec.cost.guided_together, ("validation_batched_guidance",), f"{spec.title}'s pipeline always does so"),
-        (spec.defaults.get("vae_dtype") != "fp32", BACKGROUND_KEYS, f"the VAE of {spec.title} decodes in float32"),
-        (spec.text_encoders > 1, ("text_encoder_2_precision",), f"{spec.title} has one text encoder"),
-        *((group is spec.options, group.model_fields, f"{spec.title} is not {group.__doc__}") for group in groups),
-    ):
-        report.extend(NoEffect(key, f"has no effect: {reason}.") for key in keys if not is_used)
+    if not spec.slices_convolutions:
+        message = f"has no effect: the VAE of {spec.title} is not the one it applies to."
+        report.no_effect("vae_enable_patch_conv", message)
+    if not spec.frame_rate:
+        for key in FRAME_KEYS:
+            report.no_effect(key, f"has no effect: {spec.title} has no frames.")
+    if not spec.fast_blocks:
+        for key in BLOCK_KEYS:
+            report.no_effect(key, f"has no effect: {spec.title} has no such blocks to choose.")
+    if spec.cost.guided_together:
+        message = f"has no effect: {spec.title}'s pipeline always does so."
+        report.no_effect("validation_batched_guidance", message)
+    if spec.defaults.get("vae_dtype") == "fp32":
+        message = f"has no effect: the VAE of {spec.title} decodes in float32."
+        report.no_effect("validation_decode_in_background", message)
+    if spec.text_encoders == 1:
+        message = f"has no effect: {spec.title} has one text encoder."
+        report.no_effect("text_encoder_2_precision", message)
+    for group in family_groups():
+        if group is not spec.options:
+            for key in group.model_fields:
+                report.no_effect(key, f"has no effect: {spec.title} is not {group.__doc__}.")
 
 
 def check_flavour(config: RunConfig, flavour: Flavour, report: Problems) -> None:
@@ -286,8 +307,8 @@ def check_block_numbers(config: RunConfig, spec: FamilySpec, source: ModelSource
     """
     counts = list(spec.block_counts.values())
     # The last group holds the visual blocks, after the text blocks.
-    found = (source["transformer"].read_config() or {}).get(counts[-1]) if counts else None
-    blocks = found if isinstance(found, int) else None
+    number = (source["transformer"].read_config() or {}).get(counts[-1]) if counts else None
+    blocks = number if isinstance(number, int) else None
     routes = config.tread.routes if spec.token_blocks else ()
     for technique in ruling_techniques(config):
         technique.check_model(config, spec, routes, blocks, report)
@@ -295,15 +316,17 @@ def check_block_numbers(config: RunConfig, spec: FamilySpec, source: ModelSource
 
 def check_sequence(model: Model, report: Problems) -> None:
     """Check that a sequence-parallel group divides the heads, and is within one machine."""
-    spec, launch = model.spec, model.config.launch
-    size, key = launch.sequence_parallel_size, "sequence_parallel_size"
+    key = "sequence_parallel_size"
+    spec = model.spec
+    launch = model.config.launch
+    size = launch.sequence_parallel_size
     if spec.heads is None:
         report.error(key, f"{size}: a block of {spec.title} needs all tokens of a sample together; use 1.")
         return
     heads = spec.heads(model.source["transformer"].read_config() or spec.cost.published(model.flavour.name))
     both = math.gcd(heads, launch.local_processes)
-    if both % size:
-        allowed = ", ".join(str(each) for each in range(1, both + 1) if both % each == 0)
+    if both % size != 0:
+        allowed = ", ".join(str(divisor) for divisor in range(1, both + 1) if both % divisor == 0)
         processes = counted(launch.local_processes, "process", "processes")
         message = f"{size} must divide the {heads} heads of the model and the {processes} of each machine"
         report.error(key, f"{message}: use {allowed}.")
@@ -312,7 +335,8 @@ def check_sequence(model: Model, report: Problems) -> None:
 def check_parts(spec: FamilySpec, flavour: Flavour, source: ModelSource, report: Problems) -> None:
     """Whether the parts on this machine can be used, belong to the family and hold every weight."""
     vae = source["vae"]
-    if fault := vae_fault(vae.read_config() or {}):
+    fault = vae_fault(vae.read_config() or {})
+    if fault is not None:
         report.error(vae.key, f"the vae in {vae.location!r} {fault}.")
         return
     spec.checks.checkpoint(flavour, source, report)
@@ -326,17 +350,19 @@ def check_weights(spec: FamilySpec, flavour: Flavour, source: ModelSource, repor
     """
     # From config.json and headers alone, before gigabytes are read.
     for role, component in spec.components.items():
-        config = source[role].read_config() if component.kinds else None
+        part = source[role]
+        config = part.read_config() if component.kinds else None
         if config is None:
             continue
-        part, kind = source[role], config.get("_class_name", config.get("model_type"))
+        kind = config.get("_class_name", config.get("model_type"))
         where = f"the {role} in {part.location!r}"
         if kind not in component.kinds:
             allowed = " or ".join(map(repr, component.kinds))
             report.error(part.key, f"{where} is a {kind!r}; {spec.title} has a {allowed}.")
         elif role.startswith("text_encoder"):
             tokens = source[role.replace("text_encoder", "tokenizer")].tokens()
-            if fault := encoder_fault(config, encoder_weights(part), tokens):
+            fault = encoder_fault(config, encoder_weights(part), tokens)
+            if fault is not None:
                 report.error(part.key, f"{where} {fault}.")
     _check_transformer(spec, flavour, source, report)
 
@@ -346,30 +372,32 @@ def _check_transformer(spec: FamilySpec, flavour: Flavour, source: ModelSource, 
 
     Shapes are compared with the class when the run starts (`models.loading.check_shapes`).
     """
-    part, config = source["transformer"], source["transformer"].read_config()
-    found = part.weight_shapes()
-    if config is None or not found:
+    part = source["transformer"]
+    config = part.read_config()
+    shapes = part.weight_shapes()
+    if config is None or not shapes:
         return
     where = f"the transformer in {part.location!r}"
     published = spec.cost.of_flavour(flavour.name).shapes
     # Weights outside the blocks, as the published checkpoint has them.
-    beside = {name for name in published if not name.startswith(tuple(f"{group}." for group in spec.block_counts))}
-    absent = sorted(beside - found.keys())
+    of_blocks = tuple(f"{group}." for group in spec.block_counts)
+    beside = {name for name in published if not name.startswith(of_blocks)}
+    absent = sorted(beside - shapes.keys())
     for group, key in spec.block_counts.items():
-        expected, there = config.get(key), blocks_of(group, found)
+        expected = config.get(key)
+        blocks = blocks_of(group, shapes)
         if isinstance(expected, int):  # a file of the user may hold anything
-            surplus = sorted(number for number in there if number >= expected)
-            if surplus:
-                report.error(part.key, f"{where} has {len(there)} {group}, its config.json has {key} {expected}.")
-            absent += [f"{group}.{number}" for number in range(expected) if number not in there]
-        absent += differing_weights(group, there)
+            if any(number >= expected for number in blocks):
+                report.error(part.key, f"{where} has {len(blocks)} {group}, its config.json has {key} {expected}.")
+            absent += [f"{group}.{number}" for number in range(expected) if number not in blocks]
+        absent += differing_weights(group, blocks)
     if absent:
         report.error(part.key, f"{where} is incomplete: its files lack {shorten(absent)}.")
 
 
 def check_prompts(config: RunConfig, prompts: Sequence[ValidationPrompt], report: Problems) -> None:
     """Prompts must not contain control tokens: the tokenizer would read them as the end of the prompt or a picture."""
-    texts: list[tuple[str, str | None]] = [(each.nickname, each.prompt) for each in prompts]
+    texts: list[tuple[str, str | None]] = [(prompt.nickname, prompt.prompt) for prompt in prompts]
     texts.append(("validation_negative_prompt", config.validation.validation_negative_prompt))
     # It becomes a caption, see `PreservationConfig.other_caption`.
     texts.append(("preservation_prompt", config.preservation.preservation_prompt))
@@ -381,24 +409,34 @@ def check_prompts(config: RunConfig, prompts: Sequence[ValidationPrompt], report
 
 def check_total(config: RunConfig, total_steps: int, report: Problems) -> None:
     """Warm-up must end, and what starts at a step must start, before the run ends."""
-    consequences = {
-        "lr_warmup_steps": (True, "the learning rate never reaches its value and never decays"),
-        "ema_warmup_steps": (config.ema.use_ema, "the average stays a copy of the weights"),
-        **{key: (True, reason) for technique in config.techniques_in_use for key, reason in technique.late.items()},
-        "validate_after_step": (not config.validation.validation_disable, "no previews before the last step"),
-    }
-    steps = config.flat
-    for key, (is_on, consequence) in consequences.items():
-        if is_on and steps[key] >= total_steps > 0:  # 0 in a draft whose epochs decide
+    if total_steps == 0:  # a draft whose epochs decide
+        return
+    consequences = {"lr_warmup_steps": "the learning rate never reaches its value and never decays"}
+    if config.ema.use_ema:
+        consequences["ema_warmup_steps"] = "the average stays a copy of the weights"
+    for technique in config.techniques_in_use:
+        consequences |= technique.late
+    if not config.validation.validation_disable:
+        consequences["validate_after_step"] = "no previews before the last step"
+    for key, consequence in consequences.items():
+        step = config.flat[key]
+        if step >= total_steps:
             length = counted(total_steps, "step")
-            report.warn(key, f"{steps[key]} is not below the length of the run ({length}): {consequence}.")
+            report.warn(key, f"{step} is not below the length of the run ({length}): {consequence}.")
 
 
-# `unmet` first: of several reasons why a key has no effect, `worth_reporting` keeps the first.
 RULES = (
-    unmet, effects.by_settings, conflicts, check_output, check_launch, check_length, check_rates, check_offload,
-    check_lora, check_rest,
-)  # fmt: skip
+    unmet,  # first: of several reasons why a key has no effect, `worth_reporting` keeps the first
+    effects.by_settings,
+    conflicts,
+    check_output,
+    check_launch,
+    check_length,
+    check_rates,
+    check_offload,
+    check_lora,
+    check_rest,
+)
 # What training needs, such as packages of an optimizer, may be missing here.
 SAMPLE_RULES = (conflicts, check_output, check_offload)
 
@@ -435,16 +473,18 @@ def _check_evaluated(model: Model, dataset: Dataset, report: Problems) -> None:
 
 def _check_noise_levels(config: RunConfig, dataset: Dataset, report: Problems) -> None:
     """A dataset's own noise levels need a law that they shift."""
+    if not dataset.config.timestep_sampling_offset:
+        return
     # Logit-normal has no key: it is what the others replace.
-    law = next((key for key in OTHER_LAWS if config.flat[key]), None)
-    if dataset.config.timestep_sampling_offset and law:
-        message = f"is added before the sigmoid of logit-normal sigmas, and {law} has none; remove one of them."
+    laws = [key for key in OTHER_LAWS if config.flat[key]]
+    if laws:
+        message = f"is added before the sigmoid of logit-normal sigmas, and {laws[0]} has none; remove one of them."
         report.error(f"{dataset.id}.timestep_sampling_offset", message)
 
 
 def _check_kinds(config: RunConfig, trained: Sequence[Dataset], report: Problems) -> None:
     """Regularisation data needs a LoRA and other data, and a LoRA for sliders data with a strength."""
-    regularised = [each.id for each in trained if each.config.is_regularisation_data]
+    regularised = [dataset.id for dataset in trained if dataset.config.is_regularisation_data]
     drawn = [dataset for dataset in trained if dataset.config.probability > 0]
     if drawn and all(dataset.config.is_regularisation_data for dataset in drawn):
         message = "is set on every dataset that is trained, so the only target would be the base model itself."
@@ -452,27 +492,28 @@ def _check_kinds(config: RunConfig, trained: Sequence[Dataset], report: Problems
     if regularised and config.model.model_type == "full":
         message = "needs model_type lora: the base model is the one with the LoRA off."
         report.error(f"{regularised[0]}.is_regularisation_data", message)
-    if config.lora.slider_lora_target and not any(each.config.slider_strength for each in trained):
+    if config.lora.slider_lora_target and not any(dataset.config.slider_strength for dataset in trained):
         report.warn("slider_lora_target", "is on, but no trained dataset has a slider_strength: this is no slider.")
 
 
 def _check_previewed(chosen: Sequence[str], datasets: Sequence[Dataset], report: Problems) -> None:
     """Datasets chosen for previews must exist and should not be trained."""
-    ids = [each.id for each in datasets]
+    ids = [dataset.id for dataset in datasets]
     for name in chosen:
         if name not in ids:
             report.error("eval_dataset_id", f"{name!r} is no dataset ({', '.join(ids)}).{did_you_mean(name, ids)}")
-    for each in datasets:
-        if each.config.is_trained and each.id in chosen:
-            message = f"{each.id} is also trained; give it dataset_type eval if it is for evaluation and previews only."
-            report.warn("eval_dataset_id", message)
+    for dataset in datasets:
+        if dataset.config.is_trained and dataset.id in chosen:
+            advice = "give it dataset_type eval if it is for evaluation and previews only."
+            report.warn("eval_dataset_id", f"{dataset.id} is also trained; {advice}")
 
 
 def _check_slider(config: RunConfig, dataset: Dataset, report: Problems) -> None:
     """A strength multiplies a LoRA that scales with it."""
-    lora, key = config.lora, f"{dataset.id}.slider_strength"
     if not dataset.config.is_trained:
         return
+    lora = config.lora
+    key = f"{dataset.id}.slider_strength"
     if config.model.model_type == "full":
         report.error(key, "needs model_type lora: it is the strength of the LoRA.")
     elif reason := adapter_kind(lora).no_slider:
@@ -486,33 +527,37 @@ def _check_slider(config: RunConfig, dataset: Dataset, report: Problems) -> None
 
 def _check_resolution(model: Model, dataset: Dataset, report: Problems) -> None:
     """A resolution in pixels that looks like megapixels."""
-    resolution, kind = dataset.config.resolution, dataset.config.resolution_type
-    if resolution is not None and resolution < SMALLEST_RESOLUTION and kind != "area":
-        largest = (model.spec.largest_side / 1000) ** 2  # megapixels
-        advice = "for megapixels set resolution_type area" if resolution <= largest else f"use {SMALLEST_RESOLUTION}"
-        message = (
-            f"{resolution:g} is in pixels, since resolution_type is {kind}; {advice}. "
-            "(i_know_what_i_am_doing allows it.)"
-        )
-        report.append(Problem(f"{dataset.id}.resolution", message, fatal=not model.config.run.i_know_what_i_am_doing))
+    resolution = dataset.config.resolution
+    kind = dataset.config.resolution_type
+    if resolution is None or resolution >= SMALLEST_RESOLUTION or kind == "area":
+        return
+    largest = (model.spec.largest_side / 1000) ** 2  # megapixels
+    advice = "for megapixels set resolution_type area" if resolution <= largest else f"use {SMALLEST_RESOLUTION}"
+    message = f"{resolution:g} is in pixels, since resolution_type is {kind}; {advice}."
+    is_fatal = not model.config.run.i_know_what_i_am_doing
+    message += " (i_know_what_i_am_doing allows it.)"
+    report.append(Problem(f"{dataset.id}.resolution", message, fatal=is_fatal))
 
 
 def _check_cropping(dataset: Dataset, report: Problems) -> None:
     """Samples that lose much of a side only because sides are rounded to the model's grid."""
     if dataset.config.crop or not dataset.config.is_trained or not dataset.samples:  # others follow a trained one
         return
-    share, sample = max(((_cropped(each.geometry), each) for each in dataset.samples), key=itemgetter(0))
+    sample = max(dataset.samples, key=lambda sample: max(_cropped(sample.geometry)))
+    in_width, in_height = _cropped(sample.geometry)
+    share = max(in_width, in_height)
     if share > MOST_CROPPED:
-        (width, height), resized = sample.geometry.size, sample.geometry.resized
-        # The picture is wider than its bucket, by cross-multiplied ratios.
-        side = "width" if resized[0] * height > resized[1] * width else "height"
+        side = "width" if in_width > in_height else "height"
+        width, height = sample.geometry.size
         message = f"{share:.0%} of the {side} of {sample.name} is cropped: {width}x{height} is the nearest size"
         report.warn(f"{dataset.id}.resolution", f"{message} on the model's grid; a larger resolution crops less.")
 
 
-def _cropped(geometry: Geometry) -> float:
-    """The share of a side."""
-    return 1 - min(kept / whole for kept, whole in zip(geometry.size, geometry.resized, strict=True))
+def _cropped(geometry: Geometry) -> tuple[float, float]:
+    """The shares of width and height that a crop takes off."""
+    width, height = geometry.size
+    whole_width, whole_height = geometry.resized
+    return 1 - width / whole_width, 1 - height / whole_height
 
 
 def check_cache_folders(entries: Sequence[DatasetConfig], report: Problems) -> None:

@@ -104,7 +104,9 @@ def _by_evaluation(config: RunConfig, datasets: Sequence[Dataset], report: Probl
         for key in ("eval_steps_interval", "eval_epoch_interval", "eval_timesteps"):
             report.no_effect(key, message)
     if sum(dataset.config.dataset_type == "eval" for dataset in datasets) < 2:
-        report.no_effect("eval_dataset_pooling", "has no effect: a mean needs several datasets with an evaluation loss.")
+        report.no_effect(
+            "eval_dataset_pooling", "has no effect: a mean needs several datasets with an evaluation loss."
+        )
 
 
 def _by_entries(entries: Sequence[DatasetConfig], report: Problems) -> None:

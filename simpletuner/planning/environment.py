@@ -14,7 +14,7 @@ from simpletuner.config.schema import PLAIN_PRECISIONS, RunConfig, all_options
 from simpletuner.config.speed import graph_keys
 from simpletuner.config.types import TRUE_WORDS, parse_flag
 from simpletuner.distributed.world import launched, number_in
-from simpletuner.errors import Problem, Problems, UserError, did_you_mean
+from simpletuner.errors import Problems, UserError, did_you_mean
 from simpletuner.rounding import ceil_div
 
 LEVELS = {logging.getLevelName(level): level for level in range(logging.DEBUG, logging.CRITICAL + 1, 10)}
@@ -29,7 +29,8 @@ REPLACED = {
 def driver() -> str | None:
     """The path of nvidia-smi; None if no NVIDIA GPU is visible to this process."""
     # An approximation, since a plan does not import torch.
-    return None if os.environ.get("CUDA_VISIBLE_DEVICES", "0").strip() in ("", "-1") else shutil.which("nvidia-smi")
+    hides_all = os.environ.get("CUDA_VISIBLE_DEVICES", "0").strip() in ("", "-1")
+    return None if hides_all else shutil.which("nvidia-smi")
 
 
 def check_environment(report: Problems) -> None:
@@ -75,14 +76,22 @@ def as_launched(config: RunConfig, report: Problems) -> RunConfig:
 
 
 def as_rendered(config: RunConfig, folder: str) -> RunConfig:
-    """The settings of a run for sampling to a folder, in one process; the compute dtype of a full fine-tune becomes the
-    dtype of the base model."""
-    alone = {"num_processes": 1, "num_machines": 1, "sequence_parallel_size": 1, "fsdp_enable": False}
-    values: dict[str, Any] = {"output_dir": folder, "validation_disable": False, **alone}
-    precision = config.precision.base_model_precision
+    """The settings of a run for sampling to a folder, in one process.
+
+    The dtype in which a full fine-tune was trained becomes that of the base model.
+    """
+    values: dict[str, Any] = {
+        "output_dir": folder,
+        "validation_disable": False,
+        "num_processes": 1,
+        "num_machines": 1,
+        "sequence_parallel_size": 1,
+        "fsdp_enable": False,
+    }
     if config.model.model_type == "full":
-        dtype = trained_precision(config.optimizer, config.precision)
-        values |= {"model_type": "lora", "base_model_precision": dtype if precision in PLAIN_PRECISIONS else precision}
+        values["model_type"] = "lora"
+        if config.precision.base_model_precision in PLAIN_PRECISIONS:
+            values["base_model_precision"] = trained_precision(config.optimizer, config.precision)
     return config.with_values(values, "sampling")
 
 
@@ -104,27 +113,33 @@ def existing(folder: Path) -> Path:
 def check_folders(folders: Mapping[str, str | None], report: Problems) -> None:
     """Report paths that are files instead of folders. Read-only folders are allowed, such as complete caches."""
     for key, folder in folders.items():
-        if folder and not (parent := existing(Path(folder).expanduser())).is_dir():
-            report.error(key, f"{folder!r} cannot be a folder: {str(parent)!r} is a file.")
+        fault = _why_no_folder(Path(folder).expanduser(), folder) if folder else None
+        if fault is not None:
+            report.error(key, fault)
 
 
-def why_not_writable(key: str, folder: Path) -> Problem | None:
-    """Why the folder that a key names cannot be created or written to, or None."""
+def _why_no_folder(folder: Path, written: str) -> str | None:
+    """Why a path cannot be a folder, or None."""
+    parent = existing(folder)
+    return None if parent.is_dir() else f"{written!r} cannot be a folder: {str(parent)!r} is a file."
+
+
+def why_not_writable(folder: Path) -> str | None:
+    """Why a folder cannot be created or written to, or None."""
     parent = existing(folder)
     # X: without it, nothing in the folder can be opened.
     if parent.is_dir() and not os.access(parent, os.W_OK | os.X_OK):
-        return Problem(key, f"{str(folder)!r} cannot be written to (no permission in {str(parent)!r}).")
-    report = Problems()
-    check_folders({key: str(folder)}, report)
-    return report[0] if report else None
+        return f"{str(folder)!r} cannot be written to (no permission in {str(parent)!r})."
+    return _why_no_folder(folder, str(folder))
 
 
 def check_launch(config: RunConfig, report: Problems) -> None:
     """Report an invalid number of processes per machine, and conflicts with FSDP2."""
     launch = config.launch
-    if launch.num_processes % launch.num_machines:
-        fewer = launch.num_processes // launch.num_machines
-        allowed = " or ".join(str(each * launch.num_machines) for each in (fewer, fewer + 1) if each)
+    if launch.num_processes % launch.num_machines != 0:
+        below = launch.num_processes // launch.num_machines * launch.num_machines
+        above = below + launch.num_machines
+        allowed = f"{below} or {above}" if below > 0 else str(above)
         message = f"{launch.num_processes} processes cannot be shared equally by num_machines {launch.num_machines}"
         report.error("num_processes", f"{message}; it counts those of all machines: {allowed}.")
     if launch.fsdp_enable:
@@ -162,8 +177,9 @@ def check_offload(config: RunConfig, report: Problems) -> None:
     folder = settings[disk]
     if folder is None or not all_options()[disk].has_effect(settings):
         return
-    if problem := why_not_writable(disk, Path(folder).expanduser()):
-        report.append(problem)
+    fault = why_not_writable(Path(folder).expanduser())
+    if fault is not None:
+        report.error(disk, fault)
     else:
         message = "every step reads the offloaded weights twice from this disk, unless spare memory keeps them;"
         report.warn(disk, f"{message} it waits whenever reading takes longer than computing.")

@@ -32,7 +32,7 @@ def source(**keys: str) -> ModelSource:
 
 
 def problems(**keys: str) -> list[str]:
-    return [str(problem) for problem in source(**keys).problems()]
+    return [str(problem) for problem in found_by(source(**keys).check)]
 
 
 def safetensors(path: Path, tensors: dict[str, tuple[int, ...]], *, missing: int = 0) -> Path:
@@ -78,7 +78,7 @@ def test_parts_can_be_replaced(t2i_checkpoint: Path, i2i_checkpoint: Path) -> No
     assert found["vae"].location == str(i2i_checkpoint)
     assert found["tokenizer"].location == "nowhere"
     assert found["text_encoder_2"].location == str(t2i_checkpoint)
-    assert [str(problem) for problem in found.problems()] == [
+    assert [str(problem) for problem in found_by(found.check)] == [
         f"{BASE}: the model folder '{t2i_checkpoint}' lacks a usable other (it is not there).",
         "qwen_text_encoder_model_name_or_path: the model folder 'nowhere' does not exist.",
     ]
@@ -111,11 +111,11 @@ def test_a_folder_that_looks_like_a_hub_name_is_a_folder(tmp_path: Path, monkeyp
     monkeypatch.chdir(tmp_path)
     assert not looks_like_path("models/tiny")
     named = source(pretrained_model_name_or_path="models/tinny")
-    assert [*found_by(named.doubts)] == []
+    assert [*found_by(named.check_names)] == []
     Path("models/tiny").mkdir(parents=True)
     assert looks_like_path("models/tiny")
     told = "there is no folder 'models/tinny', so it is taken for a model of the hub. Did you mean 'models/tiny'?"
-    assert [str(doubt) for doubt in found_by(named.doubts)] == [f"{BASE}: {told}"]
+    assert [str(doubt) for doubt in found_by(named.check_names)] == [f"{BASE}: {told}"]
 
 
 @pytest.mark.parametrize("location", ["org/na@me", "org/", "-org/name", "org/name-", "a b/c", f"org/{'x' * 200}"])

@@ -23,7 +23,6 @@ from simpletuner.weights.lora_names import LORA_FILE
 from simpletuner.weights.part import Part
 from tests.complaints import complaint, complaints, warnings
 from tests.fidelity.family import CPU, make_adapter
-from tests.reports import found_by
 from tests.workspace import DATASETS, Workspace
 
 Capture = pytest.CaptureFixture[str]
@@ -50,11 +49,15 @@ def edit_config(folder: Path, file: str = "config.json", /, **values: Any) -> No
 
 def plan_of(folder: Path, family: str) -> str:
     """The problems of a checkpoint, as the plan finds them."""
-    spec, problems = FAMILIES[family], Problems()
+    spec = FAMILIES[family]
+    flavour = spec.flavours[0]
     values = {"model_type": "lora", "model_family": family, "pretrained_model_name_or_path": str(folder)}
-    config = resolve([Layer("test", list(values.items()))], problems)
-    source = ModelSource.from_config(spec, spec.flavours[0], config)
-    return "\n".join(map(str, source.problems() or found_by(check_parts, spec, spec.flavours[0], source)))
+    config = resolve([Layer("test", list(values.items()))], Problems())
+    source = ModelSource.from_config(spec, flavour, config)
+    report = Problems()
+    if source.check(report):
+        check_parts(spec, flavour, source, report)
+    return "\n".join(map(str, report))
 
 
 def without(words: str) -> Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]]:

@@ -97,10 +97,10 @@ def check_captioner(spec: FamilySpec, source: ModelSource, report: Problems) -> 
         message = f"the text encoder of {spec.title} cannot caption pictures; choose a Kandinsky 5 family."
         report.error("model_family", message)
         return
-    problems = ModelSource({role: source[role] for role in ENCODER}).problems()
-    report.extend(problems)
     part = source["text_encoder"]
-    names, settings = [] if problems else list(part.weight_shapes()), part.read_config() or {}
+    is_usable = ModelSource({role: source[role] for role in ENCODER}).check(report)
+    names = list(part.weight_shapes()) if is_usable else []
+    settings = part.read_config() or {}
     has = {
         # A tied head is stored as the embedding only.
         f"language head ({LANGUAGE_HEAD})": LANGUAGE_HEAD in names or bool(settings.get("tie_word_embeddings")),

@@ -150,9 +150,9 @@ def weigh(plan: AnyPlan, report: Problems, asked: AskedDevice = HERE) -> Budget[
     check_sharded_lora(budget, judged)
     writings = list(find_writings(budget))
     for writing in writings:
-        unwritable = why_not_writable(writing.what, writing.folder)
-        if unwritable is not None:
-            judged.append(unwritable)
+        fault = why_not_writable(writing.folder)
+        if fault is not None:
+            judged.error(writing.what, fault)
     check_disk(budget.plan, writings, judged)
     # Of another machine's GPU it is unknown which products it has.
     if multiplied(budget.config.precision) and not asked.is_elsewhere:

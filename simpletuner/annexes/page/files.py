@@ -278,8 +278,9 @@ def writable(project: Project, path: Path) -> Path:
     # `data_backend_config` may name any file of the project: only JSON files are overwritten.
     if path.suffix != ".json":
         raise Refusal(403, f"{path.name!r} was not written: configs and dataset files end in .json.")
-    if problem := why_not_writable("", path.parent):
-        raise Refusal(403, [problem])
+    fault = why_not_writable(path.parent)
+    if fault is not None:
+        raise Refusal(403, [Problem("", fault)])
     return project.inside(path)
 
 
