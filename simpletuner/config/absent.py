@@ -69,6 +69,8 @@ def _means_the_same(value: Any, off: Any) -> bool:
     """Whether two spellings have the same meaning, those of true and false included."""
     if isinstance(off, bool):
         return str(value).strip().lower() in (TRUE_WORDS if off else FALSE_WORDS)
+    if isinstance(off, list):
+        return str(value).replace(" ", "") == str(off)  # on the command line, [] is a text
     return same_value(value, off)
 
 

@@ -14,17 +14,21 @@ LAST_WITH = "0.1.0"
 
 
 def without_removed(settings: Mapping[str, Any], record: str, report: Problems) -> dict[str, Any]:
-    """Recorded settings without those that are gone; one warning names them all.
+    """Recorded settings without those that are gone; one warning names all that asked for something.
 
     Args:
-        record: the file, for the warning.
+        record: the file, for the warning. A checkpoint records every key, also those that were off.
     """
     kept: dict[str, Any] = {}
     gone: list[str] = []
+    recorded = {plain_key(key): value for key, value in settings.items()}
     for key, value in settings.items():
         name = plain_key(key)
-        if name in removed_keys("config"):
-            gone.append(name)
+        row = removed_keys("config").get(name)
+        if row is not None:
+            mechanism = row.part_of or name
+            if not removed_keys("config")[mechanism].asks_for_nothing(recorded.get(mechanism)):
+                gone.append(name)
         elif str(value) in removed_values("config").get(name, {}):
             gone.append(f"{name} {value}")
         else:

@@ -129,6 +129,11 @@ def test_a_key_whose_default_was_on_is_off_only_there() -> None:
     assert not row.asks_for_nothing(False)
 
 
+@pytest.mark.parametrize("value", [[], "[]", "[ ]"])
+def test_an_empty_list_is_off_as_text_too(value: Any) -> None:
+    assert Removed(off=[[]]).asks_for_nothing(value)
+
+
 def test_a_removed_word_of_a_key_is_refused_with_what_to_do_instead() -> None:
     for key, rows in removed_values("config").items():
         for word in rows:

@@ -158,6 +158,16 @@ def test_a_record_loses_keys_and_values_that_are_gone() -> None:
     assert str(problem) == "config.json: optimizer soap, layersync_enabled were removed in 0.2.0 and left out."
 
 
+def test_what_a_record_had_off_is_left_out_without_a_word(old: Workspace) -> None:
+    recorded = json.loads(old.path("runs/plain/checkpoint-4/config.json").read_text())
+
+    report = Problems()
+    kept = without_removed(recorded, "config.json", report)
+
+    assert not removed_keys("config").keys() & kept.keys()
+    assert report == []
+
+
 @pytest.mark.parametrize(
     ("recorded", "needed"),
     [
