@@ -245,3 +245,14 @@ def test_a_wrong_entry_is_one_clear_problem(
         context, {"instance_data_dir": str(tmp_path), "id": "b"}, table(tmp_path, [("a.png", "x")], **change)
     )
     assert [words in problem.message for problem in fatal(problems) if problem.where == where] == [True]
+
+
+def test_a_refused_entry_hides_no_problem_of_an_entry_whose_name_it_begins_with(
+    context: DataContext, tmp_path: Path
+) -> None:
+    bad_table = table(tmp_path / "a", [("a.png", "x")], csv_caption_column="txt")
+    refused = table(tmp_path / "b", [("a.png", "x")], caption_strategy="textfile", id="web-2")
+
+    _, problems = build(context, bad_table, refused)
+
+    assert {problem.where for problem in fatal(problems)} == {"web.csv_caption_column", "web-2.type"}

@@ -1,1 +1,1 @@
-"""Datasets from tables and the hub."""
+"""Datasets that are downloaded: from tables of addresses, and from the hub."""

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from simpletuner.annexes.display.progress import shown_events
 from simpletuner.annexes.remote.hub_rows import list_rows
-from simpletuner.annexes.remote.store import Offer, Store, UnfetchedError
+from simpletuner.annexes.remote.store import Item, RemoteFiles, Store, UnfetchedError
 from simpletuner.annexes.remote.web_table import list_table
 from simpletuner.config.datasets import DatasetConfig
 from simpletuner.data.discovery import Scan, classify, wanted_suffixes
@@ -31,44 +31,73 @@ def collect(
         problems: errors are added to it. After a fatal one, nothing is downloaded.
         fetches: download missing files; otherwise no server is contacted, and only downloaded files are listed.
     """
-    offers: dict[str, tuple[Store, Offer]] = {}
+    listed: dict[str, tuple[Store, RemoteFiles]] = {}
     for entry in entries:
-        if any(problem.fatal and problem.where.startswith(entry.id) for problem in problems):
+        if _is_refused(entry, problems):
             continue
-        folder, wanted = Path(entry.instance_data_dir or ""), wanted_suffixes(entry, context)
-        forgiven = "allow_private_urls" if entry.allow_private_urls else ""
-        store = Store(folder, wanted, context.defaults.retry_failed, forgiven, fetches)
+        store = _open_store(entry, context, fetches=fetches)
         try:
-            offers[entry.id] = store, LISTERS[entry.type](entry, store, problems)
+            listed[entry.id] = store, LISTERS[entry.type](entry, store, problems)
         except UserError as error:
             kind: Kind | None = "unfetched" if isinstance(error, UnfetchedError) else None
             problems.error(entry.id, str(error), kind=kind)
     if problems.are_fatal:
         return {}
-    return {name: _download(name, *offer, problems) for name, offer in offers.items()}
+    return {name: _download(name, store, files, problems) for name, (store, files) in listed.items()}
 
 
 # For plans that must not contact a server.
 collect_cached = partial(collect, fetches=False)
 
 
-def _download(dataset: str, store: Store, offer: Offer, problems: Problems) -> Scan:
+def _is_refused(entry: DatasetConfig, problems: Problems) -> bool:
+    """Whether an entry already has a fatal problem, so that listing its files would only add others."""
+    for problem in problems:
+        of_entry = problem.where == entry.id or problem.where.startswith(f"{entry.id}.")
+        if problem.fatal and of_entry:
+            return True
+    return False
+
+
+def _open_store(entry: DatasetConfig, context: DataContext, *, fetches: bool) -> Store:
+    return Store(
+        root=Path(entry.instance_data_dir or ""),
+        wanted=wanted_suffixes(entry, context),
+        retry_failed=context.defaults.retry_failed,
+        forgiven="allow_private_urls" if entry.allow_private_urls else "",
+        fetches=fetches,
+    )
+
+
+def _download(dataset: str, store: Store, files: RemoteFiles, problems: Problems) -> Scan:
     """Download missing files; returns a listing as of a folder, with the reasons of failed downloads."""
-    missing = store.missing(offer.items)
+    missing = store.missing(files.items)
     if missing and not store.fetches:
-        error = UnfetchedError(f"{len(missing)} of {len(offer.items)} files are")
+        error = UnfetchedError(f"{len(missing)} of {len(files.items)} files are")
         # Some of the files are enough for a plan.
-        problems.append(Problem(dataset, str(error), fatal=len(missing) == len(offer.items), kind="unfetched"))
+        are_all = len(missing) == len(files.items)
+        problems.append(Problem(dataset, str(error), fatal=are_all, kind="unfetched"))
     elif missing:
-        try:  # progress goes to stderr, since stdout may be piped
-            title, count = f"Downloading {dataset}", len(missing)
-            with shown_events(sys.stderr) as events, events.phase(title, count, "files") as phase:
-                store.fetch(missing, phase)
-        except UserError as error:
-            problems.error(dataset, str(error))
-    reasons = {item.key: store.failed[item.key].reason for item in offer.items if item.key in store.failed}
-    failed = {key: ("not downloaded", reason + RETRY) for key, reason in reasons.items()}
-    names = {name: item.key for item in offer.items if (name := store.name_of(item)) is not None}
-    listing = classify([(name, None) for name in names], store.wanted)
-    table = {name: offer.captions[key] for name, key in names.items() if key in offer.captions}
-    return replace(listing, ignored={**listing.ignored, **offer.ignored, **failed}, table=table, origins=names)
+        _fetch(dataset, store, missing, problems)
+
+    failed: dict[str, tuple[str, str]] = {}
+    keys: dict[str, str] = {}  # of downloaded files, by their names
+    for item in files.items:
+        if item.key in store.failed:
+            failed[item.key] = ("not downloaded", store.failed[item.key].reason + RETRY)
+        name = store.name_of(item)
+        if name is not None:
+            keys[name] = item.key
+    listing = classify([(name, None) for name in keys], store.wanted)
+    table = {name: files.captions[key] for name, key in keys.items() if key in files.captions}
+    return replace(listing, ignored={**listing.ignored, **files.ignored, **failed}, table=table, origins=keys)
+
+
+def _fetch(dataset: str, store: Store, missing: Sequence[Item], problems: Problems) -> None:
+    title = f"Downloading {dataset}"
+    try:
+        # Progress goes to stderr, since stdout may be piped.
+        with shown_events(sys.stderr) as events, events.phase(title, len(missing), "files") as phase:
+            store.fetch(missing, phase)
+    except UserError as error:
+        problems.error(dataset, str(error))

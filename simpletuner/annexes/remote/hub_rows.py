@@ -1,4 +1,4 @@
-"""Lists type huggingface: rows of a dataset on the hub, or in a folder of the same layout.
+"""Lists datasets of type huggingface: the rows of a dataset on the hub, or of a folder in the same layout.
 
 The package `datasets` downloads and reads the tables; media are stored undecoded.
 """
@@ -14,7 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from simpletuner.annexes.remote.store import DownloadError, Item, Offer, Store, UnfetchedError
+from simpletuner.annexes.remote.store import DownloadError, Item, RemoteFiles, Store, UnfetchedError
 from simpletuner.annexes.remote.web_table import SCHEME, copy_file, web_item
 from simpletuner.atomic import write_json
 from simpletuner.config.datasets import DatasetConfig
@@ -48,7 +48,7 @@ class Rows:
     left_out: Mapping[int, str]
 
 
-def list_rows(config: DatasetConfig, store: Store, report: Problems) -> Offer:
+def list_rows(config: DatasetConfig, store: Store, report: Problems) -> RemoteFiles:
     """The rows that pass `filter_func`; the dataset is loaded only if files are missing.
 
     Raises:
@@ -59,14 +59,16 @@ def list_rows(config: DatasetConfig, store: Store, report: Problems) -> Offer:
     check_installed(DATASETS, f"{config.id}.type", "huggingface", missing)
     report.extend(missing)
     if missing:
-        return Offer([])
+        return RemoteFiles([])
+
     commit = _commit(config, asks=store.fetches)
     identity = _digest(commit, config.model_dump(include=set(HubKeys.model_fields), mode="json"))
-    if (saved := read_stored(store.root / SAVED, Rows)) is not None and saved.identity == identity:
+    saved = read_stored(store.root / SAVED, Rows)
+    if saved is not None and saved.identity == identity:
         # The table is needed only to read media, and not if all files are downloaded.
-        offer = _offer(saved, config, commit, None)
-        if not (store.fetches and store.missing(offer.items)):
-            return offer
+        files = _files_of(saved, config, commit, None)
+        if not (store.fetches and store.missing(files.items)):
+            return files
     if not store.fetches:
         raise UnfetchedError("its rows are")
     table = _load(config, commit, store.root)
@@ -75,11 +77,13 @@ def list_rows(config: DatasetConfig, store: Store, report: Problems) -> Offer:
     _check_table(table, facts, config, absent)
     report.extend(absent)
     if absent:
-        return Offer([])
-    # A `datasets` table without columns has no rows, so empty rows stand for them.
-    rows = _choose(facts if _columns(config) else ({} for _ in range(len(table))), config, identity)
+        return RemoteFiles([])
+    facts_of_rows: Iterable[dict[str, Any]] = facts
+    if not _columns(config):  # a `datasets` table without columns has no rows, so empty rows stand for them
+        facts_of_rows = ({} for _ in range(len(table)))
+    rows = _choose(facts_of_rows, config, identity)
     write_json(store.root / SAVED, asdict(rows))
-    return _offer(rows, config, commit, table)
+    return _files_of(rows, config, commit, table)
 
 
 def _digest(*values: object) -> str:
@@ -110,7 +114,9 @@ def _commit(config: DatasetConfig, *, asks: bool) -> str:
         )
         return Path(snapshot).name
     except (HfHubHTTPError, LocalEntryNotFoundError, OSError, ValueError) as error:
-        raise (UserError(_refusal(name, error)) if asks else UnfetchedError("its rows are")) from error
+        if not asks:
+            raise UnfetchedError("its rows are") from error
+        raise UserError(_refusal(name, error)) from error
 
 
 def _refusal(name: str, error: Exception) -> str:
@@ -135,7 +141,8 @@ def _load(config: DatasetConfig, commit: str, cache: Path) -> Any:
     import datasets
     from datasets.exceptions import DatasetsError
 
-    name, processes = str(config.dataset_name), min(config.num_proc, os.cpu_count() or 1)
+    name = str(config.dataset_name)
+    processes = min(config.num_proc, os.cpu_count() or 1)
     folder = home_path(name)
     # The commit instead of the branch, which may have moved since.
     place = {"path": str(folder)} if folder.is_dir() else {"path": name, "revision": commit}
@@ -172,7 +179,8 @@ def _check_table(table: Any, facts: Any, config: DatasetConfig, report: Problems
 
 def _choose(rows: Iterable[dict[str, Any]], config: DatasetConfig, identity: str) -> Rows:
     """Filter rows and collect captions, without reading media."""
-    captions, left_out = {}, {}
+    captions = {}
+    left_out = {}
     fallbacks = [*filter(None, (config.fallback_caption_column, config.description_column))]
     for number, row in enumerate(rows):
         why = _why_not(row, config, config.filter_func) if config.filter_func else None
@@ -188,13 +196,16 @@ def _choose(rows: Iterable[dict[str, Any]], config: DatasetConfig, identity: str
 def _columns(config: DatasetConfig) -> list[tuple[str, str]]:
     """The columns to read except the media, with the keys that name them."""
     fixed = ("fallback_caption_column", "description_column", "num_frames_column", "fps_column")
-    columns = [(key, column) for key in fixed if (column := getattr(config, key))]
+    columns = [(key, getattr(config, key)) for key in fixed if getattr(config, key)]
     if config.caption_strategy == "huggingface" and not config.only_instance_prompt:
         columns += [("caption_column", column) for column in config.caption_column]
     rule = config.filter_func or RowFilter()
-    columns += [("filter_func", "collection")] if rule.collection else []
-    columns += [("width_column", config.width_column)] if rule.min_width else []
-    columns += [("height_column", config.height_column)] if rule.min_height else []
+    if rule.collection:
+        columns.append(("filter_func", "collection"))
+    if rule.min_width:
+        columns.append(("width_column", config.width_column))
+    if rule.min_height:
+        columns.append(("height_column", config.height_column))
     return columns + [("filter_func", f"{rule.quality_column}.{metric}") for metric in rule.quality_thresholds or ()]
 
 
@@ -211,7 +222,12 @@ def _why_not(row: Mapping[str, Any], config: DatasetConfig, rule: RowFilter) -> 
     return None
 
 
-def _offer(rows: Rows, config: DatasetConfig, commit: str, table: Any) -> Offer:
+def _files_of(rows: Rows, config: DatasetConfig, commit: str, table: Any) -> RemoteFiles:
+    """The media of the used rows.
+
+    Args:
+        table: the loaded dataset; None if no file will be read.
+    """
     _, column = _media(config)
     cut = config.composite_image_config
     # Hashes what determines a row's file, so that changed captions or filters do not download it again.
@@ -220,9 +236,10 @@ def _offer(rows: Rows, config: DatasetConfig, commit: str, table: Any) -> Offer:
     read = partial(_read, table, column, config)
     items = [Item(f"{source} {number}", str(number), partial(read, number), version) for number in rows.captions]
     captions = {f"{source} {number}": captions for number, captions in rows.captions.items()}
-    detail = "is left out by filter_func"
-    ignored = {f"{source} {number}": ("not chosen", f"{detail}: {why}") for number, why in rows.left_out.items()}
-    return Offer(items, captions, ignored)
+    ignored = {}
+    for number, why in rows.left_out.items():
+        ignored[f"{source} {number}"] = ("not chosen", f"is left out by filter_func: {why}")
+    return RemoteFiles(items, captions, ignored)
 
 
 def _read(table: Any, column: str, config: DatasetConfig, number: int) -> Iterable[bytes]:
@@ -240,7 +257,9 @@ def _chunks(cell: Any, config: DatasetConfig) -> Iterable[bytes]:
     if not isinstance(cell, dict) or not (cell.get("bytes") or cell.get("path")):
         raise DownloadError("contains neither a file nor an http(s) address")
     # A table contains files, or paths to files beside it.
-    return [cell["bytes"]] if cell.get("bytes") else copy_file(Path(cell["path"]), _folders(config))
+    if cell.get("bytes"):
+        return [cell["bytes"]]
+    return copy_file(Path(cell["path"]), _folders(config))
 
 
 def _folders(config: DatasetConfig) -> Sequence[Path]:
@@ -251,8 +270,10 @@ def _folders(config: DatasetConfig) -> Sequence[Path]:
     if config.allow_private_urls:
         return ()
     folder = home_path(config.dataset_name or "")
+    if folder.is_dir():
+        return (folder,)
     downloads = (config.instance_data_dir or "", HF_HUB_CACHE, datasets.config.HF_DATASETS_CACHE)
-    return (folder,) if folder.is_dir() else tuple(map(Path, downloads))
+    return tuple(map(Path, downloads))
 
 
 def _cut(data: bytes, cut: CompositeImage) -> bytes:
@@ -262,7 +283,8 @@ def _cut(data: bytes, cut: CompositeImage) -> bytes:
     except MediaError as error:
         raise DownloadError(str(error)) from error
     # Rounded so that the right edge of a part is the left edge of the next.
-    left, right = (picture.width * number // cut.image_count for number in (cut.select_index, cut.select_index + 1))
+    left = picture.width * cut.select_index // cut.image_count
+    right = picture.width * (cut.select_index + 1) // cut.image_count
     file = io.BytesIO()
     picture.crop((left, 0, right, picture.height)).save(file, "PNG")
     return file.getvalue()

@@ -25,7 +25,8 @@ from simpletuner.errors import UserError
 WORKERS = 8
 CHUNK = 1 << 18
 PAUSES = (1.0, 4.0)  # seconds before the second and the third attempt
-DOWNLOADS, FAILED = "downloads.jsonl", "failed.jsonl"
+DOWNLOADS = "downloads.jsonl"
+FAILED = "failed.jsonl"
 HEAD = 64  # bytes needed to detect the format of a file
 SUFFIXES = {"JPEG": ".jpg", "TIFF": ".tif", "HEIF": ".heic"}  # of formats whose suffix is not their name
 
@@ -63,11 +64,11 @@ class Item:
 
 
 @dataclass(frozen=True)
-class Offer:
-    """The files of a remote dataset.
+class RemoteFiles:
+    """The files that a remote dataset has.
 
     Attributes:
-        items: the files.
+        items: the files to download.
         captions: captions from a table, by key of the item.
         ignored: keys of files that are not downloaded, with a category and a reason.
     """
@@ -109,7 +110,8 @@ class Store:
     fetches: bool = True
 
     def __post_init__(self) -> None:
-        self._lock, self._stop = threading.Lock(), threading.Event()
+        self._lock = threading.Lock()
+        self._stop = threading.Event()
         self._done = {record.key: record for record in _read_records(self.root / DOWNLOADS)}
         failed = [] if self.retry_failed else _read_records(self.root / FAILED)
         self.failed = {line.key: line for line in failed if not (self.forgiven and self.forgiven in line.reason)}
@@ -186,10 +188,13 @@ class Store:
         self._done[item.key] = record
 
     def _suffix(self, head: bytes) -> str:
-        try:
-            suffix = clip_suffix(head) or SUFFIXES.get(kind := sniff(head), f".{kind.lower()}")
-        except MediaError as error:
-            raise DownloadError("is neither a picture nor a clip") from error
+        suffix = clip_suffix(head)
+        if not suffix:
+            try:
+                kind = sniff(head)
+            except MediaError as error:
+                raise DownloadError("is neither a picture nor a clip") from error
+            suffix = SUFFIXES.get(kind, f".{kind.lower()}")
         if suffix not in self.wanted:
             raise DownloadError(f"is a {suffix} file, which this dataset does not accept")
         return suffix

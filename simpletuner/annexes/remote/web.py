@@ -64,7 +64,8 @@ def _chunks(response: httpx.Response, most: int) -> Iterator[bytes]:
     if content in PAGES:
         raise DownloadError(f"is {content}, not a picture or clip")
     announced = int(response.headers.get("Content-Length") or 0)
-    until, received = time.monotonic() + MOST_SECONDS, 0
+    until = time.monotonic() + MOST_SECONDS
+    received = 0
     try:
         # Content-Length may be missing or wrong, so received bytes are counted too.
         for chunk in response.iter_raw() if announced <= most else ():

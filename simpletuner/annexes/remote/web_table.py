@@ -1,4 +1,4 @@
-"""Lists type csv: a table of addresses, or of paths relative to it, with captions."""
+"""Lists datasets of type csv: a table of addresses, or of paths relative to it, with captions."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
 
-from simpletuner.annexes.remote.store import CHUNK, DownloadError, Item, Offer, Store
+from simpletuner.annexes.remote.store import CHUNK, DownloadError, Item, RemoteFiles, Store
 from simpletuner.annexes.remote.web import read_url
 from simpletuner.config.datasets import DatasetConfig
 from simpletuner.data.caption_tables import check_columns
@@ -18,38 +18,45 @@ from simpletuner.data.files import LARGEST_CLIP, LARGEST_PICTURE, MediaError, ch
 from simpletuner.errors import Problems, shorten
 from simpletuner.hashing import hash_text
 
-WEB_PICTURE, WEB_CLIP = 10 << 20, 200 << 20  # bytes of one download
+WEB_PICTURE = 10 << 20  # bytes of one download
+WEB_CLIP = 200 << 20
 SCHEME = re.compile(r"([a-z][a-z0-9+.-]+):", re.IGNORECASE)  # two letters or more: C:\ is a path
 
 
-def list_table(config: DatasetConfig, store: Store, report: Problems) -> Offer:
+def list_table(config: DatasetConfig, store: Store, report: Problems) -> RemoteFiles:
     """The rows of a table; of rows with the same address, the last."""
     table = read_table(config, report)
     rows = {address: caption for address, caption in table if address}
-    where, repeated = f"{config.id}.csv_file", sum(bool(address) for address, _ in table) - len(rows)
+    where = f"{config.id}.csv_file"
+    empty = [str(number) for number, (address, _) in enumerate(table, 1) if not address]
+    repeated = len(table) - len(empty) - len(rows)
     if repeated:
         report.warn(where, f"{repeated} rows repeat the address of another row; the last one is used.")
-    if len(rows) + repeated < len(table):
-        empty = [str(number) for number, (address, _) in enumerate(table, 1) if not address]
+    if empty:
         report.warn(where, f"rows without an address: {shorten(empty)}.")
-    items = [web_item(address, name_of(address), config, Path(config.csv_file or "").parent) for address in rows]
-    return Offer(items, {address: (caption,) if caption else () for address, caption in rows.items()})
+    folder = Path(config.csv_file or "").parent
+    items = [web_item(address, name_of(address), config, folder) for address in rows]
+    captions = {address: (caption,) if caption else () for address, caption in rows.items()}
+    return RemoteFiles(items, captions)
 
 
 def read_table(config: DatasetConfig, report: Problems) -> list[tuple[str, str]]:
     """(address, caption) of every row."""
-    path, where = Path(config.csv_file or ""), f"{config.id}.csv_file"
-    named = {"csv_url_column": config.csv_url_column, "csv_caption_column": config.csv_caption_column or ""}
+    path = Path(config.csv_file or "")
+    where = f"{config.id}.csv_file"
+    address = config.csv_url_column
+    caption = config.csv_caption_column or ""
     try:
         # Spreadsheets write a byte order mark; `newline=""` keeps line breaks inside quoted captions.
-        table = csv.DictReader(io.StringIO(read_file(path, LARGEST_PICTURE).decode("utf-8-sig"), newline=""))
-        columns = list(table.fieldnames or ())
+        text = io.StringIO(read_file(path, LARGEST_PICTURE).decode("utf-8-sig"), newline="")
+        table = csv.DictReader(text)
         missing = Problems()
-        check_columns(named, columns, config.id, missing)
+        named = {"csv_url_column": address, "csv_caption_column": caption}
+        check_columns(named, list(table.fieldnames or ()), config.id, missing)
         report.extend(missing)
-        rows = [] if missing else list(table)
-        address, caption = ([(row[column] or "").strip() for row in rows] for column in named.values())
-        return list(zip(address, caption, strict=True))
+        if missing:
+            return []
+        return [((row[address] or "").strip(), (row[caption] or "").strip()) for row in table]
     except MediaError as error:
         report.error(where, f"{str(path)!r} {error}.")
     except (UnicodeDecodeError, csv.Error) as error:
@@ -67,7 +74,8 @@ def web_item(address: str, name: str, config: DatasetConfig, base: Path) -> Item
     """The file at an address, or at a path relative to `base`."""
     scheme = SCHEME.match(address)
     if scheme is None:
-        path, folders = base / address, () if config.allow_private_urls else (base,)
+        path = base / address
+        folders = () if config.allow_private_urls else (base,)
         return Item(address, name, partial(copy_file, path, folders), _version(path))
     if scheme[1].lower() not in ("http", "https"):
         # Still an item, so that the plan lists the row with the reason.
@@ -94,8 +102,10 @@ def copy_file(path: Path, folders: Sequence[Path]) -> Iterator[bytes]:
     Raises:
         DownloadError: the file is not below the folders, or cannot be read.
     """
-    named, *roots = (os.path.abspath(place) for place in (path, *folders))  # noqa: PTH100 - links are not resolved
-    if roots and not any(Path(named).is_relative_to(root) for root in roots):
+    # `abspath` does not resolve links.
+    named = Path(os.path.abspath(path))  # noqa: PTH100
+    roots = [os.path.abspath(folder) for folder in folders]  # noqa: PTH100
+    if roots and not any(named.is_relative_to(root) for root in roots):
         raise DownloadError("is outside of the folder of its table; set allow_private_urls to accept such files")
     try:
         check_regular(path, LARGEST_CLIP)
