@@ -643,6 +643,26 @@ def test_what_training_would_refuse_can_be_left_out(configure: Configure, capsys
     assert (written()["seed"], written()["model_family"]) == (42, "kandinsky5-image")
 
 
+def test_a_key_that_the_file_has_twice_is_shown_with_both_values(
+    configure: Configure, capsys: pytest.CaptureFixture
+) -> None:
+    FILE.parent.mkdir()
+    FILE.write_text('{"model_type": "lora", "model_family": "kandinsky5-image", "seed": 1, "seed": 2}')
+
+    assert configure("--defaults")[0] == 0
+
+    assert "contains 'seed' twice: 1 and 2" in capsys.readouterr().out
+    assert written()["seed"] == 2
+
+
+def test_an_empty_spelling_of_a_key_does_not_unset_another(configure: Configure) -> None:
+    put({"model_type": "lora", "model_family": "kandinsky5-image", "lora_dropout": 0.1, "--lora_dropout": None})
+
+    assert configure("--defaults")[0] == 0
+
+    assert written()["lora_dropout"] == 0.1
+
+
 def test_defaults_say_what_they_leave_out(configure: Configure, capsys: pytest.CaptureFixture) -> None:
     put({"model_type": "lora", "model_family": "kandinsky5-image", "lora_rnak": 8})
     assert configure("--defaults")[0] == 0

@@ -54,8 +54,10 @@ def start_draft(file: Path, dialogue: Dialogue) -> Draft:
         return Draft(file)
     problems = Problems()
     draft = Draft(file, load_values(file, problems))
+    refused = {problem.where for problem in draft.judgement.problems if problem.fatal}
     for problem in problems:
-        if not problem.fatal:
+        # `_usable` shows what is wrong with the settings, but only the file has a key twice.
+        if not problem.fatal or main_name(problem.where) not in refused:
             dialogue.warn(str(problem))
     return _usable(draft, dialogue)
 
@@ -100,8 +102,11 @@ def load_values(file: Path, report: Problems) -> dict[str, Any]:
     if layer is None:
         raise ConfigError(report)
     canonical(layer, report)
+    named: dict[str, Any] = {}
+    for written, value in layer.values:
+        key = main_name(written)
+        # An empty value means the default; an empty resume_from_checkpoint starts a new run.
+        if value not in (None, "") or key == "resume_from_checkpoint":
+            named[key] = value
     # `canonical` has named what is left out.
-    named = {main_name(written): value for written, value in layer.values}
-    values = without_removed(named, str(file), Problems())
-    # An empty value means the default; an empty resume_from_checkpoint starts a new run.
-    return {key: value for key, value in values.items() if value not in (None, "") or key == "resume_from_checkpoint"}
+    return without_removed(named, str(file), Problems())
