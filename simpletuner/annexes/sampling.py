@@ -1,5 +1,7 @@
-"""Plans `simpletuner sample` and `sweep`: makes a plan without training data from a run's folder, a checkpoint, a LoRA
-file or a configuration. Loads no weights, imports no torch and writes nothing.
+"""Plans `simpletuner sample` and `sweep`: which weights, prompts and settings are rendered.
+
+The source is a run's folder, a checkpoint, a LoRA file or a configuration; there is no training data. Loads no weights,
+imports no torch and writes nothing.
 """
 
 from __future__ import annotations
@@ -103,7 +105,7 @@ def plan_samples(request: SampleRequest) -> tuple[SamplePlan, list[Sampled]]:
     pictures = _pictures(request, problems)
     weights, run = find_weights(request, problems)
     # Unreadable files are reported here; the checks below need readable ones.
-    weights = [each for each in weights if each.lora is None or lora_checks.read_shapes("source", each.lora, problems)]
+    weights = _readable(weights, problems)
     if not weights:
         canonical(request.arguments.layer(), problems)  # also reports unknown keys
         raise ConfigError(problems)
@@ -111,7 +113,7 @@ def plan_samples(request: SampleRequest) -> tuple[SamplePlan, list[Sampled]]:
     arguments = replace(request.arguments, base=Located(_layers(request, weights[0], run, problems)))
     rendering = Rendering(request.output, _prompts(request.prompts), pictures, weights[0].transformer)
     plan = plan_rendering(arguments, rendering)
-    loras = [each.lora for each in weights if each.lora is not None]
+    loras = [sampled.lora for sampled in weights if sampled.lora is not None]
     _check_pictures(plan.flavour, problems, given=bool(pictures))
     _check_loras(loras, plan, problems)
     plan.spec.checks.sizes(plan.config, plan.flavour, plan.sizes, {}, problems)
@@ -127,6 +129,15 @@ def plan_samples(request: SampleRequest) -> tuple[SamplePlan, list[Sampled]]:
         lora_bytes=lora_bytes,
     )
     return samples, weights
+
+
+def _readable(weights: Sequence[Sampled], report: Problems) -> list[Sampled]:
+    """The weights without LoRA files that cannot be read, which are reported."""
+    readable = []
+    for sampled in weights:
+        if sampled.lora is None or lora_checks.read_shapes("source", sampled.lora, report):
+            readable.append(sampled)
+    return readable
 
 
 def _pictures(request: SampleRequest, report: Problems) -> tuple[Sample, ...]:
@@ -160,15 +171,19 @@ def _prompts(texts: Sequence[str]) -> list[ValidationPrompt]:
 
 def _check_strengths(request: SampleRequest, weights: Sequence[Sampled], report: Problems) -> None:
     """Check strengths: only LoRAs have one, and a DoRA between 0 and 1 does not interpolate two models."""
-    flag, strengths = request.flag("--strength"), request.strengths
+    flag = request.flag("--strength")
+    strengths = request.strengths
     if weights[0].lora is None and list(strengths) != [1.0]:
         is_full = weights[0].transformer is not None
         why = "a full fine-tune replaces the weights, so it" if is_full else "the base model"
         report.error(flag, f"is for LoRAs: {why} has no strength.")
-    names = (name for each in weights if each.lora for name in tensor_shapes(each.lora))
-    if set(strengths) != {1.0} and any("magnitude" in (lora_names.role_of(name) or "") for name in names):
+    if set(strengths) != {1.0} and any(sampled.lora and _is_dora(sampled.lora) for sampled in weights):
         message = "scales the update of a DoRA but not its magnitudes, as in the stock pipeline."
         report.warn(flag, f"{message} At 0 the base model is rendered, unlike in the stock pipeline.")
+
+
+def _is_dora(lora: Path) -> bool:
+    return any("magnitude" in (lora_names.role_of(name) or "") for name in tensor_shapes(lora))
 
 
 def find_weights(request: SampleRequest, report: Problems) -> tuple[list[Sampled], Checkpoint | None]:
@@ -197,7 +212,12 @@ def _weights_in_file(request: SampleRequest, path: Path, report: Problems) -> tu
     for flag in _flags_of_runs(request):
         report.error(flag, f"has no effect on a single file; name the run's folder, not {str(path)!r}.")
     # The file may be in a checkpoint, in a checkpoint's folder ema/, or beside the checkpoints.
-    run = next((each for folder in path.parents[:2] for each in _checkpoints(folder)[-1:]), None)
+    run = None
+    for folder in path.parents[:2]:
+        checkpoints = _checkpoints(folder)
+        if checkpoints:
+            run = checkpoints[-1]
+            break
     return [Sampled(path.stem, lora=path, content=hash_file(path))], run
 
 
@@ -219,7 +239,7 @@ def _weights_of_run(request: SampleRequest, path: Path, report: Problems) -> tup
         return [_weights(result if is_full else path, step, request.ema and not is_full, is_full, report)], run
     if run is None and lora_file(path).is_file():  # a folder of another program
         return _weights_in_file(request, lora_file(path), report)
-    names = ", ".join(each.path.name for each in whole)
+    names = ", ".join(checkpoint.path.name for checkpoint in whole)
     advice = f"Its checkpoints: {names}; choose one with --checkpoint." if whole else "It has no checkpoints either."
     report.error("source", f"{request.source!r} contains no result ({result.name}). {advice}")
     return [], run
@@ -233,8 +253,10 @@ def _checkpoints(folder: Path) -> list[Checkpoint]:
 
 def _weights(folder: Path, step: int | None, ema: bool, is_full: bool, report: Problems) -> Sampled:
     """The weights in a checkpoint, an output folder or a published pipeline."""
-    loras, transformers = (lora_names.LORA_FILE, f"ema/{lora_names.LORA_FILE}"), ("transformer", "transformer_ema")
-    name = (transformers if is_full else loras)[ema]
+    if is_full:
+        name = "transformer_ema" if ema else "transformer"
+    else:
+        name = f"ema/{lora_names.LORA_FILE}" if ema else lora_names.LORA_FILE
     path = folder / name
     if ema and not is_full and average_is_stale(folder):
         message = f"{str(path)!r} is not of the result beside it: a later session trained without use_ema."
@@ -253,9 +275,13 @@ def _weights(folder: Path, step: int | None, ema: bool, is_full: bool, report: P
 
 def _choose(request: SampleRequest, whole: Sequence[Checkpoint], folder: Path, report: Problems) -> list[Checkpoint]:
     """The checkpoints with the wanted steps or names, or `latest`; all checkpoints if none is wanted."""
-    names = ", ".join(each.path.name for each in whole) or "none"
-    known = {name: each for each in whole for name in ("latest", str(each.step), each.path.name)}
-    asked = [str(each.step) for each in whole] if request.checkpoints is None else request.checkpoints
+    names = ", ".join(checkpoint.path.name for checkpoint in whole) or "none"
+    known: dict[str, Checkpoint] = {}
+    for checkpoint in whole:  # by step, so the last one is the latest
+        known |= dict.fromkeys(("latest", str(checkpoint.step), checkpoint.path.name), checkpoint)
+    asked = request.checkpoints
+    if asked is None:
+        asked = [str(checkpoint.step) for checkpoint in whole]
     if not asked:
         report.error("source", f"{request.source!r} contains no complete checkpoints.")
     for name in asked:
@@ -268,7 +294,8 @@ def _choose(request: SampleRequest, whole: Sequence[Checkpoint], folder: Path, r
 
 def _layers(request: SampleRequest, weights: Sampled, run: Checkpoint | None, report: Problems) -> list[Layer]:
     """The layers below the command line: settings of a run, of a LoRA's header, or of a configuration file."""
-    selectors, lora = request.arguments.selectors, weights.lora
+    selectors = request.arguments.selectors
+    lora = weights.lora
     # The lowest layer: a LoRA file or base model without settings counts as a LoRA run.
     layers = [Layer("", [("model_type", "lora")])]
     if run is not None:
@@ -312,7 +339,8 @@ def plan_evaluation(run: Path, arguments: Arguments) -> Plan:
 
 def _layer_of(run: Checkpoint, report: Problems, without: Sequence[str] = (*CACHES, "output_dir")) -> Layer:
     """The explicit settings of a run, without its folders and without what earlier versions had."""
-    path, origins = run.path / "config.json", run.manifest.identity.origins
+    path = run.path / "config.json"
+    origins = run.manifest.identity.origins
     settings = read_json(path, Problems(), dict) or {}  # the checkpoint is complete, so the file is valid
     keys = {key for key, origin in origins.items() if origin not in NOT_SET_BY_USER} - {*without}
     keys |= {key for key in CHOICES_KEPT if origins.get(key) == CHOSEN}

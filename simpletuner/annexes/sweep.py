@@ -1,4 +1,4 @@
-"""Renders for `simpletuner sample` and `simpletuner sweep`, with the code and memory use of previews.
+"""Renders pictures and clips for `simpletuner sample` and `sweep`, with the code and memory use of previews.
 
 plan ─► fetch ─► prompts ─► transformer ─► for each LoRA, for each prompt: render
 """
@@ -50,9 +50,16 @@ from simpletuner.validation.renderer import EncodedPrompt, Renderer
 CELLS = "cells"  # folder of a sweep's renders
 # Settings that determine a render, besides prompt, size and seed.
 SETTINGS = (
-    "validation_seed_source", "validation_num_inference_steps", "validation_guidance", "validation_negative_prompt",
-    "base_model_precision", "mixed_precision", "text_encoder_1_precision", "vae_dtype", "validation_decoding",
-)  # fmt: skip
+    "validation_seed_source",
+    "validation_num_inference_steps",
+    "validation_guidance",
+    "validation_negative_prompt",
+    "base_model_precision",
+    "mixed_precision",
+    "text_encoder_1_precision",
+    "vae_dtype",
+    "validation_decoding",
+)
 # `content` identifies a LoRA regardless of its path, and upgrades alone do not cause new renders.
 UNIMPORTANT = ("lora", "versions")
 
@@ -98,7 +105,8 @@ class SweepRenderer:
     def open(cls, plan: SamplePlan, events: EventStream) -> SweepRenderer:
         """Download the model and encode the prompts; text encoders are freed before the transformer is loaded."""
         prepare_machine(plan)
-        adapter, device = build_adapter(plan), make_accelerator().device
+        adapter = build_adapter(plan)
+        device = make_accelerator().device
         check_device(plan.config.precision, device)
         activate_attention(plan.config.precision, device)
         fetch(plan, events)
@@ -166,8 +174,11 @@ class SweepRenderer:
         Args:
             plan, reader: the result of `held_out`.
         """
-        datasets, sigmas, loss = evaluated(plan), even_sigmas(plan.config.evaluation.eval_timesteps), plan.config.loss
-        total, losses = len(strengths) * sum(len(data.samples) for data in datasets), dict[str, float]()
+        datasets = evaluated(plan)
+        sigmas = even_sigmas(plan.config.evaluation.eval_timesteps)
+        loss = plan.config.loss
+        total = len(strengths) * sum(len(dataset.samples) for dataset in datasets)
+        losses: dict[str, float] = {}
         with events.phase("Measuring strengths", total, "samples", EVALUATION) as phase, torch.no_grad():
             for strength in strengths:
                 with self._with(weights, strength) as transformer:
@@ -178,7 +189,8 @@ class SweepRenderer:
                         parts = sample_losses(self.adapter, transformer, batch, sigmas, plan.seed, loss)
                         return torch.cat([*parts]).mean().item()
 
-                    losses[f"{strength:g}"] = fmean(fmean(map(measure, data.samples)) for data in datasets)
+                    means = [fmean(map(measure, dataset.samples)) for dataset in datasets]
+                    losses[f"{strength:g}"] = fmean(means)
         return losses
 
     @contextmanager
@@ -186,7 +198,9 @@ class SweepRenderer:
         """The transformer with weights applied; a LoRA at a strength."""
         transformer = self._load(weights)
         # Not applied at 0: strength does not scale a DoRA's magnitudes.
-        loras = [(weights.lora, strength)] if weights.lora is not None and strength else []
+        loras = []
+        if weights.lora is not None and strength:
+            loras.append((weights.lora, strength))
         dtype = DTYPES[trained_precision(self.plan.config.optimizer, self.plan.config.precision)]
         with applied_loras(transformer, loras, dtype, self.device):
             yield transformer
@@ -229,7 +243,8 @@ def recipe(
     plan: SamplePlan, prompt: EncodedPrompt, size: Size, index: int, weights: Sampled, strength: float
 ) -> dict[str, Any]:
     """Everything that determines a render, as JSON values."""
-    validation, values = plan.config.validation, plan.config.flat
+    validation = plan.config.validation
+    values = plan.config.flat
     seed = plan.seed if validation.validation_seed is None else validation.validation_seed
     frames = validation.validation_num_video_frames if plan.frame_rate else 1
     return {
@@ -259,9 +274,13 @@ def render_samples(plan: SamplePlan, weights: Sampled, strengths: Sequence[float
 
 
 def render_sweep(
-    plan: SamplePlan, weights: Sequence[Sampled], strengths: Sequence[float], run: Path, arguments: Arguments,
+    plan: SamplePlan,
+    weights: Sequence[Sampled],
+    strengths: Sequence[float],
+    run: Path,
+    arguments: Arguments,
     events: EventStream,
-) -> Sheet:  # fmt: skip
+) -> Sheet:
     """Render every prompt with all weights at all strengths, and write the contact sheet.
 
     Renders of an earlier call are reused. With several strengths, the evaluation loss of the best checkpoint is
