@@ -271,16 +271,17 @@ def build_rules(config: DatasetConfig, spec: FamilySpec, report: Problems) -> Bu
         return None
     aspects: list[Aspect] = []
     if config.crop and config.crop_aspect in CHOSEN:
-        native = config.crop_aspect_buckets is None and config.crop_aspect == "closest"
-        listed = listed_aspects(grid, config.crop_aspect_buckets or ())
-        aspects = native_aspects(grid, spec.native_sizes) if native else listed
+        if config.crop_aspect_buckets is not None:
+            aspects = listed_aspects(grid, config.crop_aspect_buckets)
+        elif config.crop_aspect == "closest":
+            aspects = native_aspects(grid, spec.native_sizes)
     _check_limits(config, grid, report)
     _check_crop(config, aspects, spec, report)
     return BucketRules(grid, spec.largest_side, config, tuple(aspects))
 
 
 def _check_grid(grid: PixelGrid, spec: FamilySpec, report: Problems) -> None:
-    if grid.alignment % spec.size_multiple:
+    if grid.alignment % spec.size_multiple != 0:
         message = f"{grid.alignment} is not a multiple of {spec.size_multiple} pixels, which {spec.name} needs."
         report.error("aspect_bucket_alignment", message)
     if grid.square > spec.largest_side:
@@ -290,20 +291,31 @@ def _check_grid(grid: PixelGrid, spec: FamilySpec, report: Problems) -> None:
 
 
 def _check_limits(config: DatasetConfig, grid: PixelGrid, report: Problems) -> None:
-    maximum, unit, where = config.maximum_image_size or 0, grid.resolution_type, "maximum_image_size"
-    if maximum and not config.target_downsample_size:
-        report.error(where, f"{maximum:g} needs target_downsample_size, the size that larger pictures are resized to.")
-    suspicious = {"area": maximum >= SUSPICIOUS_AREA, "pixel": maximum < SUSPICIOUS_EDGE, "pixel_area": False}
-    if maximum and suspicious[unit] and os.environ.get(UNIT_CHECK_OVERRIDE, "").lower() in (*FALSE_WORDS, ""):
-        message = f"{maximum:g}: wrong unit? With resolution_type {unit} it is in {UNITS[unit]}."
-        report.error(where, f"{message} {UNIT_CHECK_OVERRIDE}=1 allows it.")
-    low, high = config.minimum_aspect_ratio, config.maximum_aspect_ratio
+    if config.maximum_image_size:
+        _check_maximum(config.maximum_image_size, config, grid, report)
+    low = config.minimum_aspect_ratio
+    high = config.maximum_aspect_ratio
     if low is not None and high is not None and low > high:
         report.error("minimum_aspect_ratio", f"{low:g} is above maximum_aspect_ratio {high:g}: no picture fits.")
 
 
+def _check_maximum(maximum: float, config: DatasetConfig, grid: PixelGrid, report: Problems) -> None:
+    """A maximum needs a target, and a number that is plausible in the unit of the resolution."""
+    key = "maximum_image_size"
+    if not config.target_downsample_size:
+        report.error(key, f"{maximum:g} needs target_downsample_size, the size that larger pictures are resized to.")
+    unit = grid.resolution_type
+    in_megapixels = unit == "area" and maximum >= SUSPICIOUS_AREA
+    on_an_edge = unit == "pixel" and maximum < SUSPICIOUS_EDGE
+    is_allowed = os.environ.get(UNIT_CHECK_OVERRIDE, "").lower() not in (*FALSE_WORDS, "")
+    if (in_megapixels or on_an_edge) and not is_allowed:
+        message = f"{maximum:g}: wrong unit? With resolution_type {unit} it is in {UNITS[unit]}."
+        report.error(key, f"{message} {UNIT_CHECK_OVERRIDE}=1 allows it.")
+
+
 def _check_crop(config: DatasetConfig, aspects: Sequence[Aspect], spec: FamilySpec, report: Problems) -> None:
-    kind, where = config.crop_aspect, "crop_aspect_buckets"
+    kind = config.crop_aspect
+    where = "crop_aspect_buckets"
     if config.crop_style == "face":
         message = "'face' needs a face detector, which is not included; use center, random or corner."
         report.error("crop_style", message)

@@ -37,7 +37,7 @@ from simpletuner.data.files import LeftOutError
 from simpletuner.data.masks import check_mask_sizes, check_masks, measure_masks
 from simpletuner.data.media_checks import check_media
 from simpletuner.data.sample import CLIP, EXPECTED, PICTURE, Rejected, Sample
-from simpletuner.errors import Problem, Problems, counted, did_you_mean, shorten
+from simpletuner.errors import Problems, counted, did_you_mean, shorten
 
 MOST_COMPARED = 1000  # file names compared for a "did you mean"
 
@@ -45,7 +45,7 @@ MOST_COMPARED = 1000  # file names compared for a "did you mean"
 def build_datasets(
     configs: Sequence[DatasetConfig],
     context: DataContext,
-    problems: Problems,
+    report: Problems,
     folders: Mapping[str, Folder] = MappingProxyType({}),
 ) -> list[Dataset]:
     """Inspect every file of every entry; the files of remote entries are downloaded first.
@@ -53,7 +53,7 @@ def build_datasets(
     Args:
         configs: the enabled entries of the dataset file.
         context: settings of the run.
-        problems: receives all errors and warnings; nothing is raised. If it holds a fatal problem, nothing is
+        report: receives all errors and warnings; nothing is raised. If it holds a fatal problem, nothing is
             downloaded.
         folders: folders already read, in part or whole, by the id of their entry.
 
@@ -64,9 +64,9 @@ def build_datasets(
     entries = [context.fill(config) for config in configs]
     # A second pass, since an entry may name the cache folder of another entry.
     entries = [entry.model_copy(update={"cache_dir_vae": latent_dir_of(entry, entries)}) for entry in entries]
-    check_dataset_file(configs, entries, context, problems)
-    links = link_partners(entries, context, problems)
-    builder = _Builder(entries, context, problems, _collect_remote(entries, context, problems), {**folders})
+    check_dataset_file(configs, entries, context, report)
+    links = link_partners(entries, context, report)
+    builder = _Builder(entries, context, report, _collect_remote(entries, context, report), {**folders})
     datasets = []
     for entry in entries:
         # Skip caches, and conditioning entries, which are read for the datasets they are paired with.
@@ -74,21 +74,23 @@ def build_datasets(
             continue
         if builder.folder(entry).is_there:
             dataset = builder.dataset(entry, links[entry.id])
-            datasets += [] if dataset is None else [dataset]
+            if dataset is not None:
+                datasets.append(dataset)
         else:  # the missing folder has been reported; the entry's rules may be wrong as well
-            with problems.within(entry.id) as report:
-                build_rules(entry, context.spec, report)
+            with report.within(entry.id) as of_entry:
+                build_rules(entry, context.spec, of_entry)
     datasets += builder.held
     # Last, since their samples are the partners that the other datasets use.
     return datasets + builder.conditioning_datasets(datasets)
 
 
-def _collect_remote(entries: Sequence[DatasetConfig], context: DataContext, problems: Problems) -> Mapping[str, Scan]:
+def _collect_remote(entries: Sequence[DatasetConfig], context: DataContext, report: Problems) -> Mapping[str, Scan]:
     remote = [entry for entry in entries if entry.type != "local"]
     if context.collect is not None:
-        return context.collect(remote, context, problems) if remote else {}
+        return context.collect(remote, context, report) if remote else {}
     message = "is downloaded by an annex: pass its `collect`, as the commands do."
-    problems.extend(Problem(f"{entry.id}.type", f"{entry.type!r} {message}") for entry in remote)
+    for entry in remote:
+        report.error(f"{entry.id}.type", f"{entry.type!r} {message}")
     return {}
 
 
@@ -98,7 +100,7 @@ class _Builder:
 
     entries: Sequence[DatasetConfig]
     context: DataContext
-    problems: Problems
+    report: Problems
     listings: Mapping[str, Scan]
     folders: dict[str, Folder]
     partners: dict[str, Dataset | None] = field(default_factory=dict)
@@ -107,10 +109,10 @@ class _Builder:
 
     def folder(self, entry: DatasetConfig) -> Folder:
         if entry.id not in self.folders:
-            with self.problems.within(entry.id) as report:
-                excluded = read_excluded(entry, report)
+            with self.report.within(entry.id) as of_entry:
+                excluded = read_excluded(entry, of_entry)
             folder = read_folder(entry, self.context, self.listings.get(entry.id), excluded)
-            _check_excluded(entry, excluded, folder, self.problems)
+            _check_excluded(entry, excluded, folder, self.report)
             self.folders[entry.id] = folder
         return self.folders[entry.id]
 
@@ -125,8 +127,8 @@ class _Builder:
     def _without_samples(self, entry: DatasetConfig) -> Dataset | None:
         """The dataset of an entry before its files become samples, or None if its rules are unusable."""
         folder = self.folder(entry)
-        with self.problems.within(entry.id) as report:
-            rules = build_rules(entry, self.context.spec, report)
+        with self.report.within(entry.id) as of_entry:
+            rules = build_rules(entry, self.context.spec, of_entry)
         if rules is None:
             return None
         # Without a seed, crops depend on names alone, see `DataContext.seed`.
@@ -135,14 +137,14 @@ class _Builder:
     def dataset(self, entry: DatasetConfig, links: Sequence[DatasetConfig]) -> Dataset | None:
         """The dataset of one entry, or None if its rules are unusable."""
         dataset = self._without_samples(entry)
-        with self.problems.within(entry.id) as report:
-            clips = build_clip_rules(entry, self.context, report)
+        with self.report.within(entry.id) as of_entry:
+            clips = build_clip_rules(entry, self.context, of_entry)
         # A missing folder has been reported; its pairs cannot be checked.
         linked = [self.partners_of(link) for link in links if self.folder(link).is_there]
         partners = tuple(partner for partner in linked if partner is not None)
         folder = self.folder(entry)
-        with self.problems.within(entry.id) as report:
-            captions = caption_source(entry, folder, self._filter, report)
+        with self.report.within(entry.id) as of_entry:
+            captions = caption_source(entry, folder, self._filter, of_entry)
         # closest and random cannot place a picture without a list of aspects; that has been reported.
         if dataset is None or (entry.crop and entry.crop_aspect in ("closest", "random") and not dataset.rules.aspects):
             return None
@@ -150,17 +152,17 @@ class _Builder:
         dataset = replace(dataset, facts=captions.facts, partners=partners, clips=clips, repeats=entry.repeats or 0)
         # Choose the samples first: reading masks decodes them.
         dataset = self._read_masks(_choose(self._fill(dataset, captions)))
-        summarise_rejected(dataset, self.problems, self._expected(entry))
-        if not has_error(entry.id, self.problems):
-            unused_captions(entry, dataset, self.problems)
-        split_texts(dataset, self.problems)
-        unread_repeats(entry, dataset, self.problems)
-        check_media(dataset, self.context.spec.frame_rate, self.problems)
+        summarise_rejected(dataset, self.report, self._expected(entry))
+        if not has_error(entry.id, self.report):
+            unused_captions(entry, dataset, self.report)
+        split_texts(dataset, self.report)
+        unread_repeats(entry, dataset, self.report)
+        check_media(dataset, self.context.spec.frame_rate, self.report)
         if entry.hold_out:
-            with self.problems.within(entry.id) as report:
-                dataset, held = _hold_out(dataset, report)
+            with self.report.within(entry.id) as of_entry:
+                dataset, held = _hold_out(dataset, of_entry)
             self.held += held
-        return check_amount(dataset, self.context, self.problems)
+        return check_amount(dataset, self.context, self.report)
 
     def _expected(self, entry: DatasetConfig) -> Set[str]:
         """Reasons of files that are left out without a warning."""
@@ -176,7 +178,7 @@ class _Builder:
         """Add a sample or a rejection for each undamaged file."""
         names = dataset.folder.usable
         for partners in dataset.partners:
-            _check_partners(dataset, partners, names, self.problems)
+            _check_partners(dataset, partners, names, self.report)
         samples: list[Sample] = []
         rejected = [*dataset.rejected, *_unread_caption_files(dataset.config, captions)]
         for name in names:
@@ -197,7 +199,7 @@ class _Builder:
         self.partners[masks.id] = read
         partners = tuple(read if partner is masks else partner for partner in dataset.partners)
         dataset = replace(dataset, partners=partners)
-        check_masks(dataset, self.problems)
+        check_masks(dataset, self.report)
         damaged: dict[str, str] = {}
         for sample in dataset.samples:
             if sample.mask is not None and measured[sample.mask.name].problem:
@@ -209,8 +211,8 @@ class _Builder:
         if text_entry is None:
             return None
         if text_entry.id not in self.filters:
-            with self.problems.within(text_entry.id) as report:
-                self.filters[text_entry.id] = read_filters(text_entry.caption_filter_list, report)
+            with self.report.within(text_entry.id) as of_entry:
+                self.filters[text_entry.id] = read_filters(text_entry.caption_filter_list, of_entry)
         return self.filters[text_entry.id]
 
     def conditioning_datasets(self, datasets: Sequence[Dataset]) -> list[Dataset]:
@@ -226,7 +228,7 @@ class _Builder:
                 continue
             built.append(_in_use(partners, used))
             if entry.conditioning_type in MASKS:
-                summarise_rejected(built[-1], self.problems)
+                summarise_rejected(built[-1], self.report)
         return built
 
 

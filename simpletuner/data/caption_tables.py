@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import csv
 import io
-import json
 from collections.abc import Iterable, Mapping, Sequence, Set
 from contextlib import suppress
 from pathlib import Path, PurePosixPath
 from typing import Any
 
 from simpletuner.config.datasets import ParquetConfig
-from simpletuner.config.json_reader import named_by, read_text
+from simpletuner.config.json_reader import named_by, parse_json, read_text
 from simpletuner.config.option import Package, check_installed
 from simpletuner.config.paths import no_file
 from simpletuner.data.discovery import Folder
@@ -48,7 +47,9 @@ def match_rows(rows: Iterable[Row], names: Sequence[str], where: str, report: Pr
     for name in names:
         same_bare.setdefault(composed(PurePosixPath(name).name), []).append(name)
     matched: dict[str, tuple[str, ...]] = {}
-    unused, repeated, ambiguous = set[str](), set[str](), dict[str, list[str]]()
+    unused: set[str] = set()
+    repeated: set[str] = set()
+    ambiguous: dict[str, list[str]] = {}
     for row, captions in rows:
         candidates = [paths[row]] if row in paths else same_bare.get(row, [])
         if not candidates:
@@ -79,14 +80,14 @@ def _report(
 def read_parquet(config: ParquetConfig, report: Problems) -> list[Row]:
     """The file names (NFC) and captions of a parquet table; no captions if a row has none."""
     path = Path(config.path)
-    problems = Problems()
-    check_installed(PYARROW, "metadata_backend", "parquet", problems)
+    of_table = Problems()
+    check_installed(PYARROW, "metadata_backend", "parquet", of_table)
     if not path.is_file():  # checked without the package, too, so that one start reports both
-        problems.error("parquet.path", f"{config.path!r} {no_file(path)}.")
-    if not problems:
-        _check_table(path, config, problems)
-    report.extend(problems)
-    if problems:
+        of_table.error("parquet.path", f"{config.path!r} {no_file(path)}.")
+    if not of_table:
+        _check_table(path, config, of_table)
+    report.extend(of_table)
+    if of_table:
         return []
     from pyarrow import parquet
 
@@ -131,7 +132,11 @@ def _path(name: str) -> str:
 
 def first_texts(row: Mapping[str, Any], *columns: str) -> tuple[str, ...]:
     """The captions in the first non-empty column; a cell may hold a list."""
-    return next(filter(None, (texts_in(row.get(column)) for column in columns)), ())
+    for column in columns:
+        texts = texts_in(row.get(column))
+        if texts:
+            return texts
+    return ()
 
 
 def texts_in(cell: Any) -> tuple[str, ...]:
@@ -174,9 +179,9 @@ def _read_records(path: Path, report: Problems) -> list[dict[str, Any]]:
     records = []
     for number, line in enumerate(text.split("\n"), start=1):
         try:
-            record = json.loads(line) if line.strip() else {}
+            record = parse_json(line) if line.strip() else {}
         except ValueError as error:
-            report.error("", f"line {number} is not JSON: {error}.")
+            report.error("", f"line {number} {error}.")
             return []
         if not isinstance(record, dict):
             report.error("", f"line {number} is not a JSON object.")
@@ -193,14 +198,18 @@ def _captioned(
     Args:
         place: the table's folder, below the dataset's.
     """
-    columns = [*dict.fromkeys(column for record in records for column in record)]
-    captioned = [column for column in CAPTION_COLUMNS if column in columns]
+    if not records:
+        return []
+    columns: dict[str, None] = {}  # in the order of the table
+    for record in records:
+        columns |= dict.fromkeys(record)
     for needed in ((NAME_COLUMN, *PATH_COLUMNS), CAPTION_COLUMNS):
-        if records and not {*needed} & {*columns}:
+        if columns.keys().isdisjoint(needed):
             hint = " Columns must be separated by commas." if len(columns) == 1 else ""
             names = ", ".join(map(str, columns))
             report.error("", f"needs one of the columns {', '.join(needed)}; it has: {names}.{hint}")
             return []
+    captioned = [column for column in CAPTION_COLUMNS if column in columns]
     known = {composed(name) for name in folder.listing.files}
     rows: list[Row] = []
     for record in records:

@@ -114,7 +114,8 @@ def captions_for(name: str, source: CaptionSource) -> tuple[str, ...]:
         return known.captions
     captions = _edited(_written(name, source), source.edits, str(source.folder.root / name))
     for caption in captions:
-        if token := control_token(caption):
+        token = control_token(caption)
+        if token is not None:
             raise no_caption(f"has a caption with {token}, a control token of the tokenizer; remove it")
     return captions
 
@@ -298,18 +299,15 @@ def read_filters(value: Any, report: Problems) -> Edit | None:
     if not isinstance(entries, list) or not all(isinstance(entry, str) for entry in entries):
         report.error(FILTERS, f"{value!r} is neither a list of texts nor a file that holds one.")
         return None
-    filters = []
-    for entry in filter(None, entries):
-        filters.append(_read_filter(entry, report))
+    filters = [_read_filter(entry, report) for entry in entries if entry]
     return partial(_filter, filters)
 
 
 def _read_list(path: Path, report: Problems) -> list[Any]:
-    if path.suffix.lower() == ".json":
-        with named_by(FILTERS, path, report) as of_file:
-            content = read_json(path, of_file, list | str, "a JSON list of texts")
-        return [content] if isinstance(content, str) else content or []
     with named_by(FILTERS, path, report) as of_file:
+        if path.suffix.lower() == ".json":
+            content = read_json(path, of_file, list | str, "a JSON list of texts")
+            return [content] if isinstance(content, str) else content or []
         text = read_text(path, of_file) or ""
     return [line for line in text.splitlines() if line.strip()]
 
@@ -317,7 +315,11 @@ def _read_list(path: Path, report: Problems) -> list[Any]:
 def _read_filter(entry: str, report: Problems) -> tuple[str | None, regex.Pattern[str] | None, str]:
     """Literal text, regular expression and replacement; one of the first two may be missing."""
     replacement = REPLACEMENT.fullmatch(entry)
-    pattern, new = (replacement.group(1), replacement.group(2).replace(r"\/", "/")) if replacement else (entry, "")
+    pattern = entry
+    new = ""
+    if replacement:
+        pattern = replacement[1]
+        new = replacement[2].replace(r"\/", "/")
     try:
         re.compile(pattern).sub(new, "")  # raises if the replacement refers to a group that does not exist
         expression = regex.compile(pattern)  # the same syntax, with a time limit

@@ -371,18 +371,18 @@ def _kind(reasons: Collection[str]) -> Kind | None:
     return None if set(UNCAPTIONED).isdisjoint(reasons) else "captions"
 
 
-def has_error(name: str, problems: Problems) -> bool:
+def has_error(name: str, report: Problems) -> bool:
     """Whether there is an error in a dataset's entry."""
-    places = [problem.where for problem in problems if problem.fatal]
+    places = [problem.where for problem in report if problem.fatal]
     return any(where == name or where.startswith(f"{name}.") for where in places)
 
 
-def check_amount(dataset: Dataset, context: DataContext, problems: Problems) -> Dataset:
+def check_amount(dataset: Dataset, context: DataContext, report: Problems) -> Dataset:
     """Report a dataset that cannot fill one optimizer step, or raise its repeats if that is allowed."""
     count = len(dataset.samples)
     if not count:
-        if not has_error(dataset.id, problems):  # which explains it
-            problems.error(dataset.id, _nothing_usable(dataset), kind=_kind(dataset.counts()))
+        if not has_error(dataset.id, report):  # which explains it
+            report.error(dataset.id, _nothing_usable(dataset), kind=_kind(dataset.counts()))
         return dataset
     # Evaluation accepts any number of samples.
     if not dataset.config.is_trained:
@@ -393,12 +393,12 @@ def check_amount(dataset: Dataset, context: DataContext, problems: Problems) -> 
         # `fill` leaves None only if the user set no repeats; an explicit number is never raised.
         if context.defaults.allow_dataset_oversubscription and dataset.config.repeats is None:
             message = f"repeats is raised to {enough}: {counted(count, 'sample')} must fill a step of {needed}."
-            problems.warn(dataset.id, message)
+            report.warn(dataset.id, message)
             dataset = replace(dataset, repeats=enough)
         elif not context.defaults.disable_bucket_pruning:
-            problems.error(dataset.id, _too_few(dataset, context, needed, enough))
+            report.error(dataset.id, _too_few(dataset, context, needed, enough))
             return dataset
-    _warn_of_small_buckets(dataset, dataset.batch_size * context.num_processes, problems)
+    _warn_of_small_buckets(dataset, dataset.batch_size * context.num_processes, report)
     return dataset
 
 

@@ -1,4 +1,4 @@
-"""Entries of a dataset file: defaults from the run, references between entries, and checks that read no file."""
+"""Entries of a dataset file: their defaults from the run, the links between them, and checks that open no picture."""
 
 from __future__ import annotations
 
@@ -15,11 +15,9 @@ from simpletuner.config.remote import SOURCES, check_source
 from simpletuner.config.schema import CachingConfig, DatasetDefaults, RunConfig
 from simpletuner.data.discovery import Scan, is_readable
 from simpletuner.data.file_index import load_index
-from simpletuner.errors import Problems, not_one_of, warning
+from simpletuner.errors import Problems, not_one_of
 from simpletuner.models.registry import FAMILIES
 from simpletuner.models.spec import FamilySpec, Task
-
-Configs = Sequence[DatasetConfig]
 
 
 class ProgressBar(Protocol):
@@ -29,7 +27,7 @@ class ProgressBar(Protocol):
 
 
 # Lists the files of remote entries by id, and downloads them if needed; the entries have their defaults filled in.
-Collect = Callable[[Configs, "DataContext", Problems], Mapping[str, Scan]]
+Collect = Callable[[Sequence[DatasetConfig], "DataContext", Problems], Mapping[str, Scan]]
 
 
 @dataclass(frozen=True)
@@ -90,35 +88,37 @@ class DataContext:
             caching=config.caching,
         )
 
-    def fill(self, config: DatasetConfig) -> DatasetConfig:
+    def fill(self, entry: DatasetConfig) -> DatasetConfig:
         """The entry with all defaults filled in except `repeats`, where None means that the user did not set it."""
-        unset = {key for key, value in config if value is None}
-        values = {key: value for key, value in self._defaults(config).items() if key in unset}
+        unset = {key for key, value in entry if value is None}
+        values = {key: value for key, value in self._defaults(entry).items() if key in unset}
         # From here on, a remote dataset is its download folder.
-        if config.source is not None:
-            named = [getattr(config, key) for key in config.source.folders if getattr(config, key)]
-            default = self.download_root / config.type / _folder_name(config.id)
+        if entry.source is not None:
+            named = [getattr(entry, key) for key in entry.source.folders if getattr(entry, key)]
+            default = self.download_root / entry.type / _folder_name(entry.id)
             values["instance_data_dir"] = str(named[0] if named else default)
         for key in PATH_KEYS:
-            if folder := values.get(key) or getattr(config, key):
+            folder = values.get(key) or getattr(entry, key)
+            if folder:
                 values[key] = str(Path(folder).expanduser())
-        return config.model_copy(update=values)
+        return entry.model_copy(update=values)
 
-    def _defaults(self, config: DatasetConfig) -> dict[str, Any]:
+    def _defaults(self, entry: DatasetConfig) -> dict[str, Any]:
         """Values of unset keys: defaults of the family and the run, and values derived from other keys."""
-        is_eval, random_crops = config.dataset_type == "eval", "random" in (config.crop_aspect, config.crop_style)
+        is_eval = entry.dataset_type == "eval"
+        random_crops = "random" in (entry.crop_aspect, entry.crop_style)
         return {
             # The run's defaults override those of the family.
             **{key: self.spec.defaults.get(key) for key in ("resolution", "aspect_bucket_alignment")},
             **{key: value for key, value in self.defaults if value is not None},
-            **({"caption_strategy": config.type} if config.source else {}),
+            **({"caption_strategy": entry.type} if entry.source else {}),
             # Evaluation reads single samples (`BatchReader.read_sample`).
             "train_batch_size": 1 if is_eval else self.train_batch_size,
             "compress_cache": self.caching.compress_disk_cache,
             **self.caching.model_dump(include=SAME_AS_OF_THE_RUN),
-            "cache_dir_vae": str(self.latent_root / _folder_name(config.id)),
+            "cache_dir_vae": str(self.latent_root / _folder_name(entry.id)),
             # With new crops, evaluation losses of different epochs would not be comparable.
-            "vae_cache_clear_each_epoch": config.crop and random_crops and not is_eval,
+            "vae_cache_clear_each_epoch": entry.crop and random_crops and not is_eval,
         }
 
 
@@ -134,82 +134,92 @@ SKIPPABLE = ("vae", "aspect", "metadata", "text")
 REFERENCES = ("reference_strict", "reference_loose")
 
 
-def holds_files(config: DatasetConfig) -> bool:
+def holds_files(entry: DatasetConfig) -> bool:
     """Whether an entry is a set of pictures or clips that this package can read."""
-    return config.dataset_type in FILE_KINDS or config.is_conditioning
+    return entry.dataset_type in FILE_KINDS or entry.is_conditioning
 
 
-def text_entry_of(config: DatasetConfig, entries: Configs) -> DatasetConfig | None:
+def text_entry_of(entry: DatasetConfig, entries: Sequence[DatasetConfig]) -> DatasetConfig | None:
     """The text_embeds entry of a dataset: the one it names, else the default, else the first, else None."""
-    texts = [entry for entry in entries if entry.is_text_embeds]
-    named = [entry for entry in texts if entry.id == config.text_embeds]
-    return next(iter([*named, *(entry for entry in texts if entry.default), *texts]), None)
+    texts = [text_entry for text_entry in entries if text_entry.is_text_embeds]
+    for text_entry in texts:
+        if text_entry.id == entry.text_embeds:
+            return text_entry
+    for text_entry in texts:
+        if text_entry.default:
+            return text_entry
+    return texts[0] if texts else None
 
 
-def latent_dir_of(config: DatasetConfig, entries: Configs) -> str | None:
+def latent_dir_of(entry: DatasetConfig, entries: Sequence[DatasetConfig]) -> str | None:
     """Latent folder of an entry with its defaults filled in; taken from the image_embeds entry if it names one."""
-    named = next((entry for entry in entries if entry.id == config.image_embeds), config)
-    # cache_dir first, since `fill` gives every entry a cache_dir_vae.
-    return (named.cache_dir if named is not config else None) or named.cache_dir_vae
+    for cache_entry in entries:
+        if cache_entry.id == entry.image_embeds:
+            # cache_dir first, since `fill` gives every entry a cache_dir_vae.
+            return cache_entry.cache_dir or cache_entry.cache_dir_vae
+    return entry.cache_dir_vae
 
 
-def check_dataset_file(written: Configs, entries: Configs, context: DataContext, report: Problems) -> None:
+def check_dataset_file(
+    written: Sequence[DatasetConfig], filled: Sequence[DatasetConfig], context: DataContext, report: Problems
+) -> None:
     """Check every entry alone, then all entries together.
 
     Args:
         written: entries as the user wrote them.
-        entries: the same entries with their defaults filled in.
+        filled: the same entries with their defaults filled in.
     """
-    for config, entry in zip(written, entries, strict=True):
+    for as_written, entry in zip(written, filled, strict=True):
         _check_entry(entry, context, report)
         with report.within(entry.id) as of_entry:
-            without_effect(config, entry, of_entry)
+            without_effect(as_written, entry, of_entry)
             # Only written keys: a default for another type is not the user's mistake.
-            written_keys = {key: getattr(config, key) for key in config.model_fields_set}
-            check_source(entry.type, written_keys, of_entry)
-    with_files = [entry for entry in entries if holds_files(entry)]
-    texts = [entry for entry in entries if entry.is_text_embeds]
+            keys = {key: getattr(as_written, key) for key in as_written.model_fields_set}
+            check_source(entry.type, keys, of_entry)
+    with_files = [entry for entry in filled if holds_files(entry)]
+    texts = [entry for entry in filled if entry.is_text_embeds]
     _check_folders(with_files, context, report)
     _check_caches(with_files, texts, context, report)
-    _check_start([entry for entry in entries if entry.is_trained], report)
+    _check_start([entry for entry in filled if entry.is_trained], report)
     if len(texts) > 1 and not any(entry.default for entry in texts):
         report.warn("default", f"no text_embeds entry is the default; the first, {texts[0].id}, is used.")
 
 
-def _check_entry(config: DatasetConfig, context: DataContext, report: Problems) -> None:
+def _check_entry(entry: DatasetConfig, context: DataContext, report: Problems) -> None:
     """Checks of one entry alone."""
-    _check_kind(config, context, report)
+    _check_kind(entry, context, report)
     for key in ("conditioning", "conditioning_image_embeds"):
-        if getattr(config, key) is not None:
-            report.error(f"{config.id}.{key}", "is not available yet; leave it out.")
-    for word in filter(lambda word: word not in SKIPPABLE, config.skip_file_discovery or []):
-        report.error(f"{config.id}.skip_file_discovery", not_one_of(word, SKIPPABLE))
-    if config.dataset_type in CACHE_KINDS:
+        if getattr(entry, key) is not None:
+            report.error(f"{entry.id}.{key}", "is not available yet; leave it out.")
+    for word in entry.skip_file_discovery or []:
+        if word not in SKIPPABLE:
+            report.error(f"{entry.id}.skip_file_discovery", not_one_of(word, SKIPPABLE))
+    if entry.dataset_type in CACHE_KINDS:
         return
-    if config.caption_filter_list is not None:
+    if entry.caption_filter_list is not None:
         message = "belongs in a text_embeds entry; here it would have no effect."
-        report.error(f"{config.id}.caption_filter_list", message)
-    if config.hold_out and not config.is_trained:
-        report.error(f"{config.id}.hold_out", "needs a dataset that is trained.")
-    if not config.is_conditioning:
-        with report.within(config.id) as of_entry:
-            _check_captions(config, of_entry)
-            _check_windows(config, of_entry)
-            _check_prompts(config, of_entry)
+        report.error(f"{entry.id}.caption_filter_list", message)
+    if entry.hold_out and not entry.is_trained:
+        report.error(f"{entry.id}.hold_out", "needs a dataset that is trained.")
+    if not entry.is_conditioning:
+        with report.within(entry.id) as of_entry:
+            _check_captions(entry, of_entry)
+            _check_windows(entry, of_entry)
+            _check_prompts(entry, of_entry)
 
 
-def _check_kind(config: DatasetConfig, context: DataContext, report: Problems) -> None:
-    kind = config.dataset_type
-    if config.type != "local" and kind in CACHE_KINDS:
-        report.error(f"{config.id}.type", f"{config.type!r} is for pictures and clips; caches are local.")
-    elif config.is_conditioning and config.source and config.source.unpaired:
-        message = f"{config.type!r} {config.source.unpaired}, so they have no partners; use another type."
-        report.error(f"{config.id}.type", message)
+def _check_kind(entry: DatasetConfig, context: DataContext, report: Problems) -> None:
+    kind = entry.dataset_type
+    if entry.type != "local" and kind in CACHE_KINDS:
+        report.error(f"{entry.id}.type", f"{entry.type!r} is for pictures and clips; caches are local.")
+    elif entry.is_conditioning and entry.source and entry.source.unpaired:
+        message = f"{entry.type!r} {entry.source.unpaired}, so they have no partners; use another type."
+        report.error(f"{entry.id}.type", message)
     elif kind not in (*FILE_KINDS, *CACHE_KINDS) or (kind == "video" and context.spec.media != "video"):
         message = f"{kind!r} is not available for {context.spec.name}{_families_for(kind)}."
-        report.error(f"{config.id}.dataset_type", message)
-    elif holds_files(config) and not config.instance_data_dir:
-        report.error(f"{config.id}.instance_data_dir", "is required: the folder of the pictures or clips.")
+        report.error(f"{entry.id}.dataset_type", message)
+    elif holds_files(entry) and not entry.instance_data_dir:
+        report.error(f"{entry.id}.instance_data_dir", "is required: the folder of the pictures or clips.")
 
 
 def _families_for(kind: str) -> str:
@@ -218,163 +228,189 @@ def _families_for(kind: str) -> str:
     return f"; for clips set model_family {families}" if families else " yet"
 
 
-def _check_captions(config: DatasetConfig, report: Problems) -> None:
+def _check_captions(entry: DatasetConfig, report: Problems) -> None:
     """Captions must come from what the entry's type and tables supply; one mistake is reported once."""
-    strategy = config.caption_strategy
-    reads_parquet = config.metadata_backend == "parquet"
-    if config.metadata_backend == "huggingface" and config.type != "huggingface":
-        message = f"'huggingface' is for type huggingface, not {config.type}; use discovery."
+    strategy = entry.caption_strategy
+    reads_parquet = entry.metadata_backend == "parquet"
+    if entry.metadata_backend == "huggingface" and entry.type != "huggingface":
+        message = f"'huggingface' is for type huggingface, not {entry.type}; use discovery."
         report.error("metadata_backend", message)
-    if reads_parquet and config.parquet is None:
+    if reads_parquet and entry.parquet is None:
         report.error("metadata_backend", "'parquet' needs the object parquet with the path of the table.")
     if strategy == "parquet" and not reads_parquet:
         needed = "metadata_backend parquet"
-        if config.parquet is None:
+        if entry.parquet is None:
             needed += " and the object parquet with the path of the table"
         report.error("caption_strategy", f"'parquet' needs {needed}.")
-    if strategy == "metadata" and config.type != "local":
+    if strategy == "metadata" and entry.type != "local":
         report.error("caption_strategy", "'metadata' needs type local.")
 
-    if config.source is not None:
-        uses_column = strategy in (config.type, *FIXED_PROMPTS)
+    if entry.source is not None:
+        uses_column = strategy in (entry.type, *FIXED_PROMPTS)
         if reads_parquet or not uses_column:
-            advice = f"caption_strategy {config.type}, or instanceprompt with instance_prompt."
-            report.error("type", f"{config.type!r} has captions in a column: {advice}")
+            advice = f"caption_strategy {entry.type}, or instanceprompt with instance_prompt."
+            report.error("type", f"{entry.type!r} has captions in a column: {advice}")
             return
-    if strategy in SOURCES and strategy != config.type:
-        message = f"{strategy!r} is for type {strategy}, not {config.type}; use textfile or filename."
+    if strategy in SOURCES and strategy != entry.type:
+        message = f"{strategy!r} is for type {strategy}, not {entry.type}; use textfile or filename."
         report.error("caption_strategy", message)
 
 
-def _check_windows(config: DatasetConfig, report: Problems) -> None:
+def _check_windows(entry: DatasetConfig, report: Problems) -> None:
     """A window of epochs or steps must not end before it begins."""
-    windows = (("epoch", config.start_epoch, config.end_epoch), ("step", config.start_step, config.end_step))
-    for unit, start, end in windows:
-        if end is not None and end < start:
-            message = f"{end} is before start_{unit} {start}: the dataset would never take part."
-            report.error(f"end_{unit}", message)
+    last_epoch = entry.end_epoch
+    if last_epoch is not None and last_epoch < entry.start_epoch:
+        message = f"{last_epoch} is before start_epoch {entry.start_epoch}: the dataset would never take part."
+        report.error("end_epoch", message)
+    last_step = entry.end_step
+    if last_step is not None and last_step < entry.start_step:
+        message = f"{last_step} is before start_step {entry.start_step}: the dataset would never take part."
+        report.error("end_step", message)
 
 
-def _check_prompts(config: DatasetConfig, report: Problems) -> None:
+def _check_prompts(entry: DatasetConfig, report: Problems) -> None:
     """Keys that use instance_prompt need it, and none of its texts may be blank."""
-    prompts = config.instance_prompt or []
+    prompts = entry.instance_prompt or []
     blank = [number for number, prompt in enumerate(prompts, start=1) if not prompt.strip()]
-    users = {key: "needs" for key in ("prepend_instance_prompt", "only_instance_prompt") if getattr(config, key)}
-    if config.caption_strategy in FIXED_PROMPTS:
-        users["caption_strategy"] = f"{config.caption_strategy!r} needs"
+    users: dict[str, str] = {}
+    if entry.prepend_instance_prompt:
+        users["prepend_instance_prompt"] = "needs instance_prompt."
+    if entry.only_instance_prompt:
+        users["only_instance_prompt"] = "needs instance_prompt."
+    if entry.caption_strategy in FIXED_PROMPTS:
+        users["caption_strategy"] = f"{entry.caption_strategy!r} needs instance_prompt."
     if len(blank) == len(prompts):
-        for key, needs in users.items():
-            report.error(key, f"{needs} instance_prompt.")
+        for key, message in users.items():
+            report.error(key, message)
     elif blank and users:
         message = f"text {blank[0]} of {len(prompts)} is blank; remove it."
         advice = "caption_dropout_probability trains the empty caption now and then."
         report.error("instance_prompt", f"{message} {advice}")
 
 
-def _check_folders(configs: Configs, context: DataContext, report: Problems) -> None:
+def _check_folders(entries: Sequence[DatasetConfig], context: DataContext, report: Problems) -> None:
     """Folders must exist, unless an index may stand in, and must not contain the previews, which are pictures."""
-    local = [config for config in configs if config.type == "local" and config.instance_data_dir]
-    named = [(config, Path(config.instance_data_dir or "")) for config in local]
-    missing = {config.id: folder for config, folder in named if _is_missing(config, folder, context)}
+    local = [entry for entry in entries if entry.type == "local" and entry.instance_data_dir]
+    missing: dict[str, Path] = {}
+    for entry in local:
+        folder = Path(entry.instance_data_dir or "")
+        if _is_missing(entry, folder, context):
+            missing[entry.id] = folder
     if missing:
-        hint = "paths are relative to the working directory"
-        kinds = {folder: " is a file" if folder.is_file() else "" for folder in missing.values()}
-        listed = "; ".join(f"{name}: {str(folder)!r}{kinds[folder]}" for name, folder in missing.items())
-        guesses = [similar_path(folder, "*/") for folder in missing.values()]
-        message = f"these folders do not exist or cannot be listed ({hint}): {listed}.{''.join(dict.fromkeys(guesses))}"
-        report.error("instance_data_dir", message, entries=[*missing])
-    for config, folder in named:
+        _report_missing(missing, report)
+    for entry in local:
+        folder = Path(entry.instance_data_dir or "")
         # Resolved, since either path may contain a link.
         if context.output_dir.resolve().is_relative_to(folder.resolve()):
             message = f"{str(folder)!r} contains output_dir ({str(context.output_dir)!r}): previews would be trained."
-            report.error(f"{config.id}.instance_data_dir", message)
+            report.error(f"{entry.id}.instance_data_dir", message)
 
 
-def _is_missing(config: DatasetConfig, folder: Path, context: DataContext) -> bool:
+def _is_missing(entry: DatasetConfig, folder: Path, context: DataContext) -> bool:
     if is_readable(folder):
         return False
-    return not (context.defaults.ignore_missing_files and load_index(Path(config.cache_dir_vae or ""), folder))
+    return not (context.defaults.ignore_missing_files and load_index(Path(entry.cache_dir_vae or ""), folder))
 
 
-def _check_caches(configs: Configs, texts: Configs, context: DataContext, report: Problems) -> None:
+def _report_missing(folders: Mapping[str, Path], report: Problems) -> None:
+    """Report folders, by the id of their entry, in one error."""
+    listed: list[str] = []
+    for name, folder in folders.items():
+        listed.append(f"{name}: {str(folder)!r}{' is a file' if folder.is_file() else ''}")
+    # Once, if several folders look like the same one.
+    guesses = dict.fromkeys(similar_path(folder, "*/") for folder in folders.values())
+    hint = "paths are relative to the working directory"
+    message = f"these folders do not exist or cannot be listed ({hint}): {'; '.join(listed)}.{''.join(guesses)}"
+    report.error("instance_data_dir", message, entries=[*folders])
+
+
+def _check_caches(
+    entries: Sequence[DatasetConfig], texts: Sequence[DatasetConfig], context: DataContext, report: Problems
+) -> None:
     """A latent folder belongs to one dataset and must not be a text cache."""
     owners: dict[Path, list[str]] = defaultdict(list)
-    for config in configs:
-        if config.cache_dir_vae:
-            owners[Path(config.cache_dir_vae).resolve()].append(config.id)
-    text_folders = {Path(entry.cache_dir).resolve() for entry in texts if entry.cache_dir}
+    for entry in entries:
+        if entry.cache_dir_vae:
+            owners[Path(entry.cache_dir_vae).resolve()].append(entry.id)
+    text_folders = {context.text_root.resolve()}
+    text_folders |= {Path(text_entry.cache_dir).resolve() for text_entry in texts if text_entry.cache_dir}
     for folder, names in owners.items():
         # Datasets in one folder would overwrite each other's index.
         if len(names) > 1:
             report.error("cache_dir_vae", f"{str(folder)!r} holds latents of several datasets: {', '.join(names)}.")
-        if folder in text_folders | {context.text_root.resolve()}:
+        if folder in text_folders:
             message = f"{str(folder)!r} is a text cache; latents need a separate folder."
             report.error(f"{names[0]}.cache_dir_vae", message)
 
 
-def _check_start(trained: Configs, report: Problems) -> None:
+def _check_start(trained: Sequence[DatasetConfig], report: Problems) -> None:
     """At least one dataset must be trained from the first step."""
-    drawn = [config for config in trained if config.probability > 0]
+    drawn = [entry for entry in trained if entry.probability > 0]
     if not trained:
         report.error("dataset_type", "no entry is a dataset to train on (dataset_type image or video).")
     elif not drawn:
         report.error("probability", "is 0 for every dataset: nothing would be trained on.")
-    elif not any(config.start_epoch <= 1 and config.start_step <= 1 for config in drawn):
+    elif not any(entry.start_epoch <= 1 and entry.start_step <= 1 for entry in drawn):
         report.error("start_epoch", "no dataset takes part at the start; one must start at epoch 1 and step 0.")
-    for config in trained:
-        if config.probability == 0:
-            report.warn(f"{config.id}.probability", "is 0: the dataset is not used.")
+    for entry in trained:
+        if entry.probability == 0:
+            report.warn(f"{entry.id}.probability", "is 0: the dataset is not used.")
 
 
-def link_partners(configs: Configs, context: DataContext, report: Problems) -> dict[str, list[DatasetConfig]]:
+def link_partners(
+    entries: Sequence[DatasetConfig], context: DataContext, report: Problems
+) -> dict[str, list[DatasetConfig]]:
     """The conditioning entries of each dataset, by its id; only those that the flavour can use."""
-    conditioning = {config.id: config for config in configs if config.is_conditioning}
+    conditioning = {entry.id: entry for entry in entries if entry.is_conditioning}
     usable = (*MASKS, *(REFERENCES if context.task == "i2i" else ()))
     links: dict[str, list[DatasetConfig]] = {}
-    unused = set(conditioning)
-    for config in configs:
-        if config.is_conditioning or not holds_files(config):
+    unused = dict.fromkeys(conditioning)
+    for entry in entries:
+        if entry.is_conditioning or not holds_files(entry):
             continue
-        entries = _conditions_of(config, conditioning)
-        links[config.id] = [entry for entry in entries.values() if entry.conditioning_type in usable]
-        # `_check_link` warns about entries that the flavour cannot use.
-        unused -= entries.keys()
-        for entry in entries.values():
-            _check_link(entry, config, usable, report)
-        _check_partners(config, links[config.id], context, report)
-    message = "is a conditioning dataset that no dataset lists in conditioning_data; it is not used."
-    report.extend(warning(name, message) for name in conditioning if name in unused)
+        links[entry.id] = []
+        for partner in _conditions_of(entry, conditioning):
+            _check_link(partner, entry, usable, report)  # warns about partners that the flavour cannot use
+            unused.pop(partner.id, None)
+            if partner.conditioning_type in usable:
+                links[entry.id].append(partner)
+        _check_partners(entry, links[entry.id], context, report)
+    for name in unused:
+        message = "is a conditioning dataset that no dataset lists in conditioning_data; it is not used."
+        report.warn(name, message)
     return links
 
 
-def _conditions_of(config: DatasetConfig, conditioning: Mapping[str, DatasetConfig]) -> dict[str, DatasetConfig]:
-    """The entries that a dataset names, and those that name it, by id."""
-    belonging = [entry.id for entry in conditioning.values() if entry.source_dataset_id == config.id]
+def _conditions_of(entry: DatasetConfig, conditioning: Mapping[str, DatasetConfig]) -> list[DatasetConfig]:
+    """The conditioning entries that a dataset names, and those that name it."""
+    belonging = [partner.id for partner in conditioning.values() if partner.source_dataset_id == entry.id]
     # Either side may name the link.
-    names = dict.fromkeys([*(config.conditioning_data or []), *belonging])
-    return {name: conditioning[name] for name in names if name in conditioning}
+    names = dict.fromkeys([*(entry.conditioning_data or []), *belonging])
+    return [conditioning[name] for name in names if name in conditioning]
 
 
-def _check_link(entry: DatasetConfig, source: DatasetConfig, usable: Sequence[str], report: Problems) -> None:
-    kind = entry.conditioning_type
+def _check_link(partner: DatasetConfig, source: DatasetConfig, usable: Sequence[str], report: Problems) -> None:
+    kind = partner.conditioning_type
     if kind is None:
         message = f"is required: {' or '.join(REFERENCES)} for source pictures, {' or '.join(MASKS)} for masks."
-        report.error(f"{entry.id}.conditioning_type", message)
+        report.error(f"{partner.id}.conditioning_type", message)
     elif kind not in usable:
-        message = f"this flavour cannot use {kind} pictures: those of {entry.id} are neither cached nor used."
+        message = f"this flavour cannot use {kind} pictures: those of {partner.id} are neither cached nor used."
         report.warn(f"{source.id}.conditioning_data", message)
 
 
-def _check_partners(config: DatasetConfig, entries: Configs, context: DataContext, report: Problems) -> None:
+def _check_partners(
+    entry: DatasetConfig, partners: Sequence[DatasetConfig], context: DataContext, report: Problems
+) -> None:
     """A sample has one mask, and with i2i one source picture at a time."""
-    where = f"{config.id}.conditioning_data"
-    masks = [entry.id for entry in entries if entry.conditioning_type in MASKS]
+    where = f"{entry.id}.conditioning_data"
+    masks = [partner.id for partner in partners if partner.conditioning_type in MASKS]
     if len(masks) > 1:
         report.error(where, f"names several datasets of masks ({', '.join(masks)}); a picture has one.")
-    if not config.is_trained:
+    if not entry.is_trained:
         return
-    references = len(entries) - len(masks)
-    if context.task == "i2i" and not references:
+    references = len(partners) - len(masks)
+    if context.task == "i2i" and references == 0:
         message = "is required: this flavour edits pictures, so it needs a conditioning dataset with source pictures"
         report.error(where, f"{message} (conditioning_type {' or '.join(REFERENCES)}).")
     if references > 1 and context.defaults.conditioning_multidataset_sampling == "combined":

@@ -183,7 +183,9 @@ def test_full_paths_mean_files_of_the_folder_also_after_a_move(column: str, plac
     [
         ({}, "'metadata' reads metadata.jsonl or metadata.csv, and "),
         ({"jsonl": "{}", "csv": "file_name,text\n"}, "contains both metadata.jsonl and metadata.csv"),
-        ({"jsonl": '{"file_name": "a.png"}\n{"file_name"'}, "line 2 is not JSON"),
+        ({"jsonl": '{"file_name": "a.png"}\n{"file_name"'}, "line 2 is not valid JSON"),
+        ({"jsonl": "[" * 100_000}, "line 1 cannot be used"),
+        ({"jsonl": '{"file_name": "a.png", "text": "\\ud800"}'}, "line 1 cannot be used"),
         ({"jsonl": '["a.png"]'}, "line 1 is not a JSON object."),
         (
             {"jsonl": '{"file_name": "a.png", "label": 3}'},
