@@ -20,9 +20,12 @@ from simpletuner.annexes.fitting.ready import ready_plan, weigh_plan
 from simpletuner.annexes.fitting.show import plan_json
 from simpletuner.annexes.sampling import SampleRequest
 from simpletuner.atomic import write_json
-from simpletuner.cli.sample import SHORT, parse_strengths, prepared_samples, write_out
-from simpletuner.cli.settings import ask_about, command_settings, prepare_output, set_environment
-from simpletuner.cli.train import agreed, configure_torch, recorded_events, run_checked
+from simpletuner.cli.consent import with_consent
+from simpletuner.cli.process import configure_torch, set_environment
+from simpletuner.cli.sample import parse_strengths, prepared_samples, write_out
+from simpletuner.cli.settings import ask_about, command_settings, prepare_output
+from simpletuner.cli.settings_command import SHORT
+from simpletuner.cli.train import recorded_events, run_checked
 from simpletuner.config.schema import all_options
 from simpletuner.config.sources import ARGUMENTS, SELECTORS, Arguments, configured
 from simpletuner.distributed.world import World
@@ -37,8 +40,12 @@ WRITTEN_DATASETS = "data_backend_config.json"  # in the output folder: datasets 
 
 # Parameters of `sample`, by their flags on the command line.
 PARAMETERS = {
-    "--prompt": "prompts", "--image": "images", "--strength": "strength", "--checkpoint": "checkpoint", "--ema": "ema",
-}  # fmt: skip
+    "--prompt": "prompts",
+    "--image": "images",
+    "--strength": "strength",
+    "--checkpoint": "checkpoint",
+    "--ema": "ema",
+}
 
 
 @dataclass(frozen=True)
@@ -62,12 +69,13 @@ class TrainResult:
     @classmethod
     def of(cls, plan: Plan) -> TrainResult:
         """The result from the record of a run, which includes earlier sessions."""
-        folder, losses = plan.output_dir, dict[str, float]()
+        folder = plan.output_dir
+        losses: dict[str, float] = {}
         for row in read_rows(folder / METRICS_FILE):
             losses |= {name: value for name, value in row.items() if "loss" in name and is_number(value)}
         file = folder / (PIPELINE_FOLDER if plan.config.model.model_type == "full" else LORA_FILE)
         previews = [folder / media.path for media in read_media(folder / MEDIA_FILE)]
-        return cls(folder, file, plan.length.total_steps, losses, previews)
+        return cls(folder, file, step=plan.length.total_steps, losses=losses, previews=previews)
 
 
 def train(
@@ -94,7 +102,7 @@ def train(
     if (count := budget.config.launch.num_processes) > 1:
         message = f"{count}, but a function trains in its own process only; use the command `simpletuner train`."
         raise ConfigError([Problem("num_processes", message)])
-    budget = agreed(budget, yes=yes)
+    budget = with_consent(budget, yes=yes)
     plan = budget.plan
     prepare_output(plan.output_dir)
     with recorded_events(plan, World(), _events(on_event, show)) as events:
@@ -122,10 +130,18 @@ def plan(config: Mapping[str, Any], *, device: str | None = None, device_memory:
 
 
 def sample(
-    source: str | os.PathLike[str] | None, prompts: Sequence[str], *, images: Sequence[str | os.PathLike[str]] = (),
-    strength: float = 1.0, checkpoint: int | str | None = None, ema: bool = False,
-    output: str | os.PathLike[str] = "samples", on_event: Subscriber | None = None, show: bool = False, **settings: Any,
-) -> list[Path]:  # fmt: skip
+    source: str | os.PathLike[str] | None,
+    prompts: Sequence[str],
+    *,
+    images: Sequence[str | os.PathLike[str]] = (),
+    strength: float = 1.0,
+    checkpoint: int | str | None = None,
+    ema: bool = False,
+    output: str | os.PathLike[str] = "samples",
+    on_event: Subscriber | None = None,
+    show: bool = False,
+    **settings: Any,
+) -> list[Path]:
     """Render from a result, like `simpletuner sample`; returns the new files.
 
     Args:
@@ -147,17 +163,27 @@ def sample(
     arguments = _arguments(settings, label="settings")
     write_out(arguments)
     strengths = parse_strengths("strength", [strength], arguments.problems)
-    folder, chosen = None if source is None else str(source), None if checkpoint is None else [str(checkpoint)]
-    asked = SampleRequest(folder, str(output), arguments, prompts, [*map(str, images)], strengths, chosen, ema)
+    asked = SampleRequest(
+        source=None if source is None else str(source),
+        output=str(output),
+        arguments=arguments,
+        prompts=prompts,
+        images=[str(image) for image in images],
+        strengths=strengths,
+        checkpoints=None if checkpoint is None else [str(checkpoint)],
+        ema=ema,
+    )
     names = PARAMETERS | {SHORT[key]: key for key in settings if key in SHORT}
     try:
         with prepared_samples(asked, _events(on_event, show)) as (plan, weights, events):
+            # At the wall: torch comes with it, and was loaded once the plan was checked.
             from simpletuner.annexes.sweep import render_samples
 
             return render_samples(plan, weights[0], strengths, events)
     except ConfigError as error:
         # With the caller's parameter names.
-        raise ConfigError(replace(each, where=names.get(each.where, each.where)) for each in error.problems) from None
+        problems = [replace(problem, where=names.get(problem.where, problem.where)) for problem in error.problems]
+        raise ConfigError(problems) from None
 
 
 def _arguments(config: object, label: str = ARGUMENTS) -> Arguments:
@@ -166,7 +192,8 @@ def _arguments(config: object, label: str = ARGUMENTS) -> Arguments:
     A `config` is a whole configuration, unless it selects one for its other keys to override. Other arguments override.
     """
     set_environment()
-    plain, arguments = _as_json(config), replace(command_settings([]), label=label)
+    plain = _as_json(config)
+    arguments = replace(command_settings([]), label=label)
     arguments.selectors = {SELECTORS[key]: str(plain.pop(key)) for key in SELECTORS.keys() & plain.keys()}
     if arguments.selectors or label != ARGUMENTS:
         arguments.settings += plain.items()

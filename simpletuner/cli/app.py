@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import functools
 import io
 import os
 import re
@@ -11,22 +10,86 @@ import sys
 import traceback
 from collections.abc import Sequence
 from contextlib import suppress
-from typing import Annotated
+from importlib import import_module
+from typing import Annotated, Any
 
 import typer
-import typer.main
+from typer.core import TyperCommand, TyperGroup
 from typer.exceptions import TyperException
+from typer.main import get_command, get_group
 
 from simpletuner.atomic import DISK_FULL_CODES, OCCUPIED_CODES, UNWRITABLE_CODES
-from simpletuner.cli import cache, caption, convert, help, plan, sample, server, start, train
-from simpletuner.cli.settings import PASS_THROUGH, set_environment
-from simpletuner.errors import ConfigError, SimpleTunerError, counted, full_text, is_out_of_memory, reached_limit
+from simpletuner.cli.process import set_environment, uncollected
+from simpletuner.errors import (
+    ConfigError,
+    SimpleTunerError,
+    counted,
+    full_text,
+    is_out_of_memory,
+    reached_limit,
+)
 from simpletuner.redaction import redact
+from simpletuner.reporting.screen import in_red
 
 USAGE = 2
 INTERRUPTED = 130
-# Errors of the operating system that need no traceback; the last two come from invalid file names.
-REPORTED = UNWRITABLE_CODES | DISK_FULL_CODES | OCCUPIED_CODES | {errno.ENOTDIR, errno.ENAMETOOLONG, errno.ELOOP}
+
+# The commands in the order of the help: the module whose `app` has it, and its line there.
+COMMANDS = {
+    "start": (
+        "simpletuner.cli.start",
+        "Train on a folder: writes config/NAME, captions if asked, trains, and compares the checkpoints.",
+    ),
+    "train": ("simpletuner.cli.train", "Train with config/config.json, or another file."),
+    "plan": (
+        "simpletuner.cli.plan",
+        "Check everything that needs no weights, and print the steps, time, memory and disk space of a run.",
+    ),
+    "sample": (
+        "simpletuner.cli.sample",
+        'Render from a result: sample OUTPUT_DIR a prompt, or --prompt "...". Also takes a checkpoint or a LoRA file.',
+    ),
+    "sweep": (
+        "simpletuner.cli.sample",
+        "Compare a run's checkpoints: sweep OUTPUT_DIR writes one contact sheet, as a page and as a picture.",
+    ),
+    "caption": (
+        "simpletuner.cli.caption",
+        "Write a .txt caption for each picture or clip that has none, with the checkpoint's Qwen2.5-VL.",
+    ),
+    "dataset": (
+        "simpletuner.cli.dataset",
+        "Write a page that shows how every file will be trained: crop, caption, near-duplicates, and skipped files.",
+    ),
+    "publish": (
+        "simpletuner.cli.publish",
+        "Upload the result of a run for the first time or again, or finish a failed upload. Nothing is trained.",
+    ),
+    "configure": (
+        "simpletuner.cli.configure",
+        "Write config.json by answering questions; ? explains a question. An existing dataset file is not changed.",
+    ),
+    "convert": (
+        "simpletuner.cli.convert",
+        "Write a LoRA under the names of another program, or a full fine-tune as one file for ComfyUI.",
+    ),
+    "server": (
+        "simpletuner.cli.server",
+        "Serve the web page of the project in this folder, on http://localhost:8001.",
+    ),
+    "help": (
+        "simpletuner.cli.help",
+        "Explain a setting (help learning_rate), a section (help LoRA), or search (help offload).",
+    ),
+    "cache": (
+        "simpletuner.cli.cache",
+        "Fill, verify, explain and clean up the caches of a configuration.",
+    ),
+    "examples": (
+        "simpletuner.cli.examples",
+        "List the packaged examples, or copy one to start from.",
+    ),
+}
 
 # What other programs call these commands.
 MEANT = {
@@ -42,30 +105,47 @@ MEANT = {
     "version": "--version",
 }
 
+
+class Commands(TyperGroup):
+    """The group of all commands; the module of a command is imported only when it is run.
+
+    The help and shell completion show the lines of `COMMANDS`, so they need none of the modules.
+    """
+
+    def __init__(self, **attributes: Any) -> None:
+        super().__init__(**attributes)
+        for name, (_, line) in COMMANDS.items():
+            self.add_command(TyperCommand(name, help=line))
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> tuple[str | None, Any, list[str]]:
+        """The command that a line names, with its own options, and the arguments after its name."""
+        name, command, rest = super().resolve_command(ctx, args)
+        if name is not None:
+            command = load_command(name)
+        return name, command, rest
+
+
+def load_command(name: str) -> Any:
+    """Import a command."""
+    module, _ = COMMANDS[name]
+    with uncollected():
+        file = import_module(module)
+    return get_group(file.app).commands[name]
+
+
 app = typer.Typer(
+    cls=Commands,
     name="simpletuner",
     help="Fine-tune Kandinsky 5 Image, Kandinsky 5 Video and Sana Video: what is trained is what is sampled.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-WITH_SETTINGS = (
-    start.start, train.train, plan.plan, sample.sample, sample.sweep, caption.caption, caption.dataset, plan.publish,
-)  # fmt: skip
-for command in WITH_SETTINGS:
-    app.command(cls=help.SettingsCommand, context_settings=PASS_THROUGH)(command)
-app.command()(plan.configure)
-app.command()(convert.convert)
-app.command()(server.server)
-app.command("help", context_settings={"ignore_unknown_options": True})(help.show_help)  # help --lora_rank
-app.add_typer(cache.app, name="cache")
-app.add_typer(help.examples, name="examples")
-# Cached, since typer would inspect all signatures in each call, which takes longer than most plans.
-get_command = functools.cache(typer.main.get_command)
 
 
 def _print_version(wanted: bool) -> None:
     if wanted:
+        # The metadata of packages take as long to import as this module.
         from importlib.metadata import version as package_version
 
         typer.echo(f"simpletuner {package_version('simpletuner')}")
@@ -122,8 +202,6 @@ def command_meant(message: str) -> str:
 
 def _report(error: SimpleTunerError) -> int:
     """Print an expected error; problems are listed with warnings first, so that errors are last on the screen."""
-    from simpletuner.annexes.display.progress import in_red
-
     if not isinstance(error, ConfigError):
         text = full_text(error)
         return _complain(f"error: {text}" if error.exit_code == USAGE else text, error.exit_code)
@@ -140,13 +218,19 @@ def _report_unforeseen(error: Exception) -> int:
         # The notes of a failed run follow: how to continue it.
         notes = vars(error).get("__notes__", ())
         return _complain(" ".join([f"error: {limit}", *notes]), USAGE)
-    if isinstance(error, OSError) and error.errno in REPORTED:
+    if isinstance(error, OSError) and is_plain(error):
         return _complain(f"error: {error.filename or 'the disk'}: {error.strerror}.", USAGE)
     if is_out_of_memory(error):
         advice = "Free memory, or lift a limit on it (ulimit -v, or the container's)."
         return _complain(f"error: out of memory: {full_text(error).removesuffix('.')}. {advice}", 1)
     print(redact(traceback.format_exc()), file=sys.stderr, end="")
     return _complain(f"{type(error).__name__}: {full_text(error)}", 1)
+
+
+def is_plain(error: OSError) -> bool:
+    """Whether an error of the operating system says all that its user needs, without a traceback."""
+    of_names = {errno.ENOTDIR, errno.ENAMETOOLONG, errno.ELOOP}
+    return error.errno in of_names | UNWRITABLE_CODES | DISK_FULL_CODES | OCCUPIED_CODES
 
 
 def _complain(text: str, code: int) -> int:

@@ -4,22 +4,34 @@ from __future__ import annotations
 
 import re
 import sys
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
-from simpletuner.cli.settings import PASS_THROUGH, logged_events, planned_caches
+from simpletuner.annexes.display.progress import shown_events
+from simpletuner.annexes.inspection import (
+    Verification,
+    entries_of,
+    explain,
+    find_garbage,
+    forget_verifications,
+    remove_garbage,
+    why_left_out,
+)
+from simpletuner.caching.catalogue import Share
+from simpletuner.cli.settings import logged_events, planned_caches
+from simpletuner.cli.settings_command import PASS_THROUGH
 from simpletuner.errors import UserError, counted
-
-if TYPE_CHECKING:
-    from simpletuner.planning.entries import Listing
-    from simpletuner.planning.plans import Plan
+from simpletuner.planning.entries import Listing, cache_folders, list_entries, make_catalogue
+from simpletuner.planning.plans import Plan
 
 Shard = Annotated[str, typer.Option(metavar="I/N", help="Encode shard I, on N machines that share a disk.")]
-app = typer.Typer(help="Fill, verify, explain and clean up the caches of a configuration.", no_args_is_help=True)
+cache = typer.Typer(help="Fill, verify, explain and clean up the caches of a configuration.", no_args_is_help=True)
+app = typer.Typer()
+app.add_typer(cache, name="cache")
 
 
-@app.command(context_settings=PASS_THROUGH)
+@cache.command(context_settings=PASS_THROUGH)
 def fill(context: typer.Context, shard: Shard = "1/1") -> None:
     """Encode every caption and picture that is not cached yet, then stop. Takes the settings of train."""
     match = re.fullmatch(r"(\d{1,6})/(\d{1,6})", shard)
@@ -27,27 +39,22 @@ def fill(context: typer.Context, shard: Shard = "1/1") -> None:
     if not 1 <= number <= count:
         raise UserError(f"--shard {shard!r} is not a shard; 1/3 is the first of three, 3/3 the last.")
     plan = planned_caches(context.args)
-    from simpletuner.caching.catalogue import Share
-
     with logged_events() as events:
-        # Imports torch, which takes seconds, so only after the plan's errors are reported.
+        # At the wall: torch takes seconds to import, so only after the plan's errors are reported.
         from simpletuner.encoding.caches import fill_caches
 
         fill_caches(plan, events, Share(number - 1, count))
 
 
-@app.command(context_settings=PASS_THROUGH)
+@cache.command(context_settings=PASS_THROUGH)
 def verify(context: typer.Context) -> None:
     """Read every entry of the configuration's caches and compare it with its checksum.
 
     A verification stopped by Ctrl-C resumes where it stopped: verifying.json in each cache folder records its progress.
     """
     plan = planned_caches(context.args)
-    from simpletuner.annexes.display.progress import shown_events
-    from simpletuner.annexes.inspection import Verification, forget_verifications
-    from simpletuner.planning.entries import cache_folders
-
-    folders, damaged = cache_folders(plan), 0
+    folders = cache_folders(plan)
+    damaged = 0
     for folder in folders:
         verification = Verification.of(folder)
         keys = verification.remaining(folder)
@@ -66,7 +73,7 @@ def verify(context: typer.Context) -> None:
     typer.echo(f"Every entry in {', '.join(map(str, folders))} is intact." if folders else "There are no caches yet.")
 
 
-@app.command(context_settings=PASS_THROUGH)
+@cache.command(context_settings=PASS_THROUGH)
 def gc(context: typer.Context, remove: Annotated[bool, typer.Option("--remove", help="Delete them.")] = False) -> None:
     """List entries that this configuration does not refer to; delete them only with --remove.
 
@@ -75,11 +82,9 @@ def gc(context: typer.Context, remove: Annotated[bool, typer.Option("--remove", 
     Those of other configurations of the same family are listed too: keep them while you need these configurations.
     """
     plan, listing = _listing(context.args)
-    from simpletuner.annexes.inspection import find_garbage, remove_garbage
-    from simpletuner.planning.entries import cache_folders
-
     # The keys of all configured entries, cached or not.
-    wanted, total = listing.keys(), 0
+    wanted = listing.keys()
+    total = 0
     for folder in cache_folders(plan):
         garbage = find_garbage(folder, wanted, plan.spec.name)
         for key, source in garbage.entries.items():
@@ -94,7 +99,7 @@ def gc(context: typer.Context, remove: Annotated[bool, typer.Option("--remove", 
         typer.echo(f"{entries} {'removed' if remove else 'found; --remove deletes them'}.")
 
 
-@app.command("explain", context_settings=PASS_THROUGH)
+@cache.command("explain", context_settings=PASS_THROUGH)
 def explain_file(context: typer.Context, file: str) -> None:
     """List the entries of a picture (a path, or dataset/name), and why they are or are not reused.
 
@@ -103,21 +108,18 @@ def explain_file(context: typer.Context, file: str) -> None:
     if file.startswith("--") or "=" in file:
         raise UserError(f"{file!r} is a setting; the file comes first, settings after it.")
     plan, listing = _listing(context.args)
-    from simpletuner.annexes.inspection import entries_of, explain, why_left_out
-
     entries = entries_of(file, listing.latents, listing.texts, listing.catalogue)
     if not entries:
         if reason := why_left_out(file, plan.datasets):
             raise UserError(f"{file!r} is not used: it {reason}.")
         raise UserError(f"{file!r} is not used by this configuration; `simpletuner plan` lists every file.")
-    for line in (line for entry in entries for line in explain(entry)):
-        typer.echo(line)
+    for entry in entries:
+        for line in explain(entry):
+            typer.echo(line)
 
 
 def _listing(tokens: list[str]) -> tuple[Plan, Listing]:
     plan = planned_caches(tokens)
-    from simpletuner.planning.entries import list_entries, make_catalogue
-
     catalogue = make_catalogue(plan)
     # Keys contain the checkpoint's digests, which are unknown until it is downloaded.
     if catalogue is None:

@@ -1,18 +1,22 @@
-"""`simpletuner caption` and `simpletuner dataset`: caption and inspect a dataset before training."""
+"""`simpletuner caption`: writes captions for files that have none."""
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Annotated, Literal
 
 import typer
 
-from simpletuner.cli.settings import Cached, logged_events, surveyed, uncollected
+from simpletuner.annexes.captions.wording import Wording, check_captions, uncaptioned, unread
+from simpletuner.annexes.report.html import thin
+from simpletuner.cli.process import uncollected
+from simpletuner.cli.settings import logged_events, surveyed
+from simpletuner.cli.settings_command import PASS_THROUGH, SettingsCommand
 
 PREVIEWED = 3
-Out = Annotated[Path, typer.Option("--out", metavar="FILE", help="The page to write.")]
+app = typer.Typer()
 
 
+@app.command(cls=SettingsCommand, context_settings=PASS_THROUGH)
 def caption(
     context: typer.Context,
     dataset: Annotated[str | None, typer.Option("--dataset", metavar="ID", help="Only this dataset.")] = None,
@@ -25,8 +29,6 @@ def caption(
 
     Existing captions are kept, so a repeated call continues an interrupted one. Takes the settings of train.
     """
-    from simpletuner.annexes.captions.wording import Wording, check_captions, uncaptioned, unread
-
     # A survey accepts files without captions; a plan for training does not.
     survey = surveyed(context.args)
     wording = Wording(style, trigger)
@@ -35,31 +37,16 @@ def caption(
     with logged_events() as events:
         for note in unread(files):
             events.say(note, warning=True)
-        # Before torch is imported: a second call on a captioned folder ends at once.
+        # A second call on a captioned folder ends at once.
         if not files:
             events.say("Every picture and clip has a caption.")
             return
         with events.phase("Loading torch"), uncollected():
+            # At the wall: torch comes with the model, so only once there is something to write.
             from simpletuner.annexes.captions.captioner import described, write_captions
-            from simpletuner.annexes.report.html import thin
         if preview:
             for file, text in described(survey, thin(files, PREVIEWED), wording, events):
                 events.say(f"{file.path}\n  {text}")
         else:
             written = write_captions(survey, files, wording, events)
             events.say(f"Captions written: {written}; files left out: {len(files) - written}.")
-
-
-def dataset(context: typer.Context, out: Out = Path("dataset.html"), cached: Cached = False) -> None:
-    """Write a page that shows how every file will be trained: crop, caption, near-duplicates, and skipped files.
-
-    Dataset files are not modified. Takes the settings of train.
-    """
-    from simpletuner.annexes.display.progress import shown_events
-
-    survey = surveyed(context.args, cached=cached)
-    with shown_events() as events:
-        from simpletuner.annexes.captions.dataset_page import write_page
-
-        write_page(survey, out, events)
-        events.say(f"Saved {out}")

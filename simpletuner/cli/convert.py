@@ -7,11 +7,15 @@ from typing import Annotated, Literal
 
 import typer
 
+from simpletuner.config.types import parse_number
 from simpletuner.errors import UserError
+from simpletuner.reporting.wording import size_text
 
 Form = Literal["comfyui", "diffusers"]
+app = typer.Typer()
 
 
+@app.command()
 def convert(
     source: Annotated[Path, typer.Argument(metavar="SOURCE", help="A LoRA's file, or a folder of a run.")],
     to: Annotated[Form, typer.Option("--to", help="The program that the file is for.")],
@@ -24,14 +28,12 @@ def convert(
     SOURCE is a file, the output folder of a run, or one of its checkpoints: convert output/my-lora --to comfyui. It is
     not changed. LoKr and LoHa are converted in their own form.
     """
-    from simpletuner.config.types import parse_number
-
     try:
         factor = parse_number(strength)
     except ValueError as error:
         raise UserError(f"--strength: {strength!r} {error} such as 0.5 or 1.0.") from None
+    # At the wall: torch comes with it, so the command is checked before.
     from simpletuner.annexes.adapters.convert import convert as write_converted
-    from simpletuner.reporting.wording import size_text
 
     result = write_converted(source, to, output, factor, overwrite=overwrite)
     typer.echo(f"Saved {result.path} ({size_text(result.path.stat().st_size)}).")

@@ -1,21 +1,26 @@
-"""`simpletuner plan`, `configure` and `publish`: before and after a run."""
+"""`simpletuner plan`: the cost of a run and all its problems, before it starts."""
 
 from __future__ import annotations
 
-import shlex
 import sys
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
-from simpletuner.cli.settings import Cached, CardAsked, MemoryAsked, ask_about, command_settings, uncollected
-from simpletuner.errors import ConfigError, UserError
+from simpletuner.annexes.fitting.nominal import nominal_files
+from simpletuner.annexes.fitting.ready import weigh_plan
+from simpletuner.annexes.fitting.show import plan_json, show_plan
+from simpletuner.cli.process import uncollected
+from simpletuner.cli.settings import Cached, CardAsked, MemoryAsked, ask_about, command_settings
+from simpletuner.cli.settings_command import PASS_THROUGH, SettingsCommand
+from simpletuner.config.sources import Arguments
+from simpletuner.errors import ConfigError
+from simpletuner.run.companions import read_ledger
 
-if TYPE_CHECKING:
-    from simpletuner.config.sources import Arguments
+app = typer.Typer()
 
 
+@app.command(cls=SettingsCommand, context_settings=PASS_THROUGH)
 def plan(
     context: typer.Context,
     device: CardAsked = None,
@@ -34,8 +39,6 @@ def plan(
         print_plan(arguments, as_json=as_json)
         return
     # Whether a model fits a card can be asked before there are files.
-    from simpletuner.annexes.fitting.nominal import nominal_files
-
     with nominal_files(arguments) as (nominal, sentence):
         if sentence:
             print(f"{sentence}\n")
@@ -48,10 +51,6 @@ def print_plan(arguments: Arguments, *, as_json: bool = False) -> None:
     Raises:
         ConfigError: lists all problems.
     """
-    from simpletuner.annexes.fitting.ready import weigh_plan
-    from simpletuner.annexes.fitting.show import plan_json, show_plan
-    from simpletuner.run.companions import read_ledger
-
     try:
         with uncollected():
             budget = weigh_plan(arguments)
@@ -68,28 +67,3 @@ def print_plan(arguments: Arguments, *, as_json: bool = False) -> None:
         if plan.is_finished and (ledger := read_ledger(plan.output_dir)):
             print(f"\nAn earlier session has not finished: {ledger}. `simpletuner train` does this first.")
     arguments.problems.raise_if_fatal()  # after the numbers that show why a run does not fit
-
-
-def configure(
-    file: Annotated[Path, typer.Argument(help="The file to write or edit.")] = Path("config/config.json"),
-    defaults: Annotated[bool, typer.Option("--defaults", help="Ask nothing: take every default.")] = False,
-) -> None:
-    """Write config.json by answering questions; ? explains a question. An existing dataset file is not changed."""
-    name = str(file).removeprefix("env=")
-    named = Path("config", name, "config.json")  # as the other commands find it
-    if name != str(file) or (named.is_file() and not file.exists()):
-        raise UserError(f"{str(file)!r} is not a file: write simpletuner configure {shlex.quote(str(named))}")
-    from simpletuner.annexes.configure.session import run_session
-    from simpletuner.annexes.questions.dialogue import Dialogue
-
-    run_session(file, Dialogue(asks=not defaults, unasked="--defaults"))
-
-
-def publish(context: typer.Context, output_dir: Annotated[Path, typer.Argument(help="A run's folder.")]) -> None:
-    """Upload the result of a run for the first time or again, or finish a failed upload. Nothing is trained.
-
-    Settings of the section Publishing override those of the run: publish OUTPUT_DIR --hub_model_id=me/my-lora.
-    """
-    from simpletuner.annexes.publishing.again import publish_again
-
-    publish_again(output_dir, command_settings(context.args))

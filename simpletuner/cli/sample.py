@@ -7,32 +7,34 @@ from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from itertools import takewhile
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
-from simpletuner.cli.settings import command_settings, logged_events, prepare_output, uncollected
+from simpletuner.annexes.fitting.ready import weigh
+from simpletuner.annexes.fitting.show import fit_line
+from simpletuner.annexes.report.sheet import SWEEP_FOLDER
+from simpletuner.annexes.sampling import Sampled, SampleRequest, plan_samples
+from simpletuner.cli.process import uncollected
+from simpletuner.cli.settings import command_settings, logged_events, prepare_output
+from simpletuner.cli.settings_command import PASS_THROUGH, SHORT, SettingsCommand
+from simpletuner.config.load import unknown_key
+from simpletuner.config.schema import option_names
+from simpletuner.config.sources import Arguments
+from simpletuner.config.types import parse_number, parse_path, plain_key
 from simpletuner.errors import Problems, nearest
+from simpletuner.planning.plans import SamplePlan
+from simpletuner.reporting.events import EventStream
 
-if TYPE_CHECKING:
-    from simpletuner.annexes.sampling import Sampled, SampleRequest
-    from simpletuner.config.sources import Arguments
-    from simpletuner.planning.plans import SamplePlan
-    from simpletuner.reporting.events import EventStream
-
-# Short names of the settings most often changed for samples.
-SHORT = {
-    "resolution": "validation_resolution", "frames": "validation_num_video_frames", "seed": "validation_seed",
-    "steps": "validation_num_inference_steps", "guidance": "validation_guidance",
-    "negative_prompt": "validation_negative_prompt",
-}  # fmt: skip
 SETTING = re.compile("--|[^=]+=")  # how a setting begins
 Prompts = Annotated[list[str] | None, typer.Option("--prompt", help="What to render; may be given several times.")]
 Images = Annotated[list[str] | None, typer.Option("--image", help="A picture to start from (i2i, i2v).")]
 UseEma = Annotated[bool, typer.Option("--ema", help="Render with the moving average of the weights.")]
 Output = Annotated[Path | None, typer.Option("--output", help="Folder for the renders.")]
+app = typer.Typer()
 
 
+@app.command(cls=SettingsCommand, context_settings=PASS_THROUGH)
 def sample(
     context: typer.Context,
     prompt: Prompts = None,
@@ -51,6 +53,7 @@ def sample(
     chosen = None if checkpoint is None else [checkpoint]
     asked = {"prompts": prompt or (), "images": image or (), "checkpoints": chosen, "ema": ema}
     with _planned(context.args, output or Path("samples"), "--strength", strength.split(","), **asked) as planned:
+        # At the wall: torch comes with it, and was loaded once the plan was checked.
         from simpletuner.annexes.sweep import render_samples
 
         request, plan, weights, events = planned
@@ -58,6 +61,7 @@ def sample(
             events.say(f"Saved {path}")
 
 
+@app.command(cls=SettingsCommand, context_settings=PASS_THROUGH)
 def sweep(
     context: typer.Context,
     prompt: Prompts = None,
@@ -75,6 +79,7 @@ def sweep(
     chosen = None if checkpoints is None else [name.strip() for name in checkpoints.split(",")]
     asked = {"prompts": prompt or (), "images": image or (), "checkpoints": chosen, "ema": ema, "sweeps": True}
     with _planned(context.args, output, "--strengths", strengths.split(","), **asked) as planned:
+        # At the wall, as in `sample`.
         from simpletuner.annexes.sweep import render_sweep
 
         request, plan, weights, events = planned
@@ -86,8 +91,6 @@ def sweep(
 
 def sweep_folder(run: Path) -> Path:
     """The folder of a run's sweep, where the page looks for it."""
-    from simpletuner.annexes.report.sheet import SWEEP_FOLDER
-
     return run / SWEEP_FOLDER
 
 
@@ -96,9 +99,6 @@ def _planned(
     tokens: list[str], output: Path | None, key: str, strengths: list[str], **asked: Any
 ) -> Iterator[tuple[SampleRequest, SamplePlan, list[Sampled], EventStream]]:
     """Parse a command line and prepare its request, with a display; see `prepared_samples`."""
-    from simpletuner.annexes.sampling import SampleRequest
-    from simpletuner.config.types import parse_path
-
     source = leading_source(tokens)
     rest = tokens if source is None else tokens[1:]
     if source is not None and not asked["prompts"]:
@@ -135,11 +135,8 @@ def leading_words(tokens: list[str]) -> list[str]:
 
 def write_out(arguments: Arguments) -> None:
     """Replace the short names of settings; those of misspelt ones become problems."""
-    from simpletuner.config.load import unknown_key
-    from simpletuner.config.schema import option_names
-    from simpletuner.config.types import plain_key
-
-    names, given = {*option_names(), *SHORT}, arguments.settings
+    names = {*option_names(), *SHORT}
+    given = arguments.settings
     arguments.settings = []
     for key, value in given:
         if (plain := plain_key(key)) not in names and nearest(plain, names) in SHORT:
@@ -150,14 +147,12 @@ def write_out(arguments: Arguments) -> None:
 
 def parse_strengths(key: str, strengths: Iterable[object], problems: Problems) -> list[float]:
     """The strengths as numbers; others become problems of `key`."""
-    from simpletuner.config.types import parse_number
-
     numbers = []
-    for each in strengths:
+    for strength in strengths:
         try:
-            numbers.append(parse_number(each))
+            numbers.append(parse_number(strength))
         except ValueError as error:
-            shown = each.strip() if isinstance(each, str) else each
+            shown = strength.strip() if isinstance(strength, str) else strength
             problems.error(key, f"{shown!r} {error} such as 0.5 or 1.0.")
     return numbers
 
@@ -171,10 +166,6 @@ def prepared_samples(
     Raises:
         ConfigError: lists all problems.
     """
-    from simpletuner.annexes.fitting.ready import weigh
-    from simpletuner.annexes.fitting.show import fit_line
-    from simpletuner.annexes.sampling import plan_samples
-
     arguments = request.arguments
     plan, weights = plan_samples(request)
     budget = weigh(plan, arguments.problems)
@@ -189,7 +180,8 @@ def prepared_samples(
         for decision in budget.decisions:
             events.say(f"  offload auto: {decision}")
         with events.phase("Loading torch"), uncollected():
-            from simpletuner.models.adapter import load_adapter  # torch and diffusers come with it
+            # The wall: torch and the classes of the family take seconds to import.
+            from simpletuner.models.adapter import load_adapter
 
             load_adapter(plan.spec)
         yield plan, weights, events

@@ -4,26 +4,24 @@ from __future__ import annotations
 
 import os
 import socket
+import ssl as tls
 import sys
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import Annotated, Literal
 
 import typer
+from uvicorn import Server
+from uvicorn.supervisors import ChangeReload
 
+from simpletuner.annexes.page.control import Runs
+from simpletuner.annexes.page.guard import Access, is_everywhere, is_own, page_token
+from simpletuner.annexes.page.project import Project
+from simpletuner.annexes.page.serve import listen, make_server, page_of_run
 from simpletuner.errors import Interrupted, UserError
 from simpletuner.redaction import hide
-
-if TYPE_CHECKING:
-    from uvicorn import Server
-
-    from simpletuner.annexes.page.guard import Access
-    from simpletuner.reporting.events import EventStream
-
-    ServePage = Callable[[Path, EventStream], AbstractContextManager[None]]
+from simpletuner.reporting.events import EventStream
 
 MAKE_PAIR = "openssl req -x509 -newkey rsa:2048 -nodes -days 365 -subj /CN=localhost -keyout key.pem -out cert.pem"
 NO_ACCOUNTS = (
@@ -35,10 +33,13 @@ OPEN_TO_ALL = (
     "warning: --no-auth lets anyone who can reach {} use this page: they can read and change the project's files, and "
     "start runs, which can execute programs as you."
 )
-PORT, CALLBACK_PORT = 8001, 8002
+PORT = 8001
+CALLBACK_PORT = 8002
 LOOPBACK = "127.0.0.1"
+app = typer.Typer()
 
 
+@app.command()
 def server(
     host: Annotated[str, typer.Option("--host", "-H", help="Address to listen on.")] = LOOPBACK,
     port: Annotated[int | None, typer.Option("--port", "-p", help="8001, or 8002 for callback.", max=65535)] = None,
@@ -57,13 +58,8 @@ def server(
     reload: Annotated[bool, typer.Option("--reload", help="Restart when the source changes.")] = False,
 ) -> None:
     """Serve the web page of the project in this folder, on http://localhost:8001."""
-    from uvicorn.supervisors import ChangeReload
-
-    from simpletuner.annexes.page.control import Runs
-    from simpletuner.annexes.page.project import Project
-    from simpletuner.annexes.page.serve import listen, make_server
-
-    access, pair = find_access(host, token_file, no_auth=no_auth), certificate(ssl, ssl_key, ssl_cert)
+    access = find_access(host, token_file, no_auth=no_auth)
+    pair = certificate(ssl, ssl_key, ssl_cert)
     if missing := [path for path in root or [] if not path.is_dir()]:
         raise UserError(f"--root {missing[0]} is not a folder.")
     project = Project(Path.cwd().resolve(), tuple(path.resolve() for path in root or []))
@@ -91,17 +87,28 @@ def run_until_interrupted(page: Server, listener: socket.socket) -> None:
         os._exit(Interrupted.exit_code)
 
 
-def open_page(port: int, *, no_auth: bool) -> ServePage:
-    """Bind a port for the page of a run; the returned function serves it, given the output folder and the events.
+class Page:
+    """The page of a run, on a port of this machine, served by the process that opened it."""
 
-    Raises:
-        UserError: the port is in use.
-    """
-    from simpletuner.annexes.page.serve import listen, page_of_run
+    def __init__(self, port: int, *, no_auth: bool) -> None:
+        self.port = port
+        self.no_auth = no_auth
+        self._opened: tuple[socket.socket, Access] | None = None
 
-    access = replace(find_access(LOOPBACK, None, no_auth=no_auth), in_run=True)
-    # Bound now, so that a port in use is reported before torch and the model are loaded.
-    return partial(page_of_run, listen(LOOPBACK, port), access)
+    def open(self) -> None:
+        """Bind the port, so that one in use is reported before torch and the model are loaded.
+
+        Raises:
+            UserError: the port is in use.
+        """
+        access = replace(find_access(LOOPBACK, None, no_auth=self.no_auth), in_run=True)
+        self._opened = listen(LOOPBACK, self.port), access
+
+    def serving(self, output_dir: Path, events: EventStream) -> AbstractContextManager[None]:
+        """Serve the page of this output folder within a context, if this process has opened it."""
+        if self._opened is None:
+            return nullcontext()
+        return page_of_run(*self._opened, output_dir, events)
 
 
 def find_access(host: str, token_file: Path | None, *, no_auth: bool) -> Access:
@@ -110,8 +117,6 @@ def find_access(host: str, token_file: Path | None, *, no_auth: bool) -> Access:
     Raises:
         UserError: the token cannot be read or created.
     """
-    from simpletuner.annexes.page.guard import Access, page_token
-
     if no_auth:
         typer.secho(OPEN_TO_ALL.format(host), fg="red", err=True)
         return Access(host)
@@ -126,15 +131,13 @@ def certificate(wanted: bool, key: Path | None, chain: Path | None) -> dict[str,
     Raises:
         UserError: key or certificate is missing or unusable.
     """
-    import ssl
-
     if not wanted and key is None and chain is None:
         return {}
     if key is None or chain is None:
         raise UserError(f"--ssl needs --ssl-key and --ssl-cert; to make a pair: {MAKE_PAIR}")
     try:
         # Loaded here, since uvicorn would fail with a traceback.
-        ssl.create_default_context(ssl.Purpose.CLIENT_AUTH).load_cert_chain(chain, key)
+        tls.create_default_context(tls.Purpose.CLIENT_AUTH).load_cert_chain(chain, key)
     except OSError as error:
         raise UserError(f"--ssl-key {key} and --ssl-cert {chain} cannot be used: {error}.") from None
     return {"ssl_keyfile": str(key), "ssl_certfile": str(chain)}
@@ -142,12 +145,17 @@ def certificate(wanted: bool, key: Path | None, chain: Path | None) -> dict[str,
 
 def announce(access: Access, listener: socket.socket, *, secure: bool) -> None:
     """Print the address of the page, with the token if it is required; the token is printed nowhere else."""
-    from simpletuner.annexes.page.guard import is_everywhere, is_own
-
     port = listener.getsockname()[1]
-    # A browser cannot open a wildcard address such as 0.0.0.0.
-    name = "localhost" if is_own(access.host) else socket.gethostname() if is_everywhere(access.host) else access.host
     query = f"/?token={access.token}" if access.needs_token(listener) else ""
     if not is_own(access.host):
         print(NO_ACCOUNTS.format("" if secure else PLAIN, port, port), file=sys.stderr)
-    typer.echo(f"{'https' if secure else 'http'}://{f'[{name}]' if ':' in name else name}:{port}{query}")
+    scheme = "https" if secure else "http"
+    typer.echo(f"{scheme}://{_browsable(access.host)}:{port}{query}")
+
+
+def _browsable(host: str) -> str:
+    """A listening address as a browser takes it, which cannot open a wildcard such as 0.0.0.0."""
+    if is_own(host):
+        return "localhost"
+    name = socket.gethostname() if is_everywhere(host) else host
+    return f"[{name}]" if ":" in name else name

@@ -2,27 +2,25 @@
 
 from __future__ import annotations
 
-import gc
-import os
-import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
+from simpletuner.annexes.display.log import setup_logging
+from simpletuner.annexes.display.progress import shown_events
+from simpletuner.cli.process import uncollected
+from simpletuner.config.device import read_asked_device
+from simpletuner.config.sources import Arguments, parse_arguments, secret_settings
+from simpletuner.data.discovery import Scan
 from simpletuner.errors import UserError
+from simpletuner.planning.build import plan_training, survey_datasets
+from simpletuner.planning.plans import Plan, Survey
+from simpletuner.reporting.events import EventStream
 
-if TYPE_CHECKING:
-    from simpletuner.config.sources import Arguments
-    from simpletuner.data.discovery import Scan
-    from simpletuner.planning.plans import Plan, Survey
-    from simpletuner.reporting.events import EventStream
-
-# click passes unknown options through; the option schema parses them as settings.
-PASS_THROUGH = {"allow_extra_args": True, "ignore_unknown_options": True}
 # `--device` and `--device-memory`: questions for a plan, which no config stores.
 CardAsked = Annotated[str | None, typer.Option("--device", metavar="CARD", help="Card to plan for: h100.")]
 MemoryAsked = Annotated[
@@ -32,24 +30,12 @@ MemoryAsked = Annotated[
 Cached = Annotated[bool, typer.Option("--cached", help="Use the files of remote datasets that are already downloaded.")]
 
 
-def set_environment() -> None:
-    """Set environment variables that native libraries read when they are loaded, unless the user has set them."""
-    # The order of nvidia-smi, which the plan reads; by default CUDA puts the fastest card first.
-    os.environ.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")
-    # Waiting OpenMP threads spin, by default so long that on a busy CPU a step took 30 times as long. Without spinning,
-    # a step of the demo takes 2.5 times as long on an idle CPU; this count costs 6 % there.
-    if "OMP_WAIT_POLICY" not in os.environ:
-        os.environ.setdefault("GOMP_SPINCOUNT", "10000")
-
-
 def command_settings(tokens: list[str], *, cached: bool = False) -> Arguments:
     """The settings on the command line.
 
     Args:
         cached: use only downloaded files of remote datasets.
     """
-    from simpletuner.config.sources import parse_arguments, secret_settings
-
     arguments = parse_arguments(tokens)
     arguments.settings += secret_settings()
     arguments.collect = partial(_collect_remote, fetches=not cached)
@@ -58,8 +44,6 @@ def command_settings(tokens: list[str], *, cached: bool = False) -> Arguments:
 
 def ask_about(arguments: Arguments, device: str | None, memory: str | float | None) -> None:
     """Let the arguments ask about a device; a wrong name or number becomes one of their problems."""
-    from simpletuner.config.device import read_asked_device
-
     arguments.device = read_asked_device(arguments.problems, device, memory)
 
 
@@ -81,8 +65,6 @@ def planned_caches(tokens: list[str], *, cached: bool = False) -> Plan:
     Raises:
         ConfigError: lists all problems.
     """
-    from simpletuner.planning.build import plan_training
-
     with uncollected():
         return plan_training(command_settings(tokens, cached=cached), "caches")
 
@@ -93,14 +75,13 @@ def surveyed(tokens: list[str], *, cached: bool = False) -> Survey:
     Raises:
         ConfigError: lists all problems.
     """
-    from simpletuner.planning.build import survey_datasets
-
     with uncollected():
         return survey_datasets(command_settings(tokens, cached=cached))
 
 
 def _collect_remote(*args: Any, fetches: bool) -> Mapping[str, Scan]:
-    """List the files of remote datasets; imported only if a dataset is remote."""
+    """List the files of remote datasets."""
+    # The client of hubs and pages takes 0.1 s to import, and most datasets are local.
     from simpletuner.annexes.remote.collect import collect
 
     return collect(*args, fetches=fetches)
@@ -109,30 +90,9 @@ def _collect_remote(*args: Any, fetches: bool) -> Mapping[str, Scan]:
 @contextmanager
 def logged_events(debug_file: Path | None = Path("debug.log")) -> Iterator[EventStream]:
     """An event stream that is displayed in the terminal, with logging set up."""
-    from simpletuner.annexes.display.log import setup_logging
-    from simpletuner.annexes.display.progress import shown_events
-
     setup_logging(debug_file)
     with shown_events() as events:
         yield events
-
-
-@contextmanager
-def uncollected() -> Iterator[None]:
-    """Import or plan without garbage collection, and exempt the result from it.
-
-    Importing torch and listing many files create long-lived objects, which later collections would scan for nothing.
-    Does nothing if torch is already imported: the process then belongs to a calling program, as do its objects.
-    """
-    if "torch" in sys.modules or not gc.isenabled():
-        yield
-        return
-    gc.disable()
-    try:
-        yield
-        gc.freeze()
-    finally:
-        gc.enable()
 
 
 def prepare_output(folder: Path) -> None:

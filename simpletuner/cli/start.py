@@ -10,21 +10,37 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
+from simpletuner.annexes.figures import Columns
+from simpletuner.annexes.fitting.ready import CONSENT
+from simpletuner.annexes.fitting.show import MISSING_GPU
+from simpletuner.annexes.questions.dialogue import Dialogue
+from simpletuner.annexes.report.sheet import Sheet
+from simpletuner.annexes.start.interview import ask_run
+from simpletuner.annexes.start.new_run import NewRun
+from simpletuner.annexes.start.recipe import find_demo
+from simpletuner.annexes.start.verdict import plan_new_run, unwritten
+from simpletuner.cli.consent import with_consent
+from simpletuner.cli.plan import print_plan
 from simpletuner.cli.sample import sweep_folder
 from simpletuner.cli.settings import CardAsked, MemoryAsked, ask_about, refuse_question
+from simpletuner.cli.settings_command import PASS_THROUGH, SettingsCommand
+from simpletuner.config.load import canonical
+from simpletuner.config.schema import main_name
+from simpletuner.config.sources import parse_arguments
 from simpletuner.distributed.requests import handling
 from simpletuner.errors import ConfigError, UserError, counted
-
-if TYPE_CHECKING:
-    from simpletuner.annexes.start.new_run import NewRun
+from simpletuner.reporting.metrics import METRICS_FILE, read_rows
+from simpletuner.weights.lora_names import LORA_FILE
 
 STRENGTHS = "0.75,1.0"  # compared by the sweep; a LoRA trained on few files is often best below 1
+app = typer.Typer()
 
 
+@app.command(cls=SettingsCommand, context_settings=PASS_THROUGH)
 def start(
     context: typer.Context,
     folder: Annotated[Path, typer.Argument(help="Pictures, clips, or two folders named before and after.")],
@@ -42,13 +58,6 @@ def start(
 
     Settings on the command line go into the config, as in start my_cat max_train_steps=500.
     """
-    from simpletuner.annexes.questions.dialogue import Dialogue
-    from simpletuner.annexes.start.interview import ask_run
-    from simpletuner.config.load import canonical
-    from simpletuner.config.schema import main_name
-    from simpletuner.config.sources import parse_arguments
-    from simpletuner.weights.lora_names import LORA_FILE
-
     arguments = parse_arguments(context.args)
     if not dry_run:
         refuse_question(device, device_memory)
@@ -90,9 +99,6 @@ def _show_plan(run: NewRun, *, captions: bool) -> None:
     if not captions or not run.media.uncaptioned:
         _run([["plan", f"env={run.name}", *run.device.flags]])
         return
-    from simpletuner.annexes.start.verdict import unwritten
-    from simpletuner.cli.plan import print_plan
-
     # `plan` would refuse the files for their lack of captions.
     command = shlex.join(["simpletuner", *_caption_command(run)])
     missing = counted(len(run.media.uncaptioned), "caption")
@@ -121,17 +127,11 @@ def _check_training(run: NewRun) -> None:
     Raises:
         ConfigError: training would refuse it.
     """
-    from simpletuner.annexes.fitting.ready import CONSENT
-    from simpletuner.annexes.fitting.show import MISSING_GPU
-    from simpletuner.annexes.start.recipe import find_demo
-    from simpletuner.annexes.start.verdict import plan_new_run
-    from simpletuner.cli.train import agreed
-
     demo = find_demo(run.media.kind)
     ways = f"--model {demo} (a tiny model that draws simple shapes, in minutes), " if demo else ""
     ways += "--dry-run (only write the config, for another machine) or i_know_what_i_am_doing=true (train here anyway)"
     try:
-        agreed(plan_new_run(run), yes=False)
+        with_consent(plan_new_run(run), yes=False)
     except ConfigError as error:
         for number, problem in enumerate(error.problems):
             if problem.where == MISSING_GPU or (demo and problem.where == "memory"):
@@ -142,11 +142,6 @@ def _check_training(run: NewRun) -> None:
 
 def _best(output: Path) -> str:
     """The LoRA file and strength with the lowest evaluation loss in the sweep; empty if no loss was measured."""
-    from simpletuner.annexes.figures import Columns
-    from simpletuner.annexes.report.sheet import Sheet
-    from simpletuner.reporting.metrics import METRICS_FILE, read_rows
-    from simpletuner.weights.lora_names import LORA_FILE
-
     sheet = Sheet.read(sweep_folder(output), output.name, Columns.of(read_rows(output / METRICS_FILE)))
     if sheet.best is None:
         return ""

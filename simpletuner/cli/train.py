@@ -3,40 +3,57 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import replace
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from simpletuner.annexes.display.log import setup_logging
+from simpletuner.annexes.display.progress import shown_events
+from simpletuner.annexes.fitting.ready import ready_plan
+from simpletuner.annexes.fitting.show import log_plan, say_warnings, start_lines
+from simpletuner.annexes.payloads import EVENTS_FILE, EventLog, Payloads, last_id
+from simpletuner.annexes.processes.agreement import plan_together
+from simpletuner.annexes.processes.group import print_error, process_group
+from simpletuner.annexes.processes.launching import start_processes
+from simpletuner.annexes.publishing.uploads import open_hub
+from simpletuner.annexes.replay.failure import prepare
+from simpletuner.budget.budget import Budget
+from simpletuner.cli.consent import with_consent
 from simpletuner.cli.plan import print_plan
-from simpletuner.cli.server import PORT, open_page
+from simpletuner.cli.process import configure_torch, uncollected
 from simpletuner.cli.settings import (
     ask_about,
     command_settings,
     logged_events,
     prepare_output,
     refuse_question,
-    uncollected,
 )
+from simpletuner.cli.settings_command import PASS_THROUGH, SettingsCommand
+from simpletuner.config.launch import LaunchConfig
+from simpletuner.config.sources import Arguments
+from simpletuner.distributed.requests import signals_as_interrupt
 from simpletuner.distributed.world import World, launched
-from simpletuner.errors import ConfigError, Interrupted, Problem, Problems, UserError, WriteError, counted
+from simpletuner.errors import ConfigError, Interrupted, Problems, UserError, WriteError, counted
+from simpletuner.planning.build import resolve_layers
+from simpletuner.planning.entries import machine_folder
+from simpletuner.planning.environment import why_not_writable
+from simpletuner.planning.length import length_key
+from simpletuner.planning.lock import lock_output
+from simpletuner.planning.plans import Plan
+from simpletuner.reporting.events import EventStream, RunState, StateChanged
+from simpletuner.run.companions import read_ledger
 
 if TYPE_CHECKING:
-    from simpletuner.annexes.publishing.uploads import Hub
-    from simpletuner.budget.budget import Budget
-    from simpletuner.cli.server import ServePage
-    from simpletuner.config.sources import Arguments
-    from simpletuner.planning.plans import Plan
-    from simpletuner.reporting.events import EventStream, RunState
-    from simpletuner.run.companions import Companion
+    from simpletuner.cli.server import Page  # see `make_page`
 
-    TakePage = Callable[[], ServePage]
+app = typer.Typer()
 
 
+@app.command(cls=SettingsCommand, context_settings=PASS_THROUGH)
 def train(
     context: typer.Context,
     dry_run: Annotated[bool, typer.Option("--dry-run", "--dry_run", help="Print the plan, start nothing.")] = False,
@@ -55,8 +72,8 @@ def train(
 
     --config FILE uses that file, env=NAME uses config/NAME/config.json, example=NAME uses a packaged example.
     """
-    port = page_port or (PORT if page else None)
-    _check_flags(replay=replay is not None, dry_run=dry_run, page=port is not None, no_auth=no_auth)
+    has_page = page or bool(page_port)
+    _check_flags(replay=replay is not None, dry_run=dry_run, page=has_page, no_auth=no_auth)
     arguments = command_settings(context.args)
     if dry_run:
         ask_about(arguments, device, device_memory)
@@ -67,84 +84,51 @@ def train(
     if replay is not None:
         _replay(replay, arguments)
         return
-    flags = {f"--page-port={port}": port, "--no-auth": no_auth, "--yes": yes}
-    command = ["train", *context.args, *(flag for flag, is_given in flags.items() if is_given)]
-    _start(arguments, command, partial(open_page, port, no_auth=no_auth) if port else None, yes=yes)
-
-
-def configure_torch() -> None:
-    """Set environment variables that torch reads on import, unless the user has set them."""
-    # Avoids fragmentation of GPU memory by buckets of many shapes.
-    if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:  # the older name
-        os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")  # torch logs every connection attempt
+    run_page = make_page(page_port, no_auth=no_auth) if has_page else None
+    command = ["train", *context.args]
+    if run_page is not None:
+        command.append(f"--page-port={run_page.port}")
+    if no_auth:
+        command.append("--no-auth")
+    if yes:
+        command.append("--yes")
+    _start(arguments, command, run_page, yes=yes)
 
 
 def _check_flags(*, replay: bool, dry_run: bool, page: bool, no_auth: bool) -> None:
-    for is_wrong, message in (
-        (replay and (dry_run or page), "--replay cannot be combined with --dry-run or --page."),
-        (no_auth and not page, "--no-auth needs --page: it lets other users of this machine use the page."),
-    ):
-        if is_wrong:
-            raise UserError(message)
+    if replay and (dry_run or page):
+        raise UserError("--replay cannot be combined with --dry-run or --page.")
+    if no_auth and not page:
+        raise UserError("--no-auth needs --page: it lets other users of this machine use the page.")
 
 
-def _start(arguments: Arguments, command: list[str], take_page: TakePage | None, *, yes: bool) -> None:
+def make_page(port: int | None, *, no_auth: bool) -> Page:
+    """The page of the run, not yet opened; `port` is 8001 by default."""
+    # The web server takes 0.2 s to import, and most runs have no page.
+    from simpletuner.cli.server import PORT, Page
+
+    return Page(port or PORT, no_auth=no_auth)
+
+
+def _start(arguments: Arguments, command: list[str], page: Page | None, *, yes: bool) -> None:
     """Train in this process, which may be one of several, or launch the run's processes with the same command."""
-    from simpletuner.annexes.fitting.ready import ready_plan
-
     if (place := launched(os.environ)) is not None:
-        from simpletuner.annexes.processes.agreement import plan_together
-        from simpletuner.annexes.processes.group import process_group
-
         with process_group(place, start_limit(arguments)) as world:
             budget = plan_together(world, lambda seed: ready_plan(arguments.with_seed(seed)))
-            _train(world, agreed(budget, yes=yes), take_page, yes=yes)
+            _train(world, with_consent(budget, yes=yes), page, yes=yes)
         return
     with uncollected():
         budget = ready_plan(arguments)
-    budget = agreed(budget, yes=yes)
+    budget = with_consent(budget, yes=yes)
     # The number of processes is part of the plan. Planning before the launch prints its problems once.
     if budget.config.launch.num_processes > 1:
-        from simpletuner.annexes.processes.launching import start_processes
-
         start_processes(budget.config.launch, command)
     else:
-        _train(World(), budget, take_page, yes=yes)
-
-
-def agreed(budget: Budget, *, yes: bool) -> Budget:
-    """The estimated plan, unless it would train for days on a CPU without consent. torch may find a GPU that the plan
-    did not.
-
-    Raises:
-        ConfigError: consent is needed.
-    """
-    from simpletuner.annexes.fitting.ready import check_gpu, needs_consent, with_warnings
-
-    slow = Problems()
-    check_gpu(budget, slow)
-    if slow:
-        others = [warning for warning in budget.plan.warnings if warning not in slow]
-        with uncollected():
-            import torch
-
-        # A GPU whose driver told the plan nothing, as in some containers.
-        if torch.accelerator.is_available():
-            return with_warnings(budget, others)
-        if needs_consent(budget) and not yes:
-            raise ConfigError(replace(warning, fatal=True) for warning in slow)
-        consented = Problems()
-        check_gpu(budget, consented, yes=yes)
-        return with_warnings(budget, [*others, *consented])
-    return budget
+        _train(World(), budget, page, yes=yes)
 
 
 def start_limit(arguments: Arguments) -> float:
     """`start_timeout` of the configuration, or its default; configuration errors are reported later."""
-    from simpletuner.config.launch import LaunchConfig
-    from simpletuner.planning.build import resolve_layers
-
     try:
         layers, _ = arguments.layers(Problems())
         return resolve_layers(layers, Problems())[0].launch.start_timeout
@@ -154,29 +138,27 @@ def start_limit(arguments: Arguments) -> float:
 
 def _replay(folder: Path, arguments: Arguments) -> None:
     """Repeat a failed step; exits with 1 if it fails again."""
-    from simpletuner.annexes.replay.failure import prepare
-
     failure, plan = prepare(folder, arguments)
     with logged_events(None) as events:
         with events.phase("Loading torch"), uncollected():
+            # At the wall: torch comes with it, so only after the plan is checked.
             from simpletuner.annexes.replay.autopsy import replay_step
         if replay_step(failure, plan, events):
             raise typer.Exit(1)
 
 
-def _train(world: World, budget: Budget, take_page: TakePage | None, *, yes: bool) -> None:
-    """Train in this process, and serve the page of the run."""
-    from simpletuner.annexes.display.log import setup_logging
-    from simpletuner.annexes.display.progress import shown_events
-    from simpletuner.annexes.fitting.show import log_plan
-
-    plan, serve_page = budget.plan, world.main_only(take_page) if take_page else None
+def _train(world: World, budget: Budget, page: Page | None, *, yes: bool) -> None:
+    """Train in this process; the main one serves the page of the run."""
+    plan = budget.plan
+    if page is not None:
+        world.main_only(page.open)
     prepare_output(plan.output_dir)
     setup_logging(process=world.label)
     world.main_only(lambda: log_plan(budget))
     with ExitStack() as stack:
         events = stack.enter_context(recorded_events(plan, world, shown_events()))
-        stack.enter_context(serve_page(plan.output_dir, events) if serve_page else nullcontext())
+        if page is not None:
+            stack.enter_context(page.serving(plan.output_dir, events))
         run_checked(budget, events, world, yes=yes)
 
 
@@ -186,14 +168,8 @@ def recorded_events(plan: Plan, world: World, shown: AbstractContextManager[Even
 
     Only the main process does so; events of the other processes are dropped.
     """
-    from simpletuner.annexes.payloads import EVENTS_FILE, EventLog, Payloads, last_id
-    from simpletuner.distributed.requests import signals_as_interrupt
-    from simpletuner.planning.lock import lock_output
-    from simpletuner.reporting.events import EventStream, StateChanged
 
     def ended(message: str, code: int) -> None:
-        from simpletuner.annexes.processes.group import print_error
-
         state: RunState = "interrupted" if code == Interrupted.exit_code else "failed"
         events.publish(StateChanged(state, events.step, plan.length.total_steps, message))
         stack.close()
@@ -207,9 +183,11 @@ def recorded_events(plan: Plan, world: World, shown: AbstractContextManager[Even
     # Handle signals before taking the lock, which SIGTERM must release; take the lock before writing to the folder.
     with signals_as_interrupt(), ExitStack() as stack:
         stack.enter_context(lock_output(plan.output_dir, partial(last_id, plan.output_dir / EVENTS_FILE)))
-        events, payloads = stack.enter_context(shown), Payloads()
+        events = stack.enter_context(shown)
+        payloads = Payloads()
         events.subscribe(EVENTS_FILE, EventLog(plan.output_dir, payloads), ends_run=WriteError)
         if plan.config.webhooks.hooks:
+            # The client of webhooks takes 0.1 s to import, and most runs have none.
             from simpletuner.annexes.webhooks import delivered
 
             stack.enter_context(delivered(plan.config, plan.output_dir, events, payloads.job_id))
@@ -219,16 +197,8 @@ def recorded_events(plan: Plan, world: World, shown: AbstractContextManager[Even
 
 def run_checked(budget: Budget, events: EventStream, world: World, *, yes: bool) -> None:
     """Announce the run, make the checks that the plan could not, and train."""
-    from simpletuner.annexes.fitting.ready import check_gpu, on_cpu
-    from simpletuner.annexes.fitting.show import start_lines
-    from simpletuner.annexes.publishing.uploads import open_hub
-    from simpletuner.planning.entries import machine_folder
-    from simpletuner.planning.length import length_key
-    from simpletuner.reporting.events import StateChanged
-    from simpletuner.run.companions import read_ledger
-
     plan = budget.plan
-    _warn(events, plan.warnings)
+    say_warnings(events, plan.warnings)
     for decision in budget.decisions:
         events.say(f"offload auto: {decision}")
     ledger = world.main_only(lambda: read_ledger(plan.output_dir)) if plan.is_finished else None
@@ -237,35 +207,29 @@ def run_checked(budget: Budget, events: EventStream, world: World, *, yes: bool)
         more = f"To train longer, raise {length_key(plan)}; for another run, change output_dir."
         events.say(f"This run is finished: {done}. Results: {plan.output_dir}. {more}")
         return
+    hub = None
     # Credentials without write access fail now instead of after hours of training.
-    project, begun = plan.config.tracking.tracker_project_name, plan.resume.step if plan.resume else 0
-    prepare = partial(open_hub, plan.config.publish, project, events)
-    hub = world.main_only(prepare) if ledger is None or "uploads" in ledger.tasks else None
-    if ledger:
-        from simpletuner.run.train import finish_run
+    if ledger is None or "uploads" in ledger.tasks:
+        project = plan.config.tracking.tracker_project_name
+        hub = world.main_only(lambda: open_hub(plan.config.publish, project, events))
+    if ledger is not None:
+        # At the wall, as below; nothing is trained here, so torch is no phase of its own.
+        from simpletuner.cli.execute import finish
 
-        events.say(f"Training is done, to step {ledger.step}. An earlier session has not finished: {ledger}.")
-        finish_run(plan, ledger, events, open_companions(plan, hub, events, world))
+        finish(plan, ledger, hub, events, world)
         return
-    events.publish(StateChanged("starting", begun, plan.length.total_steps, "\n".join(start_lines(budget))))
+    step = plan.resume.step if plan.resume else 0
+    summary = "\n".join(start_lines(budget))
+    events.publish(StateChanged("starting", step, plan.length.total_steps, summary))
     keep_compiled(machine_folder(plan))
-    # torch is imported after all checks that do not need it.
     with events.phase("Loading torch", stage="init_torch"), uncollected():
-        import torch
-
+        # The wall: torch and the classes of the family take seconds to import, so they come after
+        # all checks that do not need them.
+        from simpletuner.cli.execute import execute
         from simpletuner.models.adapter import load_adapter
-        from simpletuner.run.train import announced_end, run_plan
 
         load_adapter(plan.spec)
-    # nvidia-smi lists a GPU that this torch cannot use: a CPU wheel, or one for a newer driver.
-    if budget.device.is_gpu and not torch.accelerator.is_available():
-        budget = on_cpu(budget)
-        slow = Problems()
-        check_gpu(budget, slow)
-        _warn(events, slow)
-        with announced_end(plan, events, world):
-            agreed(budget, yes=yes)
-    run_plan(budget, events, open_companions(plan, hub, events, world), world)
+    execute(budget, hub, events, world, yes=yes)
 
 
 def keep_compiled(folder: Path) -> None:
@@ -274,41 +238,7 @@ def keep_compiled(folder: Path) -> None:
     By default inductor caches below /tmp, which rented machines lose; this default stays if `folder` is not writable.
     torch reads the variables when it compiles.
     """
-    from simpletuner.planning.environment import why_not_writable
-
     if why_not_writable(folder) is not None:
         return
     for key, name in (("TORCHINDUCTOR_CACHE_DIR", "inductor"), ("TRITON_CACHE_DIR", "triton")):
         os.environ.setdefault(key, str((folder / name).absolute()))
-
-
-def _warn(events: EventStream, warnings: Iterable[Problem]) -> None:
-    from simpletuner.annexes.fitting.show import MISSING_GPU
-
-    for warning in warnings:
-        events.say(str(warning), warning=True, urgent=warning.where == MISSING_GPU)
-
-
-def open_companions(plan: Plan, hub: Hub | None, events: EventStream, world: World) -> list[Companion]:
-    """The companions of a run in this process, in the order in which they are called."""
-    from simpletuner.annexes.replay.autopsy import Autopsy
-
-    autopsy = Autopsy()
-    events.subscribe("The report of failures", autopsy)  # early, because it records the phase
-    # Reports, trackers and uploads belong to the main process; any process may fail and write an autopsy.
-    return [autopsy, *(world.main_only(lambda: _companions_of_run(plan, hub, events)) or ())]
-
-
-def _companions_of_run(plan: Plan, hub: Hub | None, events: EventStream) -> Iterator[Companion]:
-    from simpletuner.annexes.outcome import Comparison
-    from simpletuner.annexes.publishing.uploads import open_uploads
-    from simpletuner.annexes.report.report import RunReport
-    from simpletuner.config.trackers import PACKAGES, tracker_names
-
-    if {"all", *PACKAGES} & {*tracker_names(plan.config.tracking.report_to)}:
-        from simpletuner.annexes.trackers import Trackers
-
-        yield Trackers(events)
-    yield Comparison(events)
-    yield RunReport(events)
-    yield open_uploads(plan, hub, events)

@@ -9,10 +9,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from simpletuner.annexes.display.progress import in_red
 from simpletuner.budget import device
 from simpletuner.budget.device import find_device
 from simpletuner.budget.drivers import Gpu, torch_uses_gpus
+from simpletuner.reporting.screen import in_red
 from simpletuner.reporting.wording import duration
 from tests.workspace import Workspace
 
@@ -33,7 +33,7 @@ def begun(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """What each run that is allowed to begin says it trains on."""
     devices: list[str] = []
     run = lambda budget, *rest: devices.append(budget.device.name)  # noqa: E731
-    monkeypatch.setattr("simpletuner.run.train.run_plan", run)
+    monkeypatch.setattr("simpletuner.cli.execute.run_plan", run)
     return devices
 
 

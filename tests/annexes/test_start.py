@@ -612,8 +612,8 @@ def test_only_a_run_that_is_too_large_gets_advice(
     def refuse(run: object) -> None:
         raise ConfigError([Problem(where, "is wrong.")])
 
-    monkeypatch.setattr("simpletuner.annexes.start.verdict.plan_new_run", refuse)
-    monkeypatch.setattr("simpletuner.annexes.start.recipe.find_demo", lambda kind: demo)
+    monkeypatch.setattr("simpletuner.cli.start.plan_new_run", refuse)
+    monkeypatch.setattr("simpletuner.cli.start.find_demo", lambda kind: demo)
     run: Any = SimpleNamespace(media=SimpleNamespace(kind="pictures"))
     with pytest.raises(ConfigError) as caught:
         _check_training(run)

@@ -22,7 +22,7 @@ import pytest
 from simpletuner.annexes.display.log import DebugFile, setup_logging
 from simpletuner.annexes.fitting.ready import ready_plan
 from simpletuner.cli.app import run as run_command
-from simpletuner.cli.train import open_companions
+from simpletuner.cli.execute import open_companions
 from simpletuner.config.sources import parse_arguments
 from simpletuner.distributed.requests import make_request
 from simpletuner.distributed.world import World

@@ -15,7 +15,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from simpletuner.annexes.fitting.ready import ready_plan
-from simpletuner.cli.train import open_companions
+from simpletuner.cli.execute import open_companions
 from simpletuner.config.schema import OffloadConfig
 from simpletuner.config.sources import parse_arguments
 from simpletuner.distributed.world import World

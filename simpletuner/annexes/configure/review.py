@@ -9,6 +9,7 @@ from typing import Any
 from simpletuner.annexes.configure.answers import ConfigAnswers
 from simpletuner.annexes.configure.questions import GPU
 from simpletuner.annexes.configure.settings import SETTINGS, Setting, stale_keys
+from simpletuner.annexes.configure.verdict import judge
 from simpletuner.annexes.configure.written import backup_of, writes_datasets
 from simpletuner.annexes.draft import Draft
 from simpletuner.annexes.questions.dialogue import Dialogue
@@ -99,9 +100,6 @@ def _proposals(draft: Draft) -> dict[str, Any]:
 
 def _show(answers: ConfigAnswers, dialogue: Dialogue) -> tuple[bool, Mapping[str, Any]]:
     """Show all settings and the plan's verdict; returns whether training will refuse them, and a remedy."""
-    # Imported here, since importing the plan would delay the first question.
-    from simpletuner.annexes.configure.verdict import judge
-
     _show_settings(answers.draft, dialogue)
     run = answers.new_run()
     if run is not None:

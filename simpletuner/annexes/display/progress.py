@@ -16,6 +16,7 @@ from typing import TextIO
 from simpletuner.annexes.figures import Pace, ending, line_of, reached
 from simpletuner.errors import counted
 from simpletuner.reporting import events
+from simpletuner.reporting.screen import is_screen
 from simpletuner.reporting.step_figures import FIGURES
 from simpletuner.reporting.wording import clock
 from simpletuner.rounding import ceil_div
@@ -92,16 +93,6 @@ def make_display(stream: TextIO | None = None) -> Display:
 
         return LiveDisplay(lasting)
     return PlainDisplay(lasting)
-
-
-def is_screen(stream: TextIO) -> bool:
-    """Whether a stream is a terminal that supports cursor movement and colours."""
-    return stream.isatty() and os.environ.get("TERM") not in ("dumb", "unknown")
-
-
-def in_red(text: str, stream: TextIO) -> str:
-    """The text in red where the stream shows colours and NO_COLOR does not forbid them (https://no-color.org)."""
-    return f"\x1b[31m{text}\x1b[0m" if is_screen(stream) and not os.environ.get("NO_COLOR") else text
 
 
 class LastingStream:

@@ -7,11 +7,10 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, replace
 from typing import Any, TextIO
 
-from simpletuner.annexes.display.progress import in_red
 from simpletuner.budget.budget import (
     Budget,
     free_batch,
@@ -33,6 +32,8 @@ from simpletuner.planning.entries import evaluated, previews_of_a_round
 from simpletuner.planning.lineage import continuation
 from simpletuner.planning.plans import Plan, SamplePlan
 from simpletuner.redaction import redact_settings
+from simpletuner.reporting.events import EventStream
+from simpletuner.reporting.screen import in_red
 from simpletuner.reporting.wording import duration
 
 logger = logging.getLogger(__name__)
@@ -56,6 +57,12 @@ def show_plan(budget: Budget, stream: TextIO) -> None:
     urgent = {str(warning) for warning in budget.plan.warnings if warning.where == MISSING_GPU}
     for line in plan_lines(budget):
         print(in_red(line, stream) if line in urgent else line, file=stream)
+
+
+def say_warnings(events: EventStream, warnings: Iterable[Problem]) -> None:
+    """Publish warnings; that of a missing GPU is urgent."""
+    for warning in warnings:
+        events.say(str(warning), warning=True, urgent=warning.where == MISSING_GPU)
 
 
 def plan_lines(budget: Budget) -> Iterator[str]:

@@ -235,7 +235,7 @@ def test_page_of_a_run_is_up_while_it_lasts(workspace: Workspace, monkeypatch: p
         with pytest.raises(OSError, match="401"):
             fetch(str(port))
 
-    monkeypatch.setattr("simpletuner.run.train.run_plan", look)
+    monkeypatch.setattr("simpletuner.cli.execute.run_plan", look)
     monkeypatch.setattr(serve, "END_SECONDS", PATIENCE)
     before, port = signal.getsignal(signal.SIGINT), free_port()
     assert main(["train", "--page-port", str(port)]) == 0

@@ -1,0 +1,37 @@
+"""Consent to a run that would train for days on a CPU."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from simpletuner.annexes.fitting.ready import check_gpu, needs_consent, with_warnings
+from simpletuner.budget.budget import Budget
+from simpletuner.cli.process import uncollected
+from simpletuner.errors import ConfigError, Problems
+
+
+def with_consent(budget: Budget, *, yes: bool) -> Budget:
+    """The budget with the warnings that remain once torch was asked for a GPU, where the plan did not find one.
+
+    Args:
+        yes: consent was given on the command line.
+
+    Raises:
+        ConfigError: the run would train for days on a CPU, without consent.
+    """
+    slow = Problems()
+    check_gpu(budget, slow)
+    if not slow:
+        return budget
+    remaining = [warning for warning in budget.plan.warnings if warning not in slow]
+    # At the wall: most runs on a machine without a GPU are refused here, and all others need torch.
+    with uncollected():
+        import torch
+    # A GPU whose driver told the plan nothing, as in some containers.
+    if torch.accelerator.is_available():
+        return with_warnings(budget, remaining)
+    if needs_consent(budget) and not yes:
+        raise ConfigError(replace(warning, fatal=True) for warning in slow)
+    consented = Problems()
+    check_gpu(budget, consented, yes=yes)
+    return with_warnings(budget, [*remaining, *consented])

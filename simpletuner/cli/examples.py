@@ -1,0 +1,62 @@
+"""`simpletuner examples` lists and copies examples."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import shutil
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from simpletuner.annexes.guide import about_example
+from simpletuner.atomic import build_folder, write_atomically
+from simpletuner.config.sources import EXAMPLES_ALIAS, example_file, example_names
+from simpletuner.errors import Problems, UserError
+
+examples = typer.Typer(help="List the packaged examples, or copy one to start from.", no_args_is_help=True)
+app = typer.Typer()
+app.add_typer(examples, name="examples")
+
+
+@examples.command("list")
+def list_examples() -> None:
+    """List the packaged examples, one per line."""
+    names = example_names()
+    width = max(map(len, names))
+    for name in names:
+        typer.echo(f"{name:<{width}}  {about_example(name)}")
+    typer.echo("\nRun one: simpletuner train example=NAME. Make a copy to change: simpletuner examples copy NAME.")
+
+
+@examples.command("copy")
+def copy_example(
+    name: Annotated[str, typer.Argument(help="Name of the example; `examples list` shows them.")],
+    folder: Annotated[Path | None, typer.Argument(help="Folder to create; config/NAME by default.")] = None,
+    dest: Annotated[Path | None, typer.Option("--dest", help="The same, as an option.")] = None,
+) -> None:
+    """Copy an example's files, point their paths at the copy, and set a separate output folder."""
+    if folder is not None and dest is not None and folder != dest:
+        raise UserError(f"{folder} and --dest {dest} are two folders; give one.")
+    source = example_file(name, Problems()).parent
+    chosen = folder or dest
+    folder = chosen or Path("config") / name
+    # Prefix of a path to a file of the example. Paths to files of other examples still point into the package.
+    packaged, copied = f'"{EXAMPLES_ALIAS}{name}/', json.dumps(f"{folder.as_posix()}/", ensure_ascii=False)[:-1]
+    # The example's output folder may hold a run of it, which a copy could not resume.
+    output = f"output/{folder.name}" if folder.name != name else f"output/my-{name}"
+    old, new = f'"output_dir": "output/{name}"', f'"output_dir": {json.dumps(output, ensure_ascii=False)}'
+    if folder.exists() or folder.is_symlink():
+        raise UserError(f"{folder} exists already; choose another folder: simpletuner examples copy {name} FOLDER.")
+    try:
+        # All or nothing: a partial copy would make the next attempt fail, since its folder would exist.
+        with build_folder(folder) as unfinished:
+            shutil.copytree(source, unfinished, dirs_exist_ok=True, ignore=shutil.ignore_patterns("__pycache__"))
+            for path in unfinished.glob("*.json"):
+                text = path.read_text(encoding="utf-8").replace(packaged, copied).replace(old, new)
+                write_atomically(path, text)
+    except OSError as error:
+        raise UserError(f"{folder} cannot be written: {error.strerror}.") from None
+    env = shlex.quote(str(name if chosen is None else folder))
+    typer.echo(f"Copied to {folder}; its runs write to {output}. Run it with: simpletuner train env={env}")
