@@ -16,13 +16,13 @@ from typing import Any
 from simpletuner.annexes.display.log import setup_logging
 from simpletuner.annexes.display.progress import make_display
 from simpletuner.annexes.figures import is_number
-from simpletuner.annexes.fitting.ready import ready_plan, weigh_plan
+from simpletuner.annexes.fitting.ready import plan_that_fits, weigh_plan
 from simpletuner.annexes.fitting.show import plan_json
 from simpletuner.annexes.sampling import SampleRequest
 from simpletuner.atomic import write_json
 from simpletuner.cli.consent import with_consent
 from simpletuner.cli.process import configure_torch, set_environment
-from simpletuner.cli.sample import parse_strengths, prepared_samples, write_out
+from simpletuner.cli.sample import checked_samples, parse_strengths, write_out
 from simpletuner.cli.settings import ask_about, command_settings, prepare_output
 from simpletuner.cli.settings_command import SHORT
 from simpletuner.cli.train import recorded_events, run_checked
@@ -98,7 +98,7 @@ def train(
         Interrupted: Ctrl-C or a request to stop; the last step is saved as a checkpoint.
     """
     configure_torch()
-    budget = ready_plan(_arguments(config))
+    budget = plan_that_fits(_arguments(config))
     if (count := budget.config.launch.num_processes) > 1:
         message = f"{count}, but a function trains in its own process only; use the command `simpletuner train`."
         raise ConfigError([Problem("num_processes", message)])
@@ -175,11 +175,8 @@ def sample(
     )
     names = PARAMETERS | {SHORT[key]: key for key in settings if key in SHORT}
     try:
-        with prepared_samples(asked, _events(on_event, show)) as (plan, weights, events):
-            # At the wall: torch comes with it, and was loaded once the plan was checked.
-            from simpletuner.annexes.sweep import render_samples
-
-            return render_samples(plan, weights[0], strengths, events)
+        with checked_samples(asked, _events(on_event, show)) as samples:
+            return samples.render()
     except ConfigError as error:
         # With the caller's parameter names.
         problems = [replace(problem, where=names.get(problem.where, problem.where)) for problem in error.problems]

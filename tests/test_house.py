@@ -8,8 +8,14 @@ nanochat, torchtune, litgpt, httpx). `python -m tests.house --against REF` print
 from __future__ import annotations
 
 import ast
+import json
+import os
 import statistics
+import subprocess
+import sys
+import tomllib
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -47,6 +53,37 @@ def test_files_are_not_large(house: House) -> None:
 def test_a_name_means_one_thing(house: House) -> None:
     """Families answer the same questions by the same names; beside those, few names are used twice."""
     assert len(house.repeated_names()) <= 30, house.repeated_names()
+
+
+CONTRACTS = tomllib.loads(Path("pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
+LAYERED = {contract["containers"][0]: contract for contract in CONTRACTS if contract["type"] == "layers"}
+
+
+@pytest.mark.slow(2)
+@pytest.mark.parametrize("container", LAYERED)
+def test_a_new_room_or_annex_needs_a_place_in_its_contract(container: str, tmp_path: Path) -> None:
+    contract = LAYERED[container]
+    folder = tmp_path.joinpath(*container.split("."))
+    folder.mkdir(parents=True)
+    (tmp_path / "simpletuner/__init__.py").touch()
+    layers = " | ".join(contract["layers"]).split(" | ")
+    for name in ("__init__", *layers):
+        (folder / f"{name}.py").touch()
+    assert check_imports(contract, tmp_path) == ""
+    (folder / "newcomer.py").touch()
+    assert f"{container}.newcomer" in check_imports(contract, tmp_path)
+
+
+def check_imports(contract: dict[str, Any], folder: Path) -> str:
+    """What import-linter says against the package in a folder; empty if the contract is kept."""
+    lines = [f"{key} = {json.dumps(value)}" for key, value in contract.items()]
+    config = ["[tool.importlinter]", 'root_package = "simpletuner"', "[[tool.importlinter.contracts]]", *lines]
+    (folder / "pyproject.toml").write_text("\n".join(config))
+    script = "import sys; from importlinter.cli import lint_imports; sys.exit(lint_imports(cache_dir=None))"
+    own = os.environ | {"PYTHONPATH": str(folder)}
+    command = [sys.executable, "-c", script]
+    done = subprocess.run(command, cwd=folder, env=own, capture_output=True, text=True, check=False)
+    return done.stdout if done.returncode else ""
 
 
 WHO_IS_IT = {"is_main", "is_leader", "rank", "size", "local_rank", "local_size", "label"}

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
 from itertools import takewhile
 from pathlib import Path
 from typing import Annotated, Any
@@ -13,7 +14,7 @@ import typer
 
 from simpletuner.annexes.fitting.ready import weigh
 from simpletuner.annexes.fitting.show import fit_line
-from simpletuner.annexes.report.sheet import SWEEP_FOLDER
+from simpletuner.annexes.report.sheet import SWEEP_FOLDER, Sheet
 from simpletuner.annexes.sampling import Sampled, SampleRequest, plan_samples
 from simpletuner.cli.process import uncollected
 from simpletuner.cli.settings import command_settings, logged_events, prepare_output
@@ -52,13 +53,11 @@ def sample(
     """
     chosen = None if checkpoint is None else [checkpoint]
     asked = {"prompts": prompt or (), "images": image or (), "checkpoints": chosen, "ema": ema}
-    with _planned(context.args, output or Path("samples"), "--strength", strength.split(","), **asked) as planned:
-        # At the wall: torch comes with it, and was loaded once the plan was checked.
-        from simpletuner.annexes.sweep import render_samples
-
-        request, plan, weights, events = planned
-        for path in render_samples(plan, weights[0], request.strengths, events):
-            events.say(f"Saved {path}")
+    folder = output or Path("samples")
+    request = read_request(context.args, folder, "--strength", strength.split(","), **asked)
+    with checked_samples(request, logged_events()) as samples:
+        for path in samples.render():
+            samples.events.say(f"Saved {path}")
 
 
 @app.command(cls=SettingsCommand, context_settings=PASS_THROUGH)
@@ -78,15 +77,11 @@ def sweep(
     """
     chosen = None if checkpoints is None else [name.strip() for name in checkpoints.split(",")]
     asked = {"prompts": prompt or (), "images": image or (), "checkpoints": chosen, "ema": ema, "sweeps": True}
-    with _planned(context.args, output, "--strengths", strengths.split(","), **asked) as planned:
-        # At the wall, as in `sample`.
-        from simpletuner.annexes.sweep import render_sweep
-
-        request, plan, weights, events = planned
-        run = Path(request.source or "")
-        sheet = render_sweep(plan, weights, request.strengths, run, request.arguments, events)
-        events.say(sheet.verdict)
-        events.say(f"Saved {sheet.folder / 'sheet.html'} and sheet.png")
+    request = read_request(context.args, output, "--strengths", strengths.split(","), **asked)
+    with checked_samples(request, logged_events()) as samples:
+        sheet = samples.compare()
+        samples.events.say(sheet.verdict)
+        samples.events.say(f"Saved {sheet.folder / 'sheet.html'} and sheet.png")
 
 
 def sweep_folder(run: Path) -> Path:
@@ -94,11 +89,14 @@ def sweep_folder(run: Path) -> Path:
     return run / SWEEP_FOLDER
 
 
-@contextmanager
-def _planned(
-    tokens: list[str], output: Path | None, key: str, strengths: list[str], **asked: Any
-) -> Iterator[tuple[SampleRequest, SamplePlan, list[Sampled], EventStream]]:
-    """Parse a command line and prepare its request, with a display; see `prepared_samples`."""
+def read_request(tokens: list[str], output: Path | None, key: str, strengths: list[str], **asked: Any) -> SampleRequest:
+    """The request of a command line; its arguments hold the problems.
+
+    Args:
+        output: the folder for the renders; that of the run's sweep by default.
+        key: the option of the strengths, for messages.
+        asked: further attributes of the request.
+    """
     source = leading_source(tokens)
     rest = tokens if source is None else tokens[1:]
     if source is not None and not asked["prompts"]:
@@ -115,9 +113,7 @@ def _planned(
     except ValueError as error:
         arguments.problems.error("--output", f"{folder!r} {error}.")
         folder = ""  # the working folder, so that the remaining settings are checked too
-    request = SampleRequest(source, folder, arguments, **asked)
-    with prepared_samples(request, logged_events()) as (plan, weights, events):
-        yield request, plan, weights, events
+    return SampleRequest(source, folder, arguments, **asked)
 
 
 def leading_source(tokens: list[str]) -> str | None:
@@ -157,11 +153,35 @@ def parse_strengths(key: str, strengths: Iterable[object], problems: Problems) -
     return numbers
 
 
+@dataclass(frozen=True)
+class CheckedSamples:
+    """A request that was checked and fits into memory, its plan and weights; torch is loaded."""
+
+    request: SampleRequest
+    plan: SamplePlan
+    weights: Sequence[Sampled]
+    events: EventStream
+
+    def render(self) -> list[Path]:
+        """Render with the first weights; returns the new files."""
+        # At the wall, which `checked_samples` has crossed.
+        from simpletuner.annexes.sweep import render_samples
+
+        return render_samples(self.plan, self.weights[0], self.request.strengths, self.events)
+
+    def compare(self) -> Sheet:
+        """Render with all weights into a contact sheet."""
+        # At the wall, as above.
+        from simpletuner.annexes.sweep import render_sweep
+
+        run = Path(self.request.source or "")
+        strengths = self.request.strengths
+        return render_sweep(self.plan, self.weights, strengths, run, self.request.arguments, self.events)
+
+
 @contextmanager
-def prepared_samples(
-    request: SampleRequest, shown: AbstractContextManager[EventStream]
-) -> Iterator[tuple[SamplePlan, list[Sampled], EventStream]]:
-    """The checked plan of a request that fits into memory, with its output folder created and torch loaded.
+def checked_samples(request: SampleRequest, shown: AbstractContextManager[EventStream]) -> Iterator[CheckedSamples]:
+    """Check a request, create its output folder, and load torch.
 
     Raises:
         ConfigError: lists all problems.
@@ -175,7 +195,7 @@ def prepared_samples(
     with shown as events:
         for warning in plan.warnings:
             events.say(str(warning), warning=True)
-        events.say(f"{plan.spec.title} {plan.flavour.name}, {', '.join(each.name for each in weights)}")
+        events.say(f"{plan.spec.title} {plan.flavour.name}, {', '.join(sampled.name for sampled in weights)}")
         events.say(fit_line(budget))
         for decision in budget.decisions:
             events.say(f"  offload auto: {decision}")
@@ -184,4 +204,4 @@ def prepared_samples(
             from simpletuner.models.adapter import load_adapter
 
             load_adapter(plan.spec)
-        yield plan, weights, events
+        yield CheckedSamples(request, plan, weights, events)

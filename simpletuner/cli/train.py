@@ -13,10 +13,10 @@ import typer
 
 from simpletuner.annexes.display.log import setup_logging
 from simpletuner.annexes.display.progress import shown_events
-from simpletuner.annexes.fitting.ready import ready_plan
+from simpletuner.annexes.fitting.ready import plan_that_fits
 from simpletuner.annexes.fitting.show import log_plan, say_warnings, start_lines
 from simpletuner.annexes.payloads import EVENTS_FILE, EventLog, Payloads, last_id
-from simpletuner.annexes.processes.agreement import plan_together
+from simpletuner.annexes.processes.agreement import plan_in_every_process
 from simpletuner.annexes.processes.group import print_error, process_group
 from simpletuner.annexes.processes.launching import start_processes
 from simpletuner.annexes.publishing.uploads import open_hub
@@ -114,11 +114,11 @@ def _start(arguments: Arguments, command: list[str], page: Page | None, *, yes: 
     """Train in this process, which may be one of several, or launch the run's processes with the same command."""
     if (place := launched(os.environ)) is not None:
         with process_group(place, start_limit(arguments)) as world:
-            budget = plan_together(world, lambda seed: ready_plan(arguments.with_seed(seed)))
+            budget = plan_in_every_process(world, lambda seed: plan_that_fits(arguments.with_seed(seed)))
             _train(world, with_consent(budget, yes=yes), page, yes=yes)
         return
     with uncollected():
-        budget = ready_plan(arguments)
+        budget = plan_that_fits(arguments)
     budget = with_consent(budget, yes=yes)
     # The number of processes is part of the plan. Planning before the launch prints its problems once.
     if budget.config.launch.num_processes > 1:

@@ -262,6 +262,6 @@ def _allowed(details: ErrorDetails) -> list[str]:
 
 def _known_keys(model: type[Group]) -> list[str]:
     """The keys of nested objects in a model, as users write them."""
-    schema = model.model_json_schema()
-    structures = schema.get("$defs", {}).values() or [schema]
+    described = model.model_json_schema()
+    structures = described.get("$defs", {}).values() or [described]
     return [key for structure in structures for key in structure.get("properties", ())]

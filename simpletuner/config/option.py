@@ -314,9 +314,9 @@ def as_written(value: Any) -> str:
     return f"`{value:g}`" if isinstance(value, float) else f"`{value}`"
 
 
-def describe(name: str, group: type[Group], field: FieldInfo) -> Option:
+def describe(name: str, group: type[Group], info: FieldInfo) -> Option:
     """The `Option` for a group's field declared with `option()`."""
-    words: dict[str, Any] = dict(cast(Any, field.json_schema_extra))
+    words: dict[str, Any] = dict(cast(Any, info.json_schema_extra))
     # A group's switch does not require itself, and a key's condition on the switch replaces that of the group.
     named = {name}.union(*(condition.keys for condition in words.get("requires", ())))
     if group.requires and not named & group.requires.keys.keys():
@@ -325,10 +325,10 @@ def describe(name: str, group: type[Group], field: FieldInfo) -> Option:
         name=name,
         section=group.__doc__ or "",
         group=group,
-        default=None if field.default is PydanticUndefined else field.default,
-        required=field.is_required(),
-        annotation=field.annotation,
-        parsers=tuple(rule.func for rule in _constraints(field) if isinstance(rule, BeforeValidator)),
+        default=None if info.default is PydanticUndefined else info.default,
+        required=info.is_required(),
+        annotation=info.annotation,
+        parsers=tuple(rule.func for rule in _constraints(info) if isinstance(rule, BeforeValidator)),
         **words,
     )
 
@@ -336,14 +336,22 @@ def describe(name: str, group: type[Group], field: FieldInfo) -> Option:
 @functools.cache
 def options_of(*groups: type[Group]) -> dict[str, Option]:
     """Every key of some groups by name and by alias."""
-    declared = (describe(name, group, field) for group in groups for name, field in group.model_fields.items())
-    return {name: option for option in declared for name in (option.name, *option.aliases)}
+    options: dict[str, Option] = {}
+    for group in groups:
+        for name, info in group.model_fields.items():
+            declared = describe(name, group, info)
+            for known in (declared.name, *declared.aliases):
+                options[known] = declared
+    return options
 
 
-def _constraints(field: FieldInfo) -> list[Any]:
+def _constraints(info: FieldInfo) -> list[Any]:
     """The metadata of a field, including that of `Annotated[...] | None`."""
-    inner = [part for part in get_args(field.annotation) if get_origin(part) is Annotated]
-    return [*field.metadata, *(each for part in inner for each in get_args(part)[1:])]
+    constraints = list(info.metadata)
+    for part in get_args(info.annotation):
+        if get_origin(part) is Annotated:
+            constraints.extend(get_args(part)[1:])
+    return constraints
 
 
 def _strip_optional(annotation: Any) -> Any:

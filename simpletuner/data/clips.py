@@ -208,7 +208,7 @@ def frames_of(
     if clip is None:
         yield decode(path, background)
         return
-    from simpletuner.data import clip_decord, clip_frames
+    from simpletuner.data import clip_decord, clip_frames  # late, as above
 
     read = clip_decord.read_with_decord if clip.reader == "decord" else clip_frames.read_with_av
     yield from guarded(read(path, clip.moments(frames, rate), clip.matrix, background))

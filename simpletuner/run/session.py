@@ -45,6 +45,8 @@ from simpletuner.training.recorder import EmaUpdater, Recorder, RequestHandler
 from simpletuner.training.state import Assembly, TrainingSpec, TrainState
 from simpletuner.training.step import predict_now
 from simpletuner.training.trained import Publication
+from simpletuner.validation.background import DecodingThread
+from simpletuner.validation.eval_loss import EvaluationLoss
 from simpletuner.validation.renderer import EncodedPrompt, RenderSettings
 from simpletuner.validation.runner import ValidationRunner, previews_are_due
 from simpletuner.weights.lora_names import ARCHITECTURE, STEP_NOTE
@@ -114,8 +116,6 @@ def build_callbacks(
     plan, config, events = session.plan, session.plan.config, session.events
     first: list[Callback] = [EmaUpdater()]
     if datasets := {data.id: data.samples for data in evaluated(plan)}:
-        from simpletuner.validation.eval_loss import EvaluationLoss
-
         evaluation = EvaluationLoss(
             config=config.evaluation,
             datasets=datasets,
@@ -161,8 +161,6 @@ def build_validation(session: Session, recorded: Recorded, thread: Executor) -> 
     plan, state = session.plan, session.state
     decoding = None
     if plan.config.validation.validation_decode_in_background:
-        from simpletuner.validation.background import DecodingThread
-
         decoding = DecodingThread(thread, session.assembly.accelerator.device)
     # Previews follow the checkpoint of their step, so a kill in between loses them.
     step = state.global_step

@@ -19,7 +19,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 from accelerate import Accelerator
@@ -45,6 +44,7 @@ from simpletuner.models.adapter_kinds import adapter_kind
 from simpletuner.models.blocks import FastBlocks
 from simpletuner.models.loading import DeferredWeights, keep_full_float32
 from simpletuner.models.lora_layers import Targets, matching_modules
+from simpletuner.models.sequence import SequenceGroup, TokenSplit
 from simpletuner.models.spec import FamilySpec
 from simpletuner.speed.attention import attention_kernel
 from simpletuner.speed.compile import FirstGradients, compile_blocks
@@ -60,9 +60,6 @@ from simpletuner.training.state import Assembly, StepSettings, TrainingSpec
 from simpletuner.training.trained import Trained
 from simpletuner.training.update import build_optimizer
 from simpletuner.weights.published_lora import find_lora
-
-if TYPE_CHECKING:
-    from simpletuner.models.sequence import SequenceGroup
 
 
 def make_accelerator() -> Accelerator:
@@ -333,8 +330,6 @@ def _share_tokens(
     """Enable sequence parallelism if configured."""
     if config.launch.sequence_parallel_size == 1:
         return None
-    from simpletuner.models.sequence import SequenceGroup, TokenSplit
-
     if fast is None or layout.rope is None:  # `check_sequence` refuses such runs
         raise ValueError("these blocks do not support sequence parallelism")
     group = SequenceGroup.connect(world, config.launch.sequence_parallel_size)

@@ -19,7 +19,7 @@ import pytest
 import torch
 from PIL import Image
 
-from simpletuner.annexes.fitting.ready import ready_plan
+from simpletuner.annexes.fitting.ready import plan_that_fits
 from simpletuner.annexes.processes.joining import connect
 from simpletuner.caching.catalogue import Share
 from simpletuner.config.sources import parse_arguments
@@ -80,7 +80,7 @@ class Process:
         self.events.subscribe("The watch", world.follow(self.events.stop, print), ends_run=Exception)
 
     def fill(self) -> CacheFiller:
-        plan = ready_plan(parse_arguments([])).plan
+        plan = plan_that_fits(parse_arguments([])).plan
         filler = prepare_caches(Encoding(plan, build_adapter(plan), CPU, self.events), 1, world=self.world)
         filler.follow(2)
         return filler
@@ -261,7 +261,7 @@ class Machines(World):
 def test_text_encoders_that_stream_are_on_a_machine_once(filled: Workspace, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(filled.folder)
     shutil.rmtree("cache")
-    budget = ready_plan(parse_arguments(["group_offload_text_encoder=true"]))
+    budget = plan_that_fits(parse_arguments(["group_offload_text_encoder=true"]))
     plan = budget.plan
     assert budget.listing is not None
     adapter, events = build_adapter(plan), EventStream()

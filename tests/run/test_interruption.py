@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 
 from simpletuner.annexes.display.log import DebugFile, setup_logging
-from simpletuner.annexes.fitting.ready import ready_plan
+from simpletuner.annexes.fitting.ready import plan_that_fits
 from simpletuner.cli.app import run as run_command
 from simpletuner.cli.execute import open_companions
 from simpletuner.config.sources import parse_arguments
@@ -90,7 +90,7 @@ def in_phase(kind: str, done: int = 0) -> Callable[[Event], bool]:
 def train(workspace: Workspace, *subscribers: Callable[[Event], None]) -> None:
     events = EventStream(*subscribers)
     with workspace.inside():
-        budget = ready_plan(parse_arguments([]))
+        budget = plan_that_fits(parse_arguments([]))
         run_plan(budget, events, open_companions(budget.plan, None, events, World()))
 
 
@@ -325,7 +325,7 @@ def die_at(moment: str) -> None:
     trigger = Trigger(MOMENTS[moment], lambda: os._exit(9))
     # After the record: what was published before the kill is what the record has.
     events = EventStream()
-    budget = ready_plan(parse_arguments([]))
+    budget = plan_that_fits(parse_arguments([]))
     subscribe = events.subscribe
 
     def last(name: str, subscriber: Callable[[Event], None], **errors: Any) -> None:

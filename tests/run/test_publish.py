@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from simpletuner.annexes.fitting.ready import ready_plan
+from simpletuner.annexes.fitting.ready import plan_that_fits
 from simpletuner.annexes.publishing.card import published_result
 from simpletuner.config.schema import EmaConfig
 from simpletuner.config.sources import parse_arguments
@@ -82,7 +82,7 @@ def test_nothing_that_is_not_finite_is_published(
     name = next(iter(weights))
     weights[name].data.view(-1)[0] = float("nan")
     with workspace.inside():
-        plan = ready_plan(parse_arguments([])).plan
+        plan = plan_that_fits(parse_arguments([])).plan
         session: Any = SimpleNamespace(plan=plan, assembly=assembly, state=TrainState())
         with pytest.raises(NonFiniteError, match=f"not saved: .*{re.escape(name)}"):
             publish_result(session)
@@ -94,7 +94,7 @@ def test_only_the_result_of_the_last_step_is_reported(tmp_path: Path, t2i_checkp
     workspace = Workspace.create(tmp_path, t2i_checkpoint)
     lora = lora_of(make_assembly(t2i_checkpoint))
     with workspace.inside():
-        plan = ready_plan(parse_arguments([])).plan
+        plan = plan_that_fits(parse_arguments([])).plan
         assert published_result(plan, 4) is None
         write_lora(lora, plan.output_dir, **{STEP_NOTE: "2"})
         assert published_result(plan, 4) is None, "a stale file is no result"

@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from simpletuner.annexes.fitting.ready import ready_plan
+from simpletuner.annexes.fitting.ready import plan_that_fits
 from simpletuner.cli.execute import open_companions
 from simpletuner.config.schema import OffloadConfig
 from simpletuner.config.sources import parse_arguments
@@ -40,7 +40,7 @@ def run(workspace: Workspace, *, rehearsed: bool | None) -> list[str]:
     lines: list[str] = []
     events = EventStream(lambda event: lines.append(event.text) if isinstance(event, Notice) else None)
     with workspace.inside():
-        budget = ready_plan(parse_arguments([]))
+        budget = plan_that_fits(parse_arguments([]))
         run_plan(budget, events, open_companions(budget.plan, None, events, World()), rehearsed=rehearsed)
     return lines
 

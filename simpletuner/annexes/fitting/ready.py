@@ -54,7 +54,7 @@ REINSTALL: Mapping[Backend, str] = {
 CONSENT = "To train on the CPU, run train --yes or set i_know_what_i_am_doing."
 
 
-def ready_plan(arguments: Arguments) -> Budget:
+def plan_that_fits(arguments: Arguments) -> Budget:
     """The plan with its estimate; with `offload: auto` the plan has the chosen settings.
 
     Raises:
@@ -87,7 +87,7 @@ def check_devices(processes: int, report: Problems) -> None:
 
 
 def weigh_plan(arguments: Arguments) -> Budget:
-    """Like `ready_plan`, but a run that does not fit is only added to the problems of the arguments.
+    """Like `plan_that_fits`, but a run that does not fit is only added to the problems of the arguments.
 
     Raises:
         ConfigError: other problems prevent a plan.

@@ -14,7 +14,7 @@ from simpletuner.planning.plans import Plan
 from simpletuner.planning.resume import identify
 
 
-def plan_together(world: World, make: Callable[[int | None], Budget]) -> Budget:
+def plan_in_every_process(world: World, make: Callable[[int | None], Budget]) -> Budget:
     """The plan of all processes, and its estimate, made by each: first by the main one, which also draws the seed, then
     by one on each further machine, which may download, then by the rest.
 

@@ -15,7 +15,7 @@ from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
-from simpletuner.annexes.fitting.ready import ready_plan
+from simpletuner.annexes.fitting.ready import plan_that_fits
 from simpletuner.config.records import without_removed
 from simpletuner.config.sources import Arguments, Located, located_at, read_config_file
 from simpletuner.errors import Problems, UserError, shorten
@@ -83,7 +83,7 @@ def prepare(folder: Path, arguments: Arguments) -> tuple[Failure, Plan]:
     kept = failure.checkpoint and Path(failure.checkpoint).is_dir()  # it may have been removed since
     settings = [("resume_from_checkpoint", failure.checkpoint if kept else "latest"), *arguments.settings]
     base = _settings_of(folder / CONFIG_FILE, arguments.problems)
-    plan = ready_plan(replace(arguments, settings=settings, base=base)).plan
+    plan = plan_that_fits(replace(arguments, settings=settings, base=base)).plan
     if (launch := plan.config.launch).num_processes > 1:
         size = launch.data_processes * plan.config.schedule.train_batch_size
         whole = " sequence_parallel_size=1" if launch.sequence_parallel_size > 1 else ""

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from simpletuner.annexes.fitting.ready import needs_consent, ready_plan
+from simpletuner.annexes.fitting.ready import needs_consent, plan_that_fits
 from simpletuner.annexes.start.new_run import FILES, NewRun
 from simpletuner.budget.budget import Budget
 from simpletuner.config.sources import Arguments, configured
@@ -44,7 +44,7 @@ def plan_new_run(run: NewRun) -> Budget:
         ConfigError: with all problems at once, including a run that does not fit.
     """
     with unwritten(run) as arguments:
-        return ready_plan(arguments)
+        return plan_that_fits(arguments)
 
 
 def judge_new_run(run: NewRun) -> Verdict:
