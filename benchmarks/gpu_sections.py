@@ -24,7 +24,7 @@ from simpletuner.config.option import is_installed
 from simpletuner.config.precision import QUANTISATIONS
 from simpletuner.config.schema import PrecisionConfig
 from simpletuner.config.speed import ATTENTION_PACKAGES
-from simpletuner.config.techniques import Route
+from simpletuner.config.techniques.tread import Route
 from simpletuner.errors import ConfigError
 from simpletuner.memory.quantisation.layers import QuantisedLinear, pack, use_quantised_products
 from simpletuner.models.blocks import AttentionKernel, torch_attention

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from benchmarks.models import SHAPES
-from simpletuner.config.techniques import Route
+from simpletuner.config.techniques.tread import Route
 
 MODELS = ("deep", "lite", "image", "pro")  # Sana's convolutions allow no routes
 

@@ -35,7 +35,7 @@ from simpletuner.config.optimizers import (
 from simpletuner.config.precision import quantised_bytes, transformer_dtype
 from simpletuner.config.schema import SLOTS, OptimizerName, RunConfig
 from simpletuner.config.speed import checkpointed_blocks, keeps_attention
-from simpletuner.config.techniques import Route
+from simpletuner.config.techniques.tread import Route
 from simpletuner.models.cost import (
     ATTENTION_BACKWARD,
     BYTES,

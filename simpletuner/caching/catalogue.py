@@ -39,7 +39,7 @@ class FeatureKind:
     The technique's class loads what computes it (`Technique.load_encoder`).
 
     Attributes:
-        name: key in `Batch.features`, and the technique's name in the table of techniques.
+        name: key in `Batch.features`; each technique has names of its own.
         encoder: the model that computes the features.
         unneeded: ids of datasets that do not need the features.
         is_cached: computed once, before training; otherwise in every step, by the technique.

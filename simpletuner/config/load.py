@@ -76,12 +76,14 @@ def resolve(
         of_group = {name: values[name] for name in group.model_fields if name in values}
         return build_group(group, of_group, invalid)
 
-    groups = {attribute: build(group) for attribute, group in schema.GROUPS.items()}
-    families = schema.FamilyOptions({group: build(group) for group in schema.family_groups()})
+    built = {group: build(group) for group in schema.all_groups()}
+    groups = {attribute: built[group] for attribute, group in schema.GROUPS.items()}
+    techniques = schema.TechniqueOptions({group: built[group] for group in schema.technique_groups()})
+    families = schema.FamilyOptions({group: built[group] for group in schema.family_groups()})
     report.extend(_with_origin(problem, origins) for problem in invalid)
     origins = {name: origins.get(name, "default") for name in schema.all_options()}
     # `GROUPS` is read from RunConfig's annotations, so the names match; mypy cannot infer that.
-    return schema.RunConfig(**cast(Any, groups), family=families, origins=origins)
+    return schema.RunConfig(**cast(Any, groups), techniques=techniques, family=families, origins=origins)
 
 
 def _merge(

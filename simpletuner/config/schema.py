@@ -1,8 +1,8 @@
 """Every key of config.json, declared once, grouped by the component that uses it.
 
 A class is the config group of one component and a section of the reference page. Options of a model family live in
-`models/*/options.py`, from which `family_groups` adds them to this schema; a family's defaults, which override these,
-live in `models/*/spec.py`.
+`models/*/options.py` and those of a technique in `config/techniques/`; `family_groups` and `technique_groups` add them
+to this schema. A family's defaults, which override these, live in `models/*/spec.py`.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import functools
 import importlib
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -19,22 +19,15 @@ from typing import Annotated, Any, Literal, TypeVar, cast, get_type_hints
 
 from pydantic import BeforeValidator
 
-from simpletuner.config.alignment import CrepaConfig
 from simpletuner.config.launch import LaunchConfig
 from simpletuner.config.lora import LoraConfig
+from simpletuner.config.loss import LossConfig
 from simpletuner.config.option import Group, Option, TechniqueGroup, accepted, common, option, options_of, unless, when
 from simpletuner.config.precision import PLAIN_PRECISIONS as PLAIN_PRECISIONS
 from simpletuner.config.precision import PrecisionConfig as PrecisionConfig
 from simpletuner.config.precision import recomputed
 from simpletuner.config.publishing import PublishConfig
 from simpletuner.config.remote import SourceName
-from simpletuner.config.techniques import (
-    LossConfig,
-    MaskedLossConfig,
-    PreservationConfig,
-    ScheduledSamplingConfig,
-    TreadConfig,
-)
 from simpletuner.config.trackers import TrackingConfig
 from simpletuner.config.types import (
     Flag,
@@ -632,14 +625,21 @@ NOT_SET_BY_USER = ("default", FAMILY_DEFAULT, FAMILY_FIXED, CHOSEN, BY_SIZE, BY_
 
 
 @dataclass(frozen=True)
-class FamilyOptions:
-    """The option groups of all model families; only those of the run's family have an effect."""
+class OptionsByGroup:
+    """Groups that are declared outside this module, by their class."""
 
     groups: Mapping[type[Group], Group]
 
     def of(self, group: type[GroupType]) -> GroupType:
-        """The group of one family."""
         return cast(GroupType, self.groups[group])
+
+
+class FamilyOptions(OptionsByGroup):
+    """The option groups of all model families; only those of the run's family have an effect."""
+
+
+class TechniqueOptions(OptionsByGroup):
+    """The option groups of all techniques, on or off."""
 
 
 @dataclass(frozen=True)
@@ -664,11 +664,7 @@ class RunConfig:
     flow: FlowConfig
     text: TextConfig
     loss: LossConfig
-    masked_loss: MaskedLossConfig
-    preservation: PreservationConfig
-    tread: TreadConfig
-    crepa: CrepaConfig
-    scheduled_sampling: ScheduledSamplingConfig
+    techniques: TechniqueOptions
     validation: ValidationConfig
     evaluation: EvaluationConfig
     datasets: DatasetDefaults
@@ -677,15 +673,15 @@ class RunConfig:
     origins: Mapping[str, str] = field(default_factory=dict)
 
     @property
-    def techniques(self) -> list[TechniqueGroup]:
+    def technique_groups(self) -> list[TechniqueGroup]:
         """The groups of all techniques, on or off."""
-        groups = (getattr(self, attribute) for attribute in GROUPS)
-        return [group for group in groups if isinstance(group, TechniqueGroup)]
+        return [self.techniques.of(group) for group in technique_groups()]
 
     @property
     def techniques_in_use(self) -> list[TechniqueGroup]:
         """The techniques that are on or have no switch; only their rules apply."""
-        return [each for each in self.techniques if each.requires is None or each.requires.holds(self.flat)]
+        groups = self.technique_groups
+        return [group for group in groups if group.requires is None or group.requires.holds(self.flat)]
 
     @property
     def sampling_shift(self) -> float | None:
@@ -704,43 +700,77 @@ class RunConfig:
 
     def with_values(self, values: Mapping[str, Any], origin: str) -> RunConfig:
         """The config with some keys replaced, and `origin` recorded as their source."""
-        updates = {}
-        for attribute, group in GROUPS.items():
-            changes = {name: value for name, value in values.items() if name in group.model_fields}
-            if changes:
-                # Not validated, since the values come from this program.
-                updates[attribute] = getattr(self, attribute).model_copy(update=changes)
-        return replace(self, **cast(Any, updates), origins={**self.origins, **dict.fromkeys(values, origin)})
+        updates: dict[str, Any] = {}
+        for attribute in GROUPS:
+            updates[attribute] = _with_values(getattr(self, attribute), values)
+        techniques = {kind: _with_values(group, values) for kind, group in self.techniques.groups.items()}
+        updates["techniques"] = TechniqueOptions(techniques)
+        return replace(self, **updates, origins={**self.origins, **dict.fromkeys(values, origin)})
 
     @functools.cached_property  # half of a plan's rules read it
     def flat(self) -> Mapping[str, Any]:
         """Every key and its value, for snapshots and the plan."""
-        groups = [*(getattr(self, attribute) for attribute in GROUPS), *self.family.groups.values()]
+        values: dict[type[Group], Group] = {group: getattr(self, attribute) for attribute, group in GROUPS.items()}
+        values |= {**self.techniques.groups, **self.family.groups}
+        groups = [values[group] for group in all_groups()]
         return {name: value for group in groups for name, value in group.model_dump(by_alias=True).items()}
 
 
-# Groups by attribute of RunConfig, in the order of the reference page.
+def _with_values(group: GroupType, values: Mapping[str, Any]) -> GroupType:
+    """A group with the values of its keys; they are not validated, since they come from this program."""
+    changes = {name: value for name, value in values.items() if name in type(group).model_fields}
+    return group.model_copy(update=changes) if changes else group
+
+
+_HINTS = get_type_hints(RunConfig)
+# The groups of this package that are attributes of RunConfig.
 GROUPS: dict[str, type[Group]] = {
-    name: group for name, group in get_type_hints(RunConfig).items() if name not in ("family", "origins")
+    name: hint for name, hint in _HINTS.items() if isinstance(hint, type) and issubclass(hint, Group)
 }
 
 
 @functools.cache
-def family_groups() -> list[type[Group]]:
-    """The groups that the model families declare in `models/*/options.py`.
+def all_groups() -> list[type[Group]]:
+    """All groups, in the order of RunConfig, which is that of the reference page."""
+    groups: list[type[Group]] = []
+    for name in _HINTS:
+        if name in GROUPS:
+            groups.append(GROUPS[name])
+        elif name == "techniques":
+            groups += technique_groups()
+        elif name == "family":
+            groups += family_groups()
+    return groups
 
-    Imported lazily by name, since these modules import this package.
-    """
+
+@functools.cache
+def technique_groups() -> list[type[TechniqueGroup]]:
+    """The groups of the techniques, each declared in a file below `config/techniques/`."""
+    files = sorted((Path(__file__).parent / "techniques").glob("[!_]*.py"))
+    return _declared([f"simpletuner.config.techniques.{path.stem}" for path in files], TechniqueGroup)
+
+
+@functools.cache
+def family_groups() -> list[type[Group]]:
+    """The groups that the model families declare in `models/*/options.py`."""
     folders = sorted(path.parent.name for path in MODELS.glob("*/options.py"))
-    modules = [importlib.import_module(f"simpletuner.models.{folder}.options") for folder in folders]
-    declared = [(value, module) for module in modules for value in vars(module).values() if isinstance(value, type)]
-    # Exclude names that a module imports, such as Group.
-    return [value for value, module in declared if issubclass(value, Group) and value.__module__ == module.__name__]
+    return _declared([f"simpletuner.models.{folder}.options" for folder in folders], Group)
+
+
+def _declared(modules: Sequence[str], kind: type[GroupType]) -> list[type[GroupType]]:
+    """The groups of a kind that modules declare, which are imported by name: some of them import this one."""
+    groups = []
+    for name in modules:
+        for value in vars(importlib.import_module(name)).values():
+            # Not what a module imports, such as Group.
+            if isinstance(value, type) and issubclass(value, kind) and value.__module__ == name:
+                groups.append(value)
+    return groups
 
 
 def option_names() -> dict[str, Option]:
     """Every key of config.json, by name and alias."""
-    return options_of(*GROUPS.values(), *family_groups())
+    return options_of(*all_groups())
 
 
 @functools.cache
@@ -765,8 +795,7 @@ def main_name(written: str) -> str:
 
 def render_config(values: Mapping[str, Any]) -> str:
     """Render a config.json in the order of the schema, with an empty line between groups and unknown keys last."""
-    groups = (*GROUPS.values(), *family_groups())
-    known = [[name for name in group.model_fields if name in values] for group in groups]
+    known = [[name for name in group.model_fields if name in values] for group in all_groups()]
     unknown = [name for name in values if name not in all_options()]
     blocks = [",\n".join(_json_entry(name, values[name]) for name in names) for names in (*known, unknown) if names]
     return "{\n" + ",\n\n".join(blocks) + "\n}\n"

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from simpletuner.config.json_reader import read_toml
-from simpletuner.config.schema import sections
+from simpletuner.config.schema import GROUPS, family_groups, sections, technique_groups
 
 
 @dataclass(frozen=True)
@@ -32,10 +32,21 @@ class Section:
 
 DATASETS = "dataset/training_data"  # the section of the dataset file and its cards
 TABLE = read_toml("simpletuner.config", "sections.toml")
-SECTIONS = tuple(
-    Section(each["id"], each["label"], tuple(each.get("groups", ())), tuple(each.get("keys", ())))
-    for each in TABLE["sections"]
-)
+
+
+def _read_sections() -> Iterator[Section]:
+    """The sections of the table, with the groups that none of them names where they are taken."""
+    placed = {title for section in TABLE["sections"] for title in section.get("groups", ())}
+    kinds = {"techniques": technique_groups(), "families": family_groups(), "others": GROUPS.values()}
+    for section in TABLE["sections"]:
+        titles = [*section.get("groups", ())]
+        for group in kinds.get(section.get("takes"), ()):
+            if group.__doc__ not in placed:
+                titles.append(group.__doc__)
+        yield Section(section["id"], section["label"], tuple(titles), tuple(section.get("keys", ())))
+
+
+SECTIONS = tuple(_read_sections())
 EVERYDAY_WORDS: Mapping[str, Sequence[str]] = {words: keys.split() for words, keys in TABLE["words"].items()}
 CHOICES: Mapping[str, Mapping[str, str]] = TABLE["choices"]
 TABS = tuple(dict.fromkeys(section.tab for section in SECTIONS))

@@ -14,8 +14,8 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from simpletuner.config.loss import LossConfig
 from simpletuner.config.schema import FlowConfig
-from simpletuner.config.techniques import LossConfig
 from simpletuner.diffusion.batch import Batch, NoisyBatch, upload
 from simpletuner.diffusion.seeds import Place
 

@@ -55,8 +55,8 @@ from simpletuner.planning.entries import Listing, list_entries, make_catalogue
 from simpletuner.planning.length import check_schedule, plan_length
 from simpletuner.planning.plans import AnyPlan, Plan, PreviewPlan, SamplePlan
 from simpletuner.reporting.events import CACHING, EventStream, PhaseStarted
-from simpletuner.techniques.base import FeatureEncoder
-from simpletuner.techniques.table import TECHNIQUES
+from simpletuner.techniques.base import FeatureEncoder, Technique
+from simpletuner.techniques.load import technique_class
 from simpletuner.training.assemble import make_accelerator
 from simpletuner.training.loader import in_loop
 from simpletuner.weights.part import Part
@@ -112,6 +112,10 @@ class Encoding(Generic[AnyPlan]):
 
     def features(self, entries: list[FeatureEntry], world: World) -> None:
         """Encode the features that techniques need, from cached latents."""
+        classes: dict[str, type[Technique]] = {}
+        for spec in self.plan.techniques:
+            for kind in spec.features:
+                classes[kind.name] = technique_class(type(spec))
 
         def read(entry: LatentEntry) -> Tensor:
             is_cached = entry.storage != "never"
@@ -119,9 +123,8 @@ class Encoding(Generic[AnyPlan]):
             return latents.to(self.device)
 
         def load(entry: FeatureEntry) -> FeatureEncoder:
-            technique = TECHNIQUES[entry.kind.name]
             load_vae = self._load_latent_encoder
-            return technique.load_encoder(entry.kind, self.adapter, load_vae, self.device)
+            return classes[entry.kind.name].load_encoder(entry.kind, self.adapter, load_vae, self.device)
 
         def work(bar: ProgressBar) -> None:
             fill_features(entries, load, read, bar)

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property, wraps
 from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar
 
-from simpletuner.config.techniques import Route, tokens_by_block
+from simpletuner.config.techniques.tread import Route, tokens_by_block
 from simpletuner.models.cost_table import CostTable, numbered, product_of, read_cost_table, sum_of
 from simpletuner.models.vae_cost import VaeCost
 from simpletuner.weights.files import Shape, Shapes

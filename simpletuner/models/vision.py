@@ -9,8 +9,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from simpletuner.config.alignment import PATCH
 from simpletuner.config.paths import home_path
+from simpletuner.config.techniques.crepa import PATCH
 from simpletuner.errors import Problems, did_you_mean
 from simpletuner.weights.hub import OFFLINE
 from simpletuner.weights.part import HUB_ID, Part

@@ -17,6 +17,8 @@ from simpletuner.config.precision import check_packages, check_products, text_en
 from simpletuner.config.publishing import check_publishing
 from simpletuner.config.schema import DECAYING_SCHEDULERS, PLAIN_PRECISIONS, RunConfig, all_options, family_groups
 from simpletuner.config.speed import BLOCK_KEYS, check_speed
+from simpletuner.config.techniques.preservation import PreservationConfig
+from simpletuner.config.techniques.tread import TreadConfig
 from simpletuner.config.trackers import check_trackers
 from simpletuner.config.webhooks import check_webhooks
 from simpletuner.data.buckets import Geometry
@@ -309,7 +311,7 @@ def check_block_numbers(config: RunConfig, spec: FamilySpec, source: ModelSource
     # The last group holds the visual blocks, after the text blocks.
     number = (source["transformer"].read_config() or {}).get(counts[-1]) if counts else None
     blocks = number if isinstance(number, int) else None
-    routes = config.tread.routes if spec.token_blocks else ()
+    routes = config.techniques.of(TreadConfig).routes if spec.token_blocks else ()
     for technique in ruling_techniques(config):
         technique.check_model(config, spec, routes, blocks, report)
 
@@ -400,7 +402,7 @@ def check_prompts(config: RunConfig, prompts: Sequence[ValidationPrompt], report
     texts: list[tuple[str, str | None]] = [(prompt.nickname, prompt.prompt) for prompt in prompts]
     texts.append(("validation_negative_prompt", config.validation.validation_negative_prompt))
     # It becomes a caption, see `PreservationConfig.other_caption`.
-    texts.append(("preservation_prompt", config.preservation.preservation_prompt))
+    texts.append(("preservation_prompt", config.techniques.of(PreservationConfig).preservation_prompt))
     for name, text in texts:
         token = control_token(text or "")
         if token is not None:

@@ -23,6 +23,7 @@ from simpletuner.caching.catalogue import (
 from simpletuner.caching.keys import EncoderIdentity, checkpoint_identity
 from simpletuner.config.datasets import DatasetConfig
 from simpletuner.config.precision import text_encoder_dtype, text_encoder_storage, vae_dtype
+from simpletuner.config.techniques.preservation import PreservationConfig
 from simpletuner.data.dataset import Dataset
 from simpletuner.data.entries import DataContext, text_entry_of
 from simpletuner.data.sample import Sample
@@ -80,7 +81,8 @@ def _identity(source: ModelSource, roles: Iterable[str]) -> str | None:
 
 
 def _caches(plan: SamplePlan, dataset: Dataset) -> DatasetCaches:
-    config, preservation = dataset.config, plan.config.preservation
+    config = dataset.config
+    preservation = plan.config.techniques.of(PreservationConfig)
     # The target of regularisation data is already the base model.
     preserves = preservation.is_on and config.is_trained and not config.is_regularisation_data
     return DatasetCaches(

@@ -197,7 +197,8 @@ def mathematics(model: Model, targets: Targets) -> dict[str, Any]:
         if (key := adapter_kind(lora).settings_file) and (path := getattr(lora, key)):
             fixed[key] = read_json(Path(path).expanduser(), Problems())
     optimizer = optimizer_settings(config.optimizer, precision.mixed_precision)
-    groups = (config.flow, config.loss, config.text, config.family.of(spec.options), *config.techniques, config.ema)
+    family = config.family.of(spec.options)
+    groups = (config.flow, config.loss, config.text, family, *config.technique_groups, config.ema)
     # Models are compared by content (`weight_identities`), not by location.
     values = {key: value for group in groups for key, value in group.model_dump().items()}
     changeable = {key: value for key, value in values.items() if not key.endswith(("_name_or_path", "_cache"))}
@@ -208,7 +209,7 @@ def mathematics(model: Model, targets: Targets) -> dict[str, Any]:
         "gradient_accumulation_steps": config.schedule.gradient_accumulation_steps,
         **{f"{OPTIMIZER}{name}": value for name, value in optimizer.items()},
     }
-    changeable |= {key: config.flat[key] for technique in config.techniques for key in technique.related}
+    changeable |= {key: config.flat[key] for technique in config.technique_groups for key in technique.related}
     # As read back from a manifest, for comparison: tuples become lists, other objects text.
     written: dict[str, Any] = json.loads(json.dumps(changeable | fixed, default=str))
     return written

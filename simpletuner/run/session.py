@@ -33,7 +33,7 @@ from simpletuner.redaction import redact_settings, redact_texts
 from simpletuner.reporting.events import EventStream
 from simpletuner.reporting.record import Recorded
 from simpletuner.run.companions import Companion
-from simpletuner.techniques.table import make_techniques
+from simpletuner.techniques.load import make_techniques
 from simpletuner.training.assemble import assemble
 from simpletuner.training.checkpoints import CheckpointWriter, load_checkpoint
 from simpletuner.training.ema import Ema

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from simpletuner.caching.catalogue import FeatureKind
-from simpletuner.config.techniques import Route
+from simpletuner.config.techniques.tread import Route
 from simpletuner.diffusion.batch import Batch, NoisyBatch
 from simpletuner.diffusion.seeds import Place
 from simpletuner.distributed.world import World

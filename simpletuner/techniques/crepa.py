@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from torch.nn.functional import normalize, pad
 
 from simpletuner.caching.catalogue import FeatureKind
-from simpletuner.config.alignment import CrepaConfig
+from simpletuner.config.techniques.crepa import CrepaConfig
 from simpletuner.diffusion.batch import NoisyBatch, upload
 from simpletuner.models.adapter import FamilyAdapter, LatentEncoder
 from simpletuner.planning.techniques.crepa import CrepaSpec, TeacherFeatures

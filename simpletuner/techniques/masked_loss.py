@@ -14,7 +14,7 @@ from dataclasses import replace
 
 from torch import Tensor
 
-from simpletuner.config.techniques import LossConfig
+from simpletuner.config.loss import LossConfig
 from simpletuner.diffusion.batch import NoisyBatch
 from simpletuner.diffusion.flow import elementwise_loss
 from simpletuner.planning.techniques.masked_loss import MaskedLossSpec

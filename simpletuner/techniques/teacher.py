@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.functional import interpolate
 from transformers import Dinov2Model, Dinov2WithRegistersModel
 
-from simpletuner.config.alignment import CrepaConfig
+from simpletuner.config.techniques.crepa import CrepaConfig
 from simpletuner.models.adapter import FamilyAdapter, LatentEncoder
 from simpletuner.models.loading import load_whole
 from simpletuner.models.vision import KINDS, VisionEncoder

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from simpletuner.config.techniques import Route, count_kept
+from simpletuner.config.techniques.tread import Route, count_kept
 from simpletuner.diffusion.batch import Batch, NoisyBatch, upload
 from simpletuner.models.adapter import TokenRouting
 from simpletuner.planning.techniques.tread import TreadSpec

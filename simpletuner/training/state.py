@@ -14,9 +14,9 @@ from accelerate import Accelerator
 from torch import nn
 from torch.optim import Optimizer
 
+from simpletuner.config.loss import LossConfig
 from simpletuner.config.optimizers import optimizer_name
 from simpletuner.config.schema import FlowConfig, OptimizerConfig, OptimizerName, RunConfig
-from simpletuner.config.techniques import LossConfig
 from simpletuner.distributed.world import World
 from simpletuner.memory.offload.streamer import Streamer
 from simpletuner.models.adapter import FamilyAdapter, TileCounts

@@ -26,7 +26,7 @@ from simpletuner.annexes.draft import Draft
 from simpletuner.annexes.questions.dialogue import Dialogue
 from simpletuner.annexes.questions.interview import ask
 from simpletuner.cli.app import app, main
-from simpletuner.config.schema import GROUPS, all_options
+from simpletuner.config.schema import all_groups, all_options
 from simpletuner.config.sections import SECTIONS
 from simpletuner.data.clip_writer import write_mp4
 from simpletuner.models.registry import FAMILIES
@@ -367,7 +367,7 @@ def test_every_question_is_about_a_key_and_no_two_read_alike() -> None:
 def test_the_file_is_grouped_like_the_schema(by_enter: Session) -> None:
     assert "--" not in by_enter.text
     blocks = [re.findall(r'^  "(\w+)":', block, re.MULTILINE) for block in by_enter.text.split("\n\n")]
-    groups = [[key for key in group.model_fields if key in by_enter.values] for group in GROUPS.values()]
+    groups = [[key for key in group.model_fields if key in by_enter.values] for group in all_groups()]
     assert blocks == [group for group in groups if group]
 
 

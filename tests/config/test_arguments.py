@@ -8,6 +8,7 @@ import pytest
 
 from simpletuner.config.load import Layer, resolve
 from simpletuner.config.sources import EXTRA_ARGUMENTS, Arguments, parse_arguments
+from simpletuner.config.techniques.tread import TreadConfig
 from simpletuner.errors import Problems
 
 
@@ -88,4 +89,4 @@ def test_null_takes_back_what_the_file_says(tokens: list[str]) -> None:
         "config.json", [("model_type", "lora"), ("model_family", "sanavideo"), ("tread_config", {"routes": []})]
     )
     config = resolve([file, parse(*tokens).layer()], problems)
-    assert (config.tread.tread_config, problems) == (None, [])
+    assert (config.techniques.of(TreadConfig).tread_config, problems) == (None, [])

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from simpletuner.config.techniques import ScheduledSamplingConfig
+from simpletuner.config.techniques.scheduled_sampling import ScheduledSamplingConfig
 from tests.planning.test_checks import problems
 
 SAMPLED = {"scheduled_sampling_max_step_offset": 3, "scheduled_sampling_probability": 0.5}

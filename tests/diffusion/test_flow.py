@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from simpletuner.config.loss import LossConfig
 from simpletuner.config.schema import FlowConfig
-from simpletuner.config.techniques import LossConfig
 from simpletuner.diffusion.batch import Batch
 from simpletuner.diffusion.flow import (
     beta_cdf,

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from simpletuner.config.techniques import LossConfig
+from simpletuner.config.loss import LossConfig
 from simpletuner.diffusion.batch import Batch, NoisyBatch
 from simpletuner.diffusion.flow import diffusion_loss, huber_scales, make_noisy
 

@@ -12,8 +12,8 @@ from diffusers import AutoencoderKLHunyuanVideo
 from PIL.Image import Image
 
 from simpletuner.config.load import Layer, resolve
+from simpletuner.config.loss import LossConfig
 from simpletuner.config.schema import FlowConfig
-from simpletuner.config.techniques import LossConfig
 from simpletuner.diffusion.batch import Batch
 from simpletuner.diffusion.flow import diffusion_loss, make_noisy, sample_noise, sample_sigmas
 from simpletuner.diffusion.seeds import Place

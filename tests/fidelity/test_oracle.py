@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 import torch
 
+from simpletuner.config.loss import LossConfig
 from simpletuner.config.schema import FlowConfig
-from simpletuner.config.techniques import LossConfig
 from simpletuner.diffusion.batch import Batch
 from simpletuner.diffusion.flow import diffusion_loss, make_noisy, sample_noise, sample_sigmas
 from simpletuner.diffusion.seeds import Place

@@ -9,7 +9,7 @@ import pytest
 import torch
 from diffusers import AutoencoderKLLTX2Video
 
-from simpletuner.config.techniques import LossConfig
+from simpletuner.config.loss import LossConfig
 from simpletuner.diffusion.batch import Batch, NoisyBatch
 from simpletuner.diffusion.flow import diffusion_loss, make_noisy, sample_noise
 from simpletuner.errors import UserError

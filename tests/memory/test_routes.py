@@ -11,7 +11,7 @@ from benchmarks.models import SHAPES, cost_of, hollow_transformer
 from benchmarks.tread import share_of_arithmetic
 from simpletuner.budget.device import Device, rates_of
 from simpletuner.budget.estimate import Step, StepModel
-from simpletuner.config.techniques import Route, tokens_by_block
+from simpletuner.config.techniques.tread import Route, tokens_by_block
 from simpletuner.models.cost import BatchShape, TransformerCost
 from simpletuner.models.kandinsky5.cost import VIDEO_COST
 from simpletuner.planning.techniques.spec import TechniqueCost, TechniqueSpec

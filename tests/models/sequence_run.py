@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from simpletuner.annexes.processes.joining import connect, set_rendezvous
-from simpletuner.config.alignment import CrepaConfig
+from simpletuner.config.techniques.crepa import CrepaConfig
 from simpletuner.distributed.world import World
 from simpletuner.planning.techniques.crepa import CrepaSpec
 from simpletuner.techniques.crepa import Crepa

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from simpletuner.config.load import build_group
-from simpletuner.config.techniques import Route, TreadConfig
+from simpletuner.config.techniques.tread import Route, TreadConfig
 from simpletuner.errors import Problems
 from simpletuner.planning.techniques.tread import check_routes
 from tests.complaints import complaints

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 
 from simpletuner.planning.techniques import table
-from simpletuner.techniques.table import TECHNIQUES
 from tests.run.test_resume import assert_same_run
 from tests.techniques.facing import Facing, FacingSpec
 from tests.workspace import Workspace
@@ -22,7 +21,6 @@ SAMPLED = {"scheduled_sampling_max_step_offset": 2, "scheduled_sampling_probabil
 def test_an_interrupted_run_equals_an_uninterrupted_one(
     tmp_path: Path, t2i_checkpoint: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setitem(TECHNIQUES, FacingSpec.name, Facing)
     monkeypatch.setattr(table, "SPECS", (*table.SPECS, FacingSpec))
     straight = Workspace.create(tmp_path / "straight", t2i_checkpoint, pictures=4, use_ema=True, **STEADY, **SAMPLED)
     assert straight.train() == 0

@@ -23,7 +23,7 @@ from torch._inductor.utils import run_and_get_code
 
 from benchmarks.models import cost_of
 from simpletuner.config.speed import has_compiler
-from simpletuner.config.techniques import Route
+from simpletuner.config.techniques.tread import Route
 from simpletuner.diffusion.batch import Batch
 from simpletuner.models.adapter import PreviewRequest
 from simpletuner.models.kandinsky5 import blocks, nabla

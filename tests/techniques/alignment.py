@@ -86,6 +86,7 @@ class Alignment(Technique):
 
 class AlignmentSpec(TechniqueSpec):
     name = "alignment"
+    trains = "tests.techniques.alignment:Alignment"
     features = (TEACHER,)
 
     def cost(self, transformer: TransformerCost, batch: BatchShape) -> TechniqueCost:

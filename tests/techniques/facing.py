@@ -14,6 +14,7 @@ from simpletuner.techniques.base import Technique
 
 class FacingSpec(TechniqueSpec):
     name = "facing noise"
+    trains = "tests.techniques.facing:Facing"
 
     @classmethod
     def of(cls, config: RunConfig, data: TrainedData) -> FacingSpec:

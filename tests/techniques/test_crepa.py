@@ -12,8 +12,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from simpletuner.config.alignment import CrepaConfig
-from simpletuner.config.techniques import Route
+from simpletuner.config.techniques.crepa import CrepaConfig
+from simpletuner.config.techniques.tread import Route
 from simpletuner.diffusion.batch import Batch, NoisyBatch
 from simpletuner.diffusion.flow import make_noisy
 from simpletuner.diffusion.seeds import Place

@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from simpletuner.config.techniques import LossConfig, MaskedLossConfig
+from simpletuner.config.loss import LossConfig
+from simpletuner.config.techniques.masked_loss import MaskedLossConfig
 from simpletuner.diffusion.batch import Batch, NoisyBatch
 from simpletuner.diffusion.flow import diffusion_loss, hold_first_frame, make_noisy
 from simpletuner.diffusion.seeds import Place

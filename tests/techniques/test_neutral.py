@@ -12,16 +12,16 @@ from torch import Tensor
 from simpletuner.diffusion.batch import Batch
 from simpletuner.planning.techniques.spec import TechniqueSpec
 from simpletuner.techniques.base import Technique
-from simpletuner.techniques.table import make_techniques
+from simpletuner.techniques.load import make_techniques
 from simpletuner.training import step
-from tests.techniques.neutral import NEUTRAL, TRAINED
+from tests.techniques.cases import CASES, TRAINED
 from tests.tiny import make_checkpoint
 from tests.training.assembly import make_assembly, make_batch
 from tests.training.test_step import Batches
 
-CASES = []
-for name, specs in NEUTRAL.items():
-    CASES += [pytest.param(spec, id=f"{name} {number}") for number, spec in enumerate(specs, start=1)]
+SPECS = []
+for name, case in CASES.items():
+    SPECS += [pytest.param(spec, id=f"{name} {number}") for number, spec in enumerate(case.neutral, start=1)]
 
 
 @pytest.fixture(scope="module")
@@ -49,7 +49,7 @@ def trained(checkpoint: Path, batch: Batch, *techniques: Technique) -> dict[str,
     return {name: parameter.detach() for name, parameter in assembly.parameters.items()}
 
 
-@pytest.mark.parametrize("spec", CASES)
+@pytest.mark.parametrize("spec", SPECS)
 def test_a_neutral_technique_is_plain_training(
     deep: Path, batch: Batch, plain: dict[str, Tensor], spec: TechniqueSpec
 ) -> None:

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from simpletuner.config.techniques import Route
+from simpletuner.config.techniques.tread import Route
 from simpletuner.diffusion.batch import Batch, NoisyBatch
 from simpletuner.diffusion.flow import hold_first_frame, make_noisy
 from simpletuner.planning.plans import Plan
@@ -23,7 +23,6 @@ from simpletuner.planning.techniques.tread import TreadSpec
 from simpletuner.run.rehearsal import rehearse_micro_step
 from simpletuner.techniques.base import Predict, Technique
 from simpletuner.techniques.preservation import Preservation
-from simpletuner.techniques.table import TECHNIQUES
 from simpletuner.techniques.tread import Tread
 from simpletuner.training import step
 from simpletuner.training.ema import Ema
@@ -202,7 +201,6 @@ def test_a_given_first_frame_stays_at_every_noise_level() -> None:
 def use_alignment(monkeypatch: pytest.MonkeyPatch, *, on: bool = True) -> None:
     """Switch the technique on for every plan from now on, or off."""
     specs = (SPEC,) if on else ()
-    monkeypatch.setitem(TECHNIQUES, SPEC.name, Alignment)
     monkeypatch.setattr(Plan, "techniques", property(lambda plan: chosen_techniques(plan.config) + specs))
 
 

@@ -14,7 +14,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from simpletuner.config.techniques import PreservationConfig, Route
+from simpletuner.config.techniques.preservation import PreservationConfig
+from simpletuner.config.techniques.tread import Route
 from simpletuner.diffusion.batch import Batch, NoisyBatch
 from simpletuner.diffusion.seeds import Place
 from simpletuner.planning.techniques.preservation import PreservationSpec

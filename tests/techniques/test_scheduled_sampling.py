@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from simpletuner.config.techniques import ScheduledSamplingConfig
+from simpletuner.config.techniques.scheduled_sampling import ScheduledSamplingConfig
 from simpletuner.diffusion.batch import Batch, NoisyBatch
 from simpletuner.diffusion.flow import make_noisy
 from simpletuner.diffusion.seeds import Place

@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import Dinov2Config, Dinov2Model, Dinov2WithRegistersConfig, Dinov2WithRegistersModel
 
-from simpletuner.config.alignment import CrepaConfig
+from simpletuner.config.techniques.crepa import CrepaConfig
 from simpletuner.models.kandinsky5.video import HunyuanLatentEncoder
 from simpletuner.models.vision import ENCODERS, VisionEncoder
 from simpletuner.techniques import crepa, teacher

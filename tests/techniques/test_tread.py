@@ -13,7 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from simpletuner.config.schema import PrecisionConfig
-from simpletuner.config.techniques import MaskedLossConfig, Route
+from simpletuner.config.techniques.masked_loss import MaskedLossConfig
+from simpletuner.config.techniques.tread import Route
 from simpletuner.diffusion.batch import Batch, NoisyBatch
 from simpletuner.diffusion.flow import hold_first_frame, make_noisy
 from simpletuner.diffusion.seeds import Place

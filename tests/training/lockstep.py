@@ -19,9 +19,10 @@ from simpletuner.errors import NonFiniteError
 from simpletuner.planning.techniques.spec import TrainedData
 from simpletuner.planning.techniques.table import chosen_techniques
 from simpletuner.techniques.base import Technique
-from simpletuner.techniques.table import make_techniques
+from simpletuner.techniques.load import make_techniques
 from simpletuner.training.sharding import local
 from tests.fidelity.family import make_config
+from tests.techniques.cases import CASES
 from tests.techniques.facing import Facing, FacingSpec
 from tests.training.sharded_run import Batches, Case, Run
 from tests.training.test_guarded_step import Constant
@@ -29,31 +30,18 @@ from tests.training.test_guarded_step import Constant
 STEPS = 2
 FACING = FacingSpec.name  # a technique of the tests that deals the noise
 KNOWN = "known"  # the dataset of every other micro-batch
-ROUTE = {"selection_ratio": 0.5, "start_layer_idx": 1, "end_layer_idx": 1}
-# The keys that switch a technique on, and those that its datasets have for it.
-TECHNIQUES: dict[str, dict[str, Any]] = {
-    "crepa": {
-        "crepa_enabled": True, "crepa_feature_source": "backbone", "crepa_block_index": 0,
-        "crepa_teacher_block_index": 1, "crepa_similarity_threshold": 0.9,
-    },
-    "masked loss": {"masked_loss_prior": 0.5, "masked_loss_probability": 0.7},
-    "preservation": {"preservation_weight": 1.0, "preservation_probability": 0.5, "preservation_prompt": "a picture"},
-    "regularisation": {},
-    "scheduled sampling": {
-        "scheduled_sampling_max_step_offset": 3, "scheduled_sampling_probability": 0.4,
-        "validation_num_inference_steps": 8,
-    },
-    "slider": {},
-    "tread": {"tread_config": {"routes": [ROUTE]}},
-}  # fmt: skip
+
+
+def names_in(run: str) -> list[str]:
+    """The techniques of a run."""
+    return [name for name, case in CASES.items() if run in case.runs]
+
+
 # Techniques that a LoRA or a full fine-tune may have together.
 TOGETHER: dict[str, dict[str, Any]] = {
-    "lora": {"names": [FACING, "masked loss", "preservation", "regularisation", "scheduled sampling", "slider"]},
-    "full": {
-        "names": ["crepa", "masked loss", "scheduled sampling", "tread"],
-        "model_type": "full", "masked_loss_prior": 0.0,
-    },
-}  # fmt: skip
+    "lora": {"names": [FACING, *names_in("lora")]},
+    "full": {"names": names_in("full"), "model_type": "full", "masked_loss_prior": 0.0},
+}
 
 
 class Exchanges(TorchDispatchMode):
@@ -94,7 +82,7 @@ def train(
     """Train some steps; returns their metrics, and the collectives and the forward passes of this process."""
     for name in names:
         if name != FACING:
-            settings = TECHNIQUES[name] | settings
+            settings = {**CASES[name].settings, **settings}
     settings = {"gradient_accumulation_steps": 2, "use_ema": False, "optimizer": "torch-sgd", **settings}
     run = Run(checkpoint, Case(settings, lambda: techniques_of(checkpoint, names, settings)), world, folder)
     mine = slice(*(len(batch.names) * rank // world.size for rank in (world.rank, world.rank + 1)))

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from simpletuner.annexes.processes.joining import connect, set_rendezvous
 from simpletuner.config.schema import CheckpointConfig
-from simpletuner.config.techniques import Route
+from simpletuner.config.techniques.tread import Route
 from simpletuner.diffusion.batch import Batch
 from simpletuner.distributed.world import World
 from simpletuner.planning.checkpoint_folder import Identity, open_checkpoint

@@ -13,7 +13,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks.models import SHAPES, hollow_transformer, lora_targets
 from benchmarks.variants import Variant
-from simpletuner.config.techniques import Route
+from simpletuner.config.techniques.tread import Route
 from simpletuner.models.kandinsky5 import nabla
 from simpletuner.models.registry import FAMILIES
 from simpletuner.planning.techniques.tread import TreadSpec

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from simpletuner.annexes.adapters.converted import LOST, MULTIPLIER, ConvertedAdapter, low_rank
 from simpletuner.config.schema import EmaConfig
-from simpletuner.config.techniques import Route
+from simpletuner.config.techniques.tread import Route
 from simpletuner.headers import METADATA, read_header
 from simpletuner.models.adapter_kinds import planned_adapters
 from simpletuner.models.kandinsky5.loading import load_processor

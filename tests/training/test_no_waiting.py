@@ -17,7 +17,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from benchmarks.models import RandomAdapter, lora_targets, make_accelerator, make_batch, make_config
-from simpletuner.config.techniques import MaskedLossConfig, Route
+from simpletuner.config.techniques.masked_loss import MaskedLossConfig
+from simpletuner.config.techniques.tread import Route
 from simpletuner.diffusion.batch import Batch
 from simpletuner.models.kandinsky5.nabla import sparse_params
 from simpletuner.planning.techniques.masked_loss import MaskedLossSpec

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from simpletuner.caching.catalogue import Catalogue, DatasetCaches
-from simpletuner.config.techniques import Route
+from simpletuner.config.techniques.tread import Route
 from simpletuner.data.sampler import PlannedBatch, Sampler
 from simpletuner.diffusion.batch import Batch
 from simpletuner.distributed.world import World

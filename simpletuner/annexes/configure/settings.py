@@ -21,7 +21,7 @@ from simpletuner.config.optimizers import optimizer_name
 from simpletuner.config.option import Option
 from simpletuner.config.schema import LEARNING_RATES, all_options
 from simpletuner.config.sections import CHOICES, Section, section_of
-from simpletuner.config.techniques import ROUTES
+from simpletuner.config.techniques.tread import ROUTES
 from simpletuner.config.trackers import PACKAGES, why_missing
 from simpletuner.errors import Problem
 from simpletuner.models.registry import FAMILIES

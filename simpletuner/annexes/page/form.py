@@ -22,7 +22,7 @@ from simpletuner.config.datasets import DatasetConfig, VideoConfig
 from simpletuner.config.option import Group, Option, describe
 from simpletuner.config.schema import all_options
 from simpletuner.config.sections import CHOICES, DATASETS, EVERYDAY_WORDS, SECTIONS, TABS, section_of
-from simpletuner.config.techniques import ROUTES
+from simpletuner.config.techniques.tread import ROUTES
 from simpletuner.errors import not_one_of
 from simpletuner.models.registry import FAMILIES, canonical_family_name
 from simpletuner.models.spec import FamilySpec

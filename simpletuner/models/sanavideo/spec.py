@@ -12,6 +12,7 @@ import re
 
 from simpletuner.config.datasets import DatasetConfig
 from simpletuner.config.schema import FamilyOptions, RunConfig
+from simpletuner.config.techniques.tread import TreadConfig
 from simpletuner.errors import Problems
 from simpletuner.models.sanavideo.cost import COST, COST_720, FAMILY, LTX2, TEXT_LENGTH, TRANSFORMER_CLASS, WAN
 from simpletuner.models.sanavideo.options import SanaOptions
@@ -69,7 +70,7 @@ def check_video(config: RunConfig, flavour: Flavour, report: Problems) -> None:
     named = f"video_{config.model.model_flavour} {config.model.pretrained_model_name_or_path}".lower()
     for reason in (reason for word, reason in NOT_SUPPORTED.items() if word in named):
         report.error("model_flavour", f"cannot be trained: {reason}.")
-    if config.tread.tread_config is not None:
+    if config.techniques.of(TreadConfig).tread_config is not None:
         message = (
             "cannot be used with Sana Video: its feed-forward is a convolution over the whole grid of tokens, "
             "so no token can be dropped; remove the key."

@@ -7,9 +7,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from simpletuner.caching.catalogue import FeatureCost, FeatureKind
-from simpletuner.config.alignment import PATCH, CrepaConfig
 from simpletuner.config.schema import RunConfig
-from simpletuner.config.techniques import Route
+from simpletuner.config.techniques.crepa import PATCH, CrepaConfig
+from simpletuner.config.techniques.tread import Route
 from simpletuner.data.dataset import Dataset
 from simpletuner.errors import Problems
 from simpletuner.models.cost import BatchShape, TransformerCost
@@ -64,6 +64,7 @@ class CrepaSpec(TechniqueSpec):
     """
 
     name = "crepa"
+    trains = "simpletuner.techniques.crepa:Crepa"
     keys = CrepaConfig
 
     def __init__(self, config: CrepaConfig, regularised: frozenset[str] = frozenset(), total_steps: int = 1) -> None:
@@ -78,7 +79,8 @@ class CrepaSpec(TechniqueSpec):
 
     @classmethod
     def of(cls, config: RunConfig, data: TrainedData) -> CrepaSpec | None:
-        return cls(config.crepa, data.ids, data.total_steps) if config.crepa.crepa_enabled else None
+        crepa = config.techniques.of(CrepaConfig)
+        return cls(crepa, data.ids, data.total_steps) if crepa.crepa_enabled else None
 
     @property
     def width(self) -> int:
@@ -101,7 +103,7 @@ class CrepaSpec(TechniqueSpec):
     @classmethod
     def check(cls, config: RunConfig, report: Problems) -> None:
         """Report contradictions between keys."""
-        crepa = config.crepa
+        crepa = config.techniques.of(CrepaConfig)
         _check_source(config, report)
         warmup = crepa.crepa_warmup_steps
         decay = crepa.crepa_decay_steps
@@ -119,7 +121,7 @@ class CrepaSpec(TechniqueSpec):
         cls, config: RunConfig, spec: FamilySpec, routes: Sequence[Route], blocks: int | None, report: Problems
     ) -> None:
         """Report a model without frames to align, and blocks that it lacks."""
-        crepa = config.crepa
+        crepa = config.techniques.of(CrepaConfig)
         if spec.media != "video":
             report.error("crepa_enabled", f"aligns the frames of clips, but {spec.title} makes pictures.")
         chosen = {"crepa_block_index": crepa.crepa_block_index}
@@ -132,7 +134,7 @@ class CrepaSpec(TechniqueSpec):
     @classmethod
     def check_datasets(cls, config: RunConfig, datasets: Sequence[Dataset], report: Problems) -> None:
         """Report datasets that are encoded during training, when the teacher is loaded."""
-        crepa = config.crepa
+        crepa = config.techniques.of(CrepaConfig)
         if not crepa.needs_encoder:
             return
         for dataset in datasets:
@@ -155,7 +157,7 @@ class CrepaSpec(TechniqueSpec):
 
 def _check_source(config: RunConfig, report: Problems) -> None:
     """Check for a single feature source, and for a teacher block after the student."""
-    crepa = config.crepa
+    crepa = config.techniques.of(CrepaConfig)
     source = crepa.crepa_feature_source
     flag = crepa.crepa_use_backbone_features
     # Only explicit keys can contradict each other.

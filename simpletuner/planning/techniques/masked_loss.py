@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from simpletuner.config.schema import RunConfig
-from simpletuner.config.techniques import MaskedLossConfig
+from simpletuner.config.techniques.masked_loss import MaskedLossConfig
 from simpletuner.data.dataset import Dataset
 from simpletuner.errors import Problems
 from simpletuner.models.cost import BatchShape, TransformerCost
@@ -20,6 +20,7 @@ class MaskedLossSpec(TechniqueSpec):
     """
 
     name = "masked loss"
+    trains = "simpletuner.techniques.masked_loss:MaskedLoss"
     keys = MaskedLossConfig
 
     def __init__(self, config: MaskedLossConfig, masked: float = 1.0) -> None:
@@ -28,7 +29,7 @@ class MaskedLossSpec(TechniqueSpec):
 
     @classmethod
     def of(cls, config: RunConfig, data: TrainedData) -> MaskedLossSpec | None:
-        return cls(config.masked_loss, data.masked) if data.masked else None
+        return cls(config.techniques.of(MaskedLossConfig), data.masked) if data.masked else None
 
     @classmethod
     def check_datasets(cls, config: RunConfig, datasets: Sequence[Dataset], report: Problems) -> None:

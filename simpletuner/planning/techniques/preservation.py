@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from simpletuner.config.schema import RunConfig
-from simpletuner.config.techniques import PreservationConfig
+from simpletuner.config.techniques.preservation import PreservationConfig
 from simpletuner.data.dataset import Dataset
 from simpletuner.errors import Problem, Problems
 from simpletuner.models.cost import BatchShape, TransformerCost
@@ -21,6 +21,7 @@ class RegularisationSpec(TechniqueSpec):
     """
 
     name = "regularisation"
+    trains = "simpletuner.techniques.preservation:Regularisation"
 
     def __init__(self, dataset_ids: frozenset[str], share: float = 0.0) -> None:
         self.dataset_ids = dataset_ids
@@ -44,6 +45,7 @@ class PreservationSpec(TechniqueSpec):
     """
 
     name = "preservation"
+    trains = "simpletuner.techniques.preservation:Preservation"
     keys = PreservationConfig
 
     def __init__(self, weight: float, probability: float, plain: float = 1.0) -> None:
@@ -53,7 +55,7 @@ class PreservationSpec(TechniqueSpec):
 
     @classmethod
     def of(cls, config: RunConfig, data: TrainedData) -> PreservationSpec | None:
-        keys = config.preservation
+        keys = config.techniques.of(PreservationConfig)
         if not keys.is_on:
             return None
         return cls(keys.preservation_weight, keys.preservation_probability, data.plain)
@@ -61,14 +63,14 @@ class PreservationSpec(TechniqueSpec):
     @classmethod
     def check(cls, config: RunConfig, report: Problems) -> None:
         """Report a trigger without a prompt to replace it."""
-        keys = config.preservation
+        keys = config.techniques.of(PreservationConfig)
         if keys.is_on and keys.preservation_trigger and not keys.preservation_prompt:
             report.error("preservation_trigger", f"{keys.preservation_trigger!r} needs a preservation_prompt.")
 
     @classmethod
     def check_datasets(cls, config: RunConfig, datasets: Sequence[Dataset], report: Problems) -> None:
         """Warn if captions lack the trigger, in which case the prompt replaces the whole caption."""
-        keys = config.preservation
+        keys = config.techniques.of(PreservationConfig)
         if not keys.is_on or keys.preservation_trigger is None:
             return
         named = []

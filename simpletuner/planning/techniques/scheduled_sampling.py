@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from simpletuner.config.schema import RunConfig
-from simpletuner.config.techniques import OFFSET, PROBABILITY, ScheduledSamplingConfig
+from simpletuner.config.techniques.scheduled_sampling import OFFSET, PROBABILITY, ScheduledSamplingConfig
 from simpletuner.errors import Problems
 from simpletuner.models.cost import BatchShape, TransformerCost
 from simpletuner.planning.techniques.spec import TechniqueCost, TechniqueSpec, TrainedData
@@ -20,6 +20,7 @@ class ScheduledSamplingSpec(TechniqueSpec):
     """
 
     name = "scheduled sampling"
+    trains = "simpletuner.techniques.scheduled_sampling:ScheduledSampling"
     keys = ScheduledSamplingConfig
 
     def __init__(
@@ -38,7 +39,7 @@ class ScheduledSamplingSpec(TechniqueSpec):
 
     @classmethod
     def of(cls, config: RunConfig, data: TrainedData) -> ScheduledSamplingSpec | None:
-        sampling = config.scheduled_sampling
+        sampling = config.techniques.of(ScheduledSamplingConfig)
         steps = config.validation.validation_num_inference_steps
         if not sampling.is_on or steps is None:  # every family sets the steps
             return None
@@ -48,7 +49,7 @@ class ScheduledSamplingSpec(TechniqueSpec):
     @classmethod
     def check(cls, config: RunConfig, report: Problems) -> None:
         """Report offsets beyond the preview sampler's steps or never used."""
-        sampling = config.scheduled_sampling
+        sampling = config.techniques.of(ScheduledSamplingConfig)
         offset = sampling.scheduled_sampling_max_step_offset
         if offset and not sampling.is_on:
             ramps = bool(sampling.scheduled_sampling_ramp_steps)

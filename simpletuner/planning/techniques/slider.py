@@ -16,6 +16,7 @@ class SliderSpec(TechniqueSpec):
     """
 
     name = "slider"
+    trains = "simpletuner.techniques.slider:Slider"
 
     def __init__(self, strengths: Mapping[str, float]) -> None:
         self.strengths = strengths

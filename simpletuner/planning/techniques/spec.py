@@ -9,7 +9,7 @@ from typing import ClassVar, Self
 from simpletuner.caching.catalogue import FeatureKind
 from simpletuner.config.option import TechniqueGroup
 from simpletuner.config.schema import RunConfig
-from simpletuner.config.techniques import Route
+from simpletuner.config.techniques.tread import Route
 from simpletuner.data.dataset import Dataset
 from simpletuner.errors import Problems
 from simpletuner.models.cost import BatchShape, TransformerCost
@@ -68,13 +68,15 @@ class TechniqueSpec:
     The class methods are its rules, which apply while its keys do.
 
     Attributes:
-        name: its name in `simpletuner.techniques.table.TECHNIQUES`.
+        name: what messages, cached features and tests call it.
+        trains: the class that trains, as `module:Class`; it is imported when a run is assembled.
         keys: its group of options; None if datasets alone turn it on.
         routes: ranges of blocks that some tokens skip.
         features: data per trained sample, cached beside the latents or computed in every step.
     """
 
     name: ClassVar[str]
+    trains: ClassVar[str]
     keys: ClassVar[type[TechniqueGroup] | None] = None
     routes: Sequence[Route] = ()
     features: Sequence[FeatureKind] = ()

@@ -13,7 +13,7 @@ from simpletuner.planning.techniques.spec import TechniqueSpec, TrainedData
 from simpletuner.planning.techniques.tread import TreadSpec
 
 # In the order in which a micro-step calls them. The losses that they add are summed in this order, too, which decides
-# how the sum rounds. The class of each stands under its name in `simpletuner.techniques.table.TECHNIQUES`.
+# how the sum rounds.
 SPECS: tuple[type[TechniqueSpec], ...] = (
     # First, so that all forward passes have its strength, also those of the techniques below.
     SliderSpec,

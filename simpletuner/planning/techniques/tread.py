@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Sequence
 
 from simpletuner.config.schema import RunConfig
-from simpletuner.config.techniques import Route, TreadConfig
+from simpletuner.config.techniques.tread import Route, TreadConfig
 from simpletuner.errors import Problems
 from simpletuner.models.spec import FamilySpec
 from simpletuner.planning.techniques.spec import TechniqueSpec, TrainedData
@@ -18,6 +18,7 @@ class TreadSpec(TechniqueSpec):
     """Routes around blocks. They save what the skipped blocks would cost; nothing is added."""
 
     name = "tread"
+    trains = "simpletuner.techniques.tread:Tread"
     keys = TreadConfig
 
     def __init__(self, routes: Sequence[Route]) -> None:
@@ -25,7 +26,8 @@ class TreadSpec(TechniqueSpec):
 
     @classmethod
     def of(cls, config: RunConfig, data: TrainedData) -> TreadSpec | None:
-        return cls(config.tread.routes) if config.tread.routes else None
+        routes = config.techniques.of(TreadConfig).routes
+        return cls(routes) if routes else None
 
     @classmethod
     def check_model(
