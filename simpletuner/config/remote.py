@@ -105,12 +105,14 @@ class Source:
 
     Attributes:
         keys: the keys that only this type has.
+        lister: the function that lists its files, as `module:function`; it is imported when a dataset has the type.
         required: those that must be set.
         folders: keys that may name the folder of downloads, the first that is set before the others.
         unpaired: why its files have no partners in another dataset, worded to follow the type; empty if they can.
     """
 
     keys: type[Group]
+    lister: str
     required: tuple[str, ...]
     folders: tuple[str, ...] = ()
     unpaired: str = ""
@@ -134,12 +136,14 @@ class HubSource(Source):
 SOURCES: Mapping[str, Source] = {
     "csv": Source(
         TableKeys,
+        lister="simpletuner.annexes.remote.web_table:list_table",
         required=("csv_file", "csv_cache_dir", "csv_caption_column"),
         folders=("csv_cache_dir",),
         unpaired="names files by the hash of their address",
     ),
     "huggingface": HubSource(
         HubKeys,
+        lister="simpletuner.annexes.remote.hub_rows:list_rows",
         required=("dataset_name",),
         folders=("huggingface_cache_dir", "cache_dir"),
     ),

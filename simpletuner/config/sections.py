@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from simpletuner.config.json_reader import read_toml
+from simpletuner.config.option import Group
 from simpletuner.config.schema import GROUPS, family_groups, sections, technique_groups
 
 
@@ -37,12 +38,17 @@ TABLE = read_toml("simpletuner.config", "sections.toml")
 def _read_sections() -> Iterator[Section]:
     """The sections of the table, with the groups that none of them names where they are taken."""
     placed = {title for section in TABLE["sections"] for title in section.get("groups", ())}
-    kinds = {"techniques": technique_groups(), "families": family_groups(), "others": GROUPS.values()}
+    kinds: dict[str, Sequence[type[Group]]] = {
+        "techniques": technique_groups(),
+        "families": family_groups(),
+        "others": [*GROUPS.values()],
+    }
     for section in TABLE["sections"]:
         titles = [*section.get("groups", ())]
-        for group in kinds.get(section.get("takes"), ()):
-            if group.__doc__ not in placed:
-                titles.append(group.__doc__)
+        for group in kinds.get(section.get("takes", ""), ()):
+            title = group.__doc__ or ""
+            if title not in placed:
+                titles.append(title)
         yield Section(section["id"], section["label"], tuple(titles), tuple(section.get("keys", ())))
 
 

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import pytest
 
-from simpletuner.annexes.remote.collect import LISTERS
 from simpletuner.config.datasets import PATH_KEYS, DatasetConfig, read_datasets
-from simpletuner.config.remote import SOURCES, RemoteKeys, Source, SourceName
+from simpletuner.config.remote import SOURCES, RemoteKeys, Source
 from simpletuner.data.entries import DataContext
 from simpletuner.errors import Problem, Problems
 
@@ -48,8 +47,7 @@ def test_what_other_trainers_have_is_refused_by_name(tmp_path: Path, change: dic
     assert [words in problem.message for problem in problems if problem.fatal] == [True]
 
 
-def test_every_source_has_a_type_its_keys_and_a_lister() -> None:
-    assert LISTERS.keys() == SOURCES.keys() == {*get_args(SourceName)}
+def test_every_key_of_a_dataset_that_is_not_local_is_of_a_source() -> None:
     keys_of_sources = {key for source in SOURCES.values() for key in source.keys.model_fields}
     assert keys_of_sources == RemoteKeys.model_fields.keys()
 

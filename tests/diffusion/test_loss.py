@@ -9,8 +9,12 @@ import torch
 from torch import Tensor
 
 from simpletuner.config.loss import LossConfig
+from simpletuner.config.option import options_of
 from simpletuner.diffusion.batch import Batch, NoisyBatch
 from simpletuner.diffusion.flow import diffusion_loss, huber_scales, make_noisy
+
+OPTIONS = options_of(LossConfig)
+KINDS = OPTIONS["loss_type"].choices
 
 
 def noisy_batch(sigmas: list[float], loss_mask: Tensor | None = None) -> NoisyBatch:
@@ -33,8 +37,21 @@ def test_l2_is_one_mean_per_sample_in_float32() -> None:
 def test_the_oracle_has_no_loss() -> None:
     batch = Batch(latents=torch.randn(2, 4, 1, 2, 3), embeds=[{}] * 2, names=[""] * 2)
     noisy = make_noisy(batch, torch.rand(2), torch.randn(2, 4, 1, 2, 3))
-    for kind in ("l2", "huber", "smooth_l1"):
+    for kind in KINDS:
         assert diffusion_loss(noisy.target, noisy, LossConfig(loss_type=kind)).tolist() == [0.0, 0.0]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_keys_of_huber_require_the_kinds_that_read_them(kind: str) -> None:
+    losses = []
+    for scale in (0.1, 1.0):
+        config = LossConfig(loss_type=kind, huber_schedule="constant", huber_c=scale)
+        losses.append(float(diffusion_loss(constant_error([0.5]), noisy_batch([0.5]), config)))
+
+    is_read = losses[0] != losses[1]
+
+    assert OPTIONS["huber_c"].has_effect({"loss_type": kind}) == is_read
+    assert OPTIONS["huber_schedule"].has_effect({"loss_type": kind}) == is_read
 
 
 @pytest.mark.parametrize("error", [1e-4, 0.1, 3.0])
@@ -90,7 +107,7 @@ def test_masked_positions_get_no_gradient() -> None:
     mask = torch.zeros(1, 1, 1, 2, 3)
     mask[..., 0, 1] = 1
     prediction = torch.randn(1, 4, 1, 2, 3, requires_grad=True)
-    for kind in ("l2", "huber", "smooth_l1"):
+    for kind in KINDS:
         config = LossConfig(loss_type=kind)
         (gradient,) = torch.autograd.grad(
             diffusion_loss(prediction, noisy_batch([0.5], mask), config).sum(), prediction

@@ -65,7 +65,8 @@ def add_file(tar: tarfile.TarFile, name: str, content: bytes) -> None:
 
 def test_the_source_of_the_page_unpacks_tar_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     page = code_below("A source of datasets")
-    monkeypatch.setitem(collect.LISTERS, "webdataset", page["list_tar_files"])
+    monkeypatch.setattr(collect, "SOURCES", {"webdataset": page["TAR_FILES"]})
+    monkeypatch.setattr(collect, "resolve_name", {page["TAR_FILES"].lister: page["list_tar_files"]}.__getitem__)
     with tarfile.open(tmp_path / "first.tar", "w") as tar:
         add_file(tar, "../a.png", picture(1))
         add_file(tar, "../a.txt", b"a red square")

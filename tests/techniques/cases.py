@@ -29,11 +29,13 @@ class TechniqueCase:
         neutral: with these specs, it must be plain training (`test_neutral.py`).
         runs: the runs of `tests/training/lockstep.py` that have it, lora or full: two processes must do what one does.
         settings: the keys that switch it on there, if its datasets do not.
+        apart: why two processes train otherwise than one, for a technique without runs.
     """
 
     neutral: Sequence[TechniqueSpec]
-    runs: tuple[str, ...]
+    runs: tuple[str, ...] = ()
     settings: Mapping[str, Any] = field(default_factory=dict)
+    apart: str = ""
 
 
 def sampled(**settings: float) -> ScheduledSamplingSpec:

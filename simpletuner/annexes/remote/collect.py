@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from pkgutil import resolve_name
 
 from simpletuner.annexes.display.progress import shown_events
-from simpletuner.annexes.remote.hub_rows import list_rows
 from simpletuner.annexes.remote.store import Item, RemoteFiles, Store, UnfetchedError
-from simpletuner.annexes.remote.web_table import list_table
 from simpletuner.config.datasets import DatasetConfig
+from simpletuner.config.remote import SOURCES
 from simpletuner.data.discovery import Scan, classify, wanted_suffixes
 from simpletuner.data.entries import DataContext
 from simpletuner.errors import Kind, Problem, Problems, UserError
 
-LISTERS = {"csv": list_table, "huggingface": list_rows}
+# What lists the files of a dataset; its source names it.
+Lister = Callable[[DatasetConfig, Store, Problems], RemoteFiles]
 RETRY = "; --retry-failed tries again"
 
 
@@ -37,7 +38,8 @@ def collect(
             continue
         store = _open_store(entry, context, fetches=fetches)
         try:
-            listed[entry.id] = store, LISTERS[entry.type](entry, store, problems)
+            lister: Lister = resolve_name(SOURCES[entry.type].lister)
+            listed[entry.id] = store, lister(entry, store, problems)
         except UserError as error:
             kind: Kind | None = "unfetched" if isinstance(error, UnfetchedError) else None
             problems.error(entry.id, str(error), kind=kind)
