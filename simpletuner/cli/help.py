@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from simpletuner.config.absent import why_absent
+from simpletuner.config.absent import why_absent, why_no_word
 from simpletuner.config.datasets import DATASET_FILE, dataset_options
 from simpletuner.config.option import Option
 from simpletuner.config.schema import option_names, sections
@@ -56,7 +56,7 @@ def settings_help(wanted: str) -> list[str]:
         first, *rest = same_name
         return [*explain_key(first, [*related]), *chain(*map(explain_key, rest)), *chain(*map(summary, section))]
     if not (options := section or mentions):
-        why = why_absent(name, "config") or why_absent(name, "datasets")
+        why = why_absent(name, "config") or why_absent(name, "datasets") or why_no_word(name)
         if why:
             raise UserError(f"{wanted!r} {why}.")
         known = [*names, *of_datasets, *" ".join(EVERYDAY_WORDS).split()]

@@ -97,6 +97,15 @@ def why_no_value(key: str, word: str) -> str:
     return ""
 
 
+def why_no_word(word: str) -> str:
+    """Why no key has a word that one had, worded to follow it; empty if none ever had it."""
+    for file in VALUES:
+        for key, rows in removed_values(file).items():
+            if word in rows:
+                return f"is a value of {key} that {rows[word].why}"
+    return ""
+
+
 @functools.cache
 def instead_of(file: File) -> dict[str, str]:
     """Replacements for keys of other trainers: of a config.json, or of a dataset file and its `type` words.

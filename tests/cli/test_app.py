@@ -86,6 +86,7 @@ def test_help_of_a_run_is_short_and_leads_to_every_setting(capsys: Capture) -> N
         (["publish", "confg"], "'confg' does not exist. Did you mean 'config'?"),
         (["help", "flikcer"], "no setting mentions 'flikcer'. Did you mean 'flicker'?"),
         (["help", "mixflow_enabled"], "'mixflow_enabled' was removed in 0.2.0: "),
+        (["help", "soap"], "'soap' is a value of optimizer that was removed in 0.2.0: "),
         (["help", "aws_bucket_name"], "'aws_bucket_name' was removed in 0.2.0 with type aws."),
         (["help", "deepspeed"], "'deepspeed' is not a key here: DeepSpeed is not supported"),
     ],
