@@ -371,14 +371,14 @@ def check_references(datasets: Sequence[DatasetConfig], report: Problems) -> Non
     for name, count in Counter(dataset.id for dataset in datasets).items():
         if count > 1:
             report.error(name, f"is the id of {count} datasets; ids must be unique.")
-    texts = [each for each in datasets if each.is_text_embeds]
-    defaults = [each.id for each in texts if each.default]
+    texts = [dataset for dataset in datasets if dataset.is_text_embeds]
+    defaults = [dataset.id for dataset in texts if dataset.default]
     if len(defaults) > 1:
         report.error("default", f"two text_embeds entries are the default: {', '.join(defaults)}.")
     _check_names(datasets, "text_embeds", texts, report)
-    pictures = [each for each in datasets if each.dataset_type == "image_embeds"]
+    pictures = [dataset for dataset in datasets if dataset.dataset_type == "image_embeds"]
     _check_names(datasets, "image_embeds", pictures, report)
-    conditions = [each for each in datasets if each.is_conditioning]
+    conditions = [dataset for dataset in datasets if dataset.is_conditioning]
     _check_names(datasets, "conditioning_data", conditions, report)
     _check_names(datasets, "source_dataset_id", datasets, report)
     for dataset in conditions:
@@ -447,23 +447,25 @@ def _read_entry(
         return None
     name = entry.get("id") or entry.get("--id")
     where = f"{file}: {name}" if isinstance(name, str | int) and name else number
-    problems = Problems()
-    keys = _canonical(_flat(entry), DatasetConfig, problems)
+    of_entry = Problems()
+    keys = _canonical(_flat(entry), DatasetConfig, of_entry)
     if str(keys.get("disabled")).strip().lower() in TRUE_WORDS:
         return DatasetConfig(id=where, disabled=True)  # drops the entry's problems
     # Aliases and comments in nested objects; `canonical` handles one level.
-    for part in [part for part in PARTS if isinstance(keys.get(part), dict)]:
-        with problems.within(part) as of_part:
-            keys[part] = _canonical(keys[part], PARTS[part], of_part)
-    _take_foreign(keys, problems)
+    for part, group in PARTS.items():
+        if isinstance(keys.get(part), dict):
+            with of_entry.within(part) as of_part:
+                keys[part] = _canonical(keys[part], group, of_part)
+    _take_foreign(keys, of_entry)
     # While the keys are still a dict: a built group is immutable.
     _place({**placeholders, "id": str(keys.get("id", ""))}, keys)
-    config = build_group(DatasetConfig, keys, problems)
-    report.extend(problem.within(where) for problem in problems)
-    wrong = Problems()
-    _check_id(config.id, number, where, wrong)
-    report.extend(wrong)
-    return config if config.id and not wrong else config.model_copy(update={"id": number})
+    config = build_group(DatasetConfig, keys, of_entry)
+    for problem in of_entry:
+        report.append(problem.within(where))
+    of_id = Problems()
+    _check_id(config.id, number, where, of_id)
+    report.extend(of_id)
+    return config if config.id and not of_id else config.model_copy(update={"id": number})
 
 
 def _take_foreign(keys: dict[str, Any], report: Problems) -> None:

@@ -55,9 +55,10 @@ def read_json(path: Path, report: Problems, kind: type | UnionType = object, nee
     if text is None:
         return None
     # A blank instead of the comma keeps line and column numbers in error messages correct.
-    notes, repaired = Problems(), TRAILING_COMMA.sub(lambda match: match.group(1) or " ", text)
+    repaired = TRAILING_COMMA.sub(lambda match: match.group(1) or " ", text)
+    notes = Problems()  # about what is left out below, if the rest can be read
     if repaired != text:
-        line = 1 + text.count("\n", 0, next(i for i, old in enumerate(text) if repaired[i] != old))
+        line = _first_difference(text, repaired)
         notes.warn(str(path), f"has a comma before a closing bracket (line {line}); it was ignored.")
 
     # `dict` would also keep the last value, but silently.
@@ -71,15 +72,24 @@ def read_json(path: Path, report: Problems, kind: type | UnionType = object, nee
 
     try:
         value = parse_json(repaired, keep_last)
-        report.extend(notes)
     except ValueError as error:
-        fault = str(error)
-    else:
-        if isinstance(value, kind):
-            return value
-        fault = f"must hold {needed}, not {json_kind(value)}"
-    report.error(str(path), f"{fault}.")
-    return None
+        report.error(str(path), f"{error}.")
+        return None
+    report.extend(notes)
+    if not isinstance(value, kind):
+        report.error(str(path), f"must hold {needed}, not {json_kind(value)}.")
+        return None
+    return value
+
+
+def _first_difference(text: str, repaired: str) -> int:
+    """The number of the first line in which two texts differ."""
+    number = 1
+    for line, repaired_line in zip(text.split("\n"), repaired.split("\n"), strict=True):
+        if line != repaired_line:
+            break
+        number += 1
+    return number
 
 
 @contextmanager
@@ -87,7 +97,8 @@ def named_by(key: str, path: Path, report: Problems) -> Iterator[Problems]:
     """A report on a file, whose problems are filed under the key that names the file."""
     of_file = Problems()
     yield of_file
-    report.extend(Problem(key, f"{str(path)!r} {problem.message}", problem.fatal) for problem in of_file)
+    for problem in of_file:
+        report.append(Problem(key, f"{str(path)!r} {problem.message}", problem.fatal))
 
 
 def read_text(path: Path, report: Problems) -> str | None:
@@ -167,9 +178,15 @@ def json_fault(error: json.JSONDecodeError) -> str:
     """Describe an error in hand-written JSON, with its position."""
     if not error.doc.strip():
         return "is empty"
+    return f"is not valid JSON: {_cause_of(error)} (line {error.lineno}, column {error.colno})"
+
+
+def _cause_of(error: json.JSONDecodeError) -> str:
     rest = error.doc[error.pos :]
-    words = next((words for text, said, words in JSON_FAULTS if said in error.msg and re.match(text, rest)), error.msg)
-    return f"is not valid JSON: {words} (line {error.lineno}, column {error.colno})"
+    for text, said, cause in JSON_FAULTS:
+        if said in error.msg and re.match(text, rest):
+            return cause
+    return error.msg
 
 
 def expand_environment(
@@ -181,7 +198,6 @@ def expand_environment(
         secret: hide the variables' values in all output. Variables whose names look like secrets are always hidden.
         keep_unset: leave references to unset variables for `check_unset`.
     """
-    unset = Problems()
 
     def lookup(match: re.Match[str]) -> str:
         name = match.group(1)
@@ -191,7 +207,7 @@ def expand_environment(
         if name not in os.environ:
             if keep_unset:
                 return match.group()
-            unset.error(where, f"{match.string!r} {UNSET.format(name)}.")
+            report.error(where, f"{match.string!r} {UNSET.format(name)}.")
         return os.environ.get(name, "")
 
     def expand(part: Any) -> Any:
@@ -201,18 +217,17 @@ def expand_environment(
             return [*map(expand, part)]
         return ENVIRONMENT_REFERENCE.sub(lookup, part) if isinstance(part, str) else part
 
-    expanded = expand(value)
-    report.extend(unset)
-    return expanded
+    return expand(value)
 
 
 def check_unset(settings: Iterable[tuple[str, Any]], report: Problems, *, fatal: bool) -> None:
     """Report unset variables in settings that are needed only for sending; fatal if something will be sent."""
     for key, value in settings:
         for name in dict.fromkeys(ENVIRONMENT_REFERENCE.findall(repr(value))):
-            report.append(
-                Problem(key, f"{UNSET.format(name)}{'' if fatal else '; training will need it'}.", fatal=fatal)
-            )
+            if fatal:
+                report.error(key, f"{UNSET.format(name)}.")
+            else:
+                report.warn(key, f"{UNSET.format(name)}; training will need it.")
 
 
 def same_value(left: Any, right: Any) -> bool:

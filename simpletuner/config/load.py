@@ -68,7 +68,8 @@ def resolve(
     for name, value in fixed.items():
         if name in values and not same_value(values[name], value):
             report.warn(name, f"{values[name]!r} is ignored: the model fixes it to {value!r}. ({origins[name]})")
-        values[name], origins[name] = value, schema.FAMILY_FIXED
+        values[name] = value
+        origins[name] = schema.FAMILY_FIXED
     # Separate from problems whose messages already name their layer.
     invalid = Problems()
 
@@ -80,7 +81,8 @@ def resolve(
     groups = {attribute: built[group] for attribute, group in schema.GROUPS.items()}
     techniques = schema.TechniqueOptions({group: built[group] for group in schema.technique_groups()})
     families = schema.FamilyOptions({group: built[group] for group in schema.family_groups()})
-    report.extend(_with_origin(problem, origins) for problem in invalid)
+    for problem in invalid:
+        report.append(_with_origin(problem, origins))
     origins = {name: origins.get(name, "default") for name in schema.all_options()}
     # `GROUPS` is read from RunConfig's annotations, so the names match; mypy cannot infer that.
     return schema.RunConfig(**cast(Any, groups), techniques=techniques, family=families, origins=origins)
@@ -90,14 +92,19 @@ def _merge(
     layers: Sequence[Layer], defaults: Mapping[str, Any], report: Problems
 ) -> tuple[dict[str, Any], dict[str, str]]:
     """The value of every key that is set, and the label of its layer."""
-    values, origins = {**defaults}, dict.fromkeys(defaults, schema.FAMILY_DEFAULT)
+    values = dict(defaults)
+    origins = dict.fromkeys(defaults, schema.FAMILY_DEFAULT)
     for layer in layers:
         for name, value in canonical(layer, report).items():
-            values[name], origins[name] = value, layer.label
-            if value is None:  # unset, overriding the user's lower-priority layers
-                del values[name], origins[name]
-                if name in defaults:
-                    values[name], origins[name] = defaults[name], schema.FAMILY_DEFAULT
+            if value is not None:
+                values[name] = value
+                origins[name] = layer.label
+            elif name in defaults:  # unset, overriding the user's lower-priority layers
+                values[name] = defaults[name]
+                origins[name] = schema.FAMILY_DEFAULT
+            else:
+                values.pop(name, None)
+                origins.pop(name, None)
     return values, origins
 
 
@@ -106,7 +113,7 @@ def build_group(group: type[schema.GroupType], values: Mapping[str, Any], report
     try:
         return group.model_validate(values)
     except ValidationError as error:
-        report.extend(problems_of(error, group))
+        _report_invalid(error, group, report)
         return group.model_validate(with_stand_ins(values, error, group))
 
 
@@ -133,9 +140,11 @@ def canonical(
             if is_simpletuner_default(lowered, raw, file):
                 continue
             unknown_keys += 1
-            guesses = names if unknown_keys <= MOST_GUESSED else ()
-            unknown = Problem(written, f"{unknown_key(lowered, guesses)}{source}", remedy={written: None})
-            report.append(absent_key_problem(written, lowered, raw, source, file, is_typed=layer.last_wins) or unknown)
+            problem = absent_key_problem(written, lowered, raw, source, file, is_typed=layer.last_wins)
+            if problem is None:
+                guesses = names if unknown_keys <= MOST_GUESSED else ()
+                problem = Problem(written, f"{unknown_key(lowered, guesses)}{source}", remedy={written: None})
+            report.append(problem)
             continue
         name, option = names[key].name, names[key]
         # Planning works without these variables; `check_unset` warns.
@@ -162,15 +171,16 @@ def _with_origin(problem: Problem, origins: Mapping[str, str]) -> Problem:
     return replace(problem, message=f"{problem.message} ({origin})") if origin else problem
 
 
-def problems_of(error: ValidationError, model: type[Group]) -> list[Problem]:
-    """One `Problem` per mistake, with key, value, allowed values and the nearest spelling."""
-    problems: dict[str, Problem] = {}
+def _report_invalid(error: ValidationError, model: type[Group], report: Problems) -> None:
+    """Report one error per mistake, with key, value, allowed values and the nearest spelling."""
+    seen: set[str] = set()
     for details in error.errors():
         path = _key_path(details)
-        # pydantic reports every member of a union; the first is enough.
+        if path in seen:  # pydantic reports every member of a union; the first is enough
+            continue
+        seen.add(path)
         kind: Kind | None = "required" if details["type"] == "missing" else None
-        problems.setdefault(path, Problem(path, _sentence(details, path, model), kind=kind))
-    return list(problems.values())
+        report.error(path, _sentence(details, path, model), kind=kind)
 
 
 def with_stand_ins(values: Mapping[str, Any], error: ValidationError, model: type[Group]) -> dict[str, Any]:
@@ -187,13 +197,15 @@ def with_stand_ins(values: Mapping[str, Any], error: ValidationError, model: typ
         field = model.model_fields.get(name)
         if field is None:
             continue
-        # A misspelt word must not hide problems of the intended word.
-        guess = nearest(str(details["input"]), _allowed(details)) if details["type"] == "literal_error" else None
         # A nested word is part of a list or object, which is dropped as a whole.
-        if guess is not None and len(details["loc"]) == 1:
+        is_word = details["type"] == "literal_error" and len(details["loc"]) == 1
+        # A misspelt word must not hide problems of the intended word.
+        guess = nearest(str(details["input"]), _allowed(details)) if is_word else None
+        if guess is not None:
             result[name] = guess
         elif field.is_required():
-            result[name] = next(iter(get_args(field.annotation)), "")
+            words = get_args(field.annotation)
+            result[name] = words[0] if words else ""
     return result
 
 
@@ -220,8 +232,12 @@ def _key_path(details: ErrorDetails) -> str:
 
 
 def _sentence(details: ErrorDetails, path: str, model: type[Group]) -> str:
-    kind, value, context = details["type"], details["input"], details.get("ctx", {})
-    shown = repr(value) if len(repr(value)) <= LONGEST_SHOWN else f"{value!r:.{LONGEST_SHOWN}}..."
+    kind = details["type"]
+    value = details["input"]
+    context = details.get("ctx", {})
+    shown = repr(value)
+    if len(shown) > LONGEST_SHOWN:
+        shown = f"{shown[:LONGEST_SHOWN]}..."
     if kind == "missing":
         field = model.model_fields.get(path)
         explained = describe(path, model, field).help if field else ""
@@ -232,7 +248,7 @@ def _sentence(details: ErrorDetails, path: str, model: type[Group]) -> str:
         return unknown_key(path.rpartition(".")[2], _known_keys(model))
     if kind == "literal_error":
         return f"{shown} {_why_not(details, path, model)}"
-    for limit in context.keys() & LIMITS.keys():
+    for limit in context.keys() & LIMITS.keys():  # one at most
         return f"{shown} is out of range; it must be {LIMITS[limit]} {context[limit]:.10g}."
     if kind == "value_error":
         return f"{shown} {context['error']}."
@@ -241,15 +257,16 @@ def _sentence(details: ErrorDetails, path: str, model: type[Group]) -> str:
 
 def _why_not(details: ErrorDetails, path: str, model: type[Group]) -> str:
     """Why a key does not accept a word."""
-    value, allowed = details["input"], _allowed(details)
+    word = str(details["input"])
+    allowed = _allowed(details)
     options = options_of(model)
-    why = why_no_value(path, str(value))
-    if path in options:
-        why = why or options[path].refused.get(str(value), "")
+    why = why_no_value(path, word)
+    if not why and path in options:
+        why = options[path].refused.get(word, "")
     if why:
         return f"{why}."
-    hint = did_you_mean(str(value), allowed)
-    for name in DTYPES.get(str(value).lower().removeprefix("torch."), ()):
+    hint = did_you_mean(word, allowed)
+    for name in DTYPES.get(word.lower().removeprefix("torch."), ()):
         if name in allowed:
             hint = f" Did you mean '{name}'?"
             break

@@ -24,7 +24,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
-from simpletuner.errors import Problem, Problems
+from simpletuner.errors import Problems
 
 # Above any sensible number of steps, weights or pixels: catches typos that would cost days or gigabytes.
 LARGEST_NUMBER = 1_000_000_000
@@ -276,14 +276,24 @@ class Option:
     def conflicts(self, settings: Mapping[str, Any], report: Problems) -> None:
         """Report settings that exclude the key, if it is on, and the refusal or remark for its value."""
         value = settings[self.name]
-        # A key that is off, or at its default, excludes nothing.
-        for other in self.excludes if value and value != self.default else ():
-            if other.holds(settings):
+        is_on = bool(value) and value != self.default
+        if is_on:  # a key that is off, or at its default, excludes nothing
+            self._check_excluded(value, settings, report)
+        if not self.has_effect(settings):
+            return
+        # Asked only of keys with such words: the values of others, such as lists, cannot be looked up.
+        if self.refused and value in self.refused:
+            report.error(self.name, f"{value!r} {self.refused[value]}.")
+        if self.remarks and value in self.remarks:
+            report.warn(self.name, f"{value!r} {self.remarks[value]}.")
+
+    def _check_excluded(self, value: Any, settings: Mapping[str, Any], report: Problems) -> None:
+        """Report settings that cannot be combined with this key."""
+        for condition in self.excludes:
+            if condition.holds(settings):
                 shown = f"{value!r} " if isinstance(value, str) else ""
-                report.error(self.name, f"{shown}cannot be combined with {other.shown(settings)}{other.reason}.")
-        for texts, fatal in ((self.refused, True), (self.remarks, False)):
-            if texts and value in texts and self.has_effect(settings):
-                report.append(Problem(self.name, f"{value!r} {texts[value]}.", fatal))
+                what = f"{condition.shown(settings)}{condition.reason}"
+                report.error(self.name, f"{shown}cannot be combined with {what}.")
 
     @functools.cached_property
     def may_hold_secret(self) -> bool:

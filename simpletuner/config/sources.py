@@ -140,8 +140,9 @@ def parse_arguments(tokens: Sequence[str], extra: str | None = None) -> Argument
         name = plain_key(key)
         if not key.lstrip("-") or (not equals and not token.startswith("--")):
             choice = _choice_of_configuration(token)
-            arguments.names_configuration |= bool(choice)
-            arguments.problems.append(Problem(token, choice) if choice else _stray(token))
+            if choice:
+                arguments.names_configuration = True
+            arguments.problems.error(token, choice or _why_stray(token))
             continue
         # `--key value`; a bare `--flag` before another setting looks the same.
         if not equals and waiting and _is_value(waiting[0], key):
@@ -180,11 +181,12 @@ def secret_settings() -> list[tuple[str, object]]:
     return list(json.loads(text).items()) if text else []
 
 
-def _stray(token: str) -> Problem:
-    """The problem for any other bare word."""
-    if option := option_names().get(plain_key(token)):
-        return Problem(token, f"needs a value: {token}={'true' if option.is_flag else 'VALUE'}.")
-    return Problem(token, "is not a setting; write key=value, --key value or --flag.")
+def _why_stray(token: str) -> str:
+    """What is wrong with any other bare word, as the end of a message."""
+    option = option_names().get(plain_key(token))
+    if option is not None:
+        return f"needs a value: {token}={'true' if option.is_flag else 'VALUE'}."
+    return "is not a setting; write key=value, --key value or --flag."
 
 
 def _is_value(token: str, key: str) -> bool:
@@ -237,7 +239,9 @@ def locate(selectors: Mapping[str, str], report: Problems) -> Located:
         report.error(choosing[0], f"and {choosing[1]} both choose a configuration; give one of them.")
     # What is given on the command line counts for more than the environment.
     variables = () if "config_path" in selectors else ENV_VARIABLES
-    name = next(filter(None, [selectors.get("env"), *map(os.environ.get, variables)]), None)
+    name = selectors.get("env")
+    for variable in variables:
+        name = name or os.environ.get(variable)
     name = None if name == "default" else name
     if "example" in selectors:
         path = example_file(selectors["example"], report)
@@ -289,12 +293,12 @@ def read_config_file(path: Path, report: Problems) -> Layer:
     if fault:
         report.error(str(path), fault)
         raise ConfigError(report)
-    problems = Problems()
+    of_file = Problems()
     read = readers.get(path.suffix, read_json_layer)
-    layer = read(path, problems)
-    report.extend(problems)
+    layer = read(path, of_file)
+    report.extend(of_file)
     # A broken line of a config.env may be any key, so the rest cannot be trusted.
-    if layer is None or (path.suffix == ".env" and problems.are_fatal):
+    if layer is None or (path.suffix == ".env" and of_file.are_fatal):
         raise ConfigError(report)
     return Layer(layer.label, [(key, resolve_alias(value)) for key, value in layer.values])
 
@@ -446,9 +450,11 @@ def _backends(selectors: Mapping[str, str], report: Problems) -> Sequence[str]:
 
 
 def _not_found(candidates: list[Path], name: str | None) -> str:
+    """That there is no configuration, where it was looked for, and what to do."""
     # List one file per folder, whatever its type.
     in_folders = {path.parent: path for path in reversed(candidates)}
-    tried = ", ".join(f"{path}{' (a folder)' * path.is_dir()}" for path in reversed(in_folders.values()))
+    paths = reversed(in_folders.values())
+    tried = ", ".join(f"{path} (a folder)" if path.is_dir() else str(path) for path in paths)
     what = f"the environment {name!r} was not found" if name else "no configuration was found"
     names = sorted(folder.name for folder in Path("config").glob("*/"))
     given, suffix = candidates[0], candidates[0].suffix
