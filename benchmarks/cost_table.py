@@ -1,6 +1,6 @@
 """Measures what the transformer of each family costs and writes it beside the family, as `cost.json`.
 
-    python -m benchmarks.cost_table
+    python -m benchmarks.cost_table [--only FAMILY]
 
 The plan reads the tables without torch (`models/cost_table.py`). Shapes come from the classes at the published
 dimensions, on the meta device. Everything else comes from small transformers of the same classes on the CPU: which
@@ -10,10 +10,11 @@ activations. Those grow linearly with a few widths, so a handful of small models
 
 from __future__ import annotations
 
+import argparse
 import json
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from importlib.resources import files
@@ -59,10 +60,10 @@ FLOPS_OF = {
     "large": ("token token width", "token text width", "token head width", "token width"),
     "small": ("text text width",),
 }
-LARGEST_ERROR = 0.002  # of a fit, relative
-# What the traffic of compiled blocks is fitted to, and its error: modulations and text, which the cases have little of,
-# are left out.
-TRAFFIC_OF, TRAFFIC_ERROR = ("token width", "token inner"), 0.02
+# What the traffic of compiled blocks is fitted to: modulations and text, which the cases have little of, are left out.
+TRAFFIC_OF = ("token width", "token inner")
+# Largest error of a sum, relative; of traffic, because of what is left out.
+LARGEST_ERROR, TRAFFIC_ERROR = 0.002, 0.02
 WHOLE = 0.05  # a factor that is so near to a whole number is one
 LORA_RANK = 4
 # Compiled by this, a block saves what inductor chooses; no code is generated.
@@ -105,11 +106,20 @@ TRAFFIC_CASES = (Case(4, 64, 4, 4, 32, 32, 8), Case(4, 64, 5, 4, 32, 32, 8), Cas
 
 
 def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.cost_table")
+    parser.add_argument("--only", choices=[*FAMILIES], help="measure this family and those in the same folder")
+    only = parser.parse_args().only
     for package, specs in packages().items():
+        if only is not None and package != FAMILIES[only].cost.package:
+            continue
         path = Path(str(files(package) / "cost.json"))
-        text = json.dumps(table_of(specs), indent=1)
-        path.write_text(re.sub(r"\[\s+([^\[\]{}]*?)\s+\]", _on_one_line, text) + "\n", encoding="utf-8")
+        path.write_text(written(table_of(specs)), encoding="utf-8")
         print(path)
+
+
+def written(table: Mapping[str, Any]) -> str:
+    """The content of a `cost.json`."""
+    return re.sub(r"\[\s+([^\[\]{}]*?)\s+\]", _on_one_line, json.dumps(table, indent=1)) + "\n"
 
 
 def _on_one_line(match: re.Match[str]) -> str:
@@ -254,7 +264,12 @@ def _first_or_all(names: set[str], groups: Sequence[str]) -> list[str]:
 
 
 def flops_of(family: str, table: Mapping[str, str]) -> dict[str, dict[str, float]]:
-    """FLOPs of a block that are no products with weights, as factors; `small` blocks are those of the other groups."""
+    """FLOPs of a block that are no products with weights, as factors; `small` blocks are those of the other groups.
+
+    Raises:
+        ValueError: as of `fit`.
+    """
+    names = [f"{size} {term}" for size in FLOPS_OF for term in FLOPS_OF[size]]
     rows, found = [], []
     for case in CASES:
         trial = Trial(family, case)
@@ -269,39 +284,63 @@ def flops_of(family: str, table: Mapping[str, str]) -> dict[str, dict[str, float
         counts = {"large": large, "small": every - large}
         rows.append([counts[size] * product_of(term, trial.numbers) for size in FLOPS_OF for term in FLOPS_OF[size]])
         found.append(counter.get_total_flops() - products)
-    factors = iter(fit(rows, found))
-    return {size: {term: factor for term in terms if (factor := next(factors))} for size, terms in FLOPS_OF.items()}
+    factors = fit(Quantity(f"{family}: FLOPs of attention", "FLOPS_OF", names), rows, found)
+    by_name = dict(zip(names, factors, strict=True))
+    return {
+        size: {term: by_name[f"{size} {term}"] for term in terms if by_name[f"{size} {term}"]}
+        for size, terms in FLOPS_OF.items()
+    }
 
 
 def bytes_of(family: str, rows: Mapping[str, str], *, compiled: bool) -> dict[str, dict[str, Any]]:
-    """Bytes of a large block as factors, by the name of the dtype; ` given` where a first frame has its own time."""
+    """Bytes of a large block as factors, by the name of the dtype; ` given` where a first frame has its own time.
+
+    Raises:
+        ValueError: as of `fit`.
+    """
     found = {}
-    for name, dtype in (("bf16", torch.bfloat16), ("fp32", torch.float32)):
-        for given in (False, True) if FAMILIES[family].cost.guided_together else (False,):
-            trials = [Trial(family, case, dtype, given=given, rows=rows) for case in CASES]
-            backend = GRAPHS_OF_INDUCTOR if compiled else None
-            metered = [metered_block(trial, backend=backend) for trial in trials]
-            products = [[product_of(term, trial.numbers) for term in BYTES_OF] for trial in trials]
-            table: dict[str, Any] = {"reads": metered[0].reads}
-            for quantity in metered[0].bytes:
-                factors = fit(products, [each.bytes[quantity] for each in metered])
-                table[quantity] = {t: factor for t, factor in zip(BYTES_OF, factors, strict=True) if factor}
-            if compiled:
-                table |= traffic_factors([Trial(family, each, dtype, given=given, rows=rows) for each in TRAFFIC_CASES])
-            found[name + " given" * given] = table
+    for dtype in (torch.bfloat16, torch.float32):
+        name = "bf16" if dtype == torch.bfloat16 else "fp32"
+        found[name] = bytes_in(f"{family} in {name}", partial(Trial, family, dtype=dtype, rows=rows), compiled=compiled)
+        if FAMILIES[family].cost.guided_together:
+            make_trial = partial(Trial, family, dtype=dtype, rows=rows, given=True)
+            found[f"{name} given"] = bytes_in(f"{family} in {name} given", make_trial, compiled=compiled)
     return found
 
 
-def traffic_factors(trials: Sequence[Trial]) -> dict[str, dict[str, float]]:
+def bytes_in(what: str, make_trial: Callable[[Case], Trial], *, compiled: bool) -> dict[str, Any]:
+    """The same in one dtype; `what` is for the error."""
+    trials = [make_trial(case) for case in CASES]
+    metered = [metered_block(trial, backend=GRAPHS_OF_INDUCTOR if compiled else None) for trial in trials]
+    products = [[product_of(term, trial.numbers) for term in BYTES_OF] for trial in trials]
+    table: dict[str, Any] = {"reads": metered[0].reads}
+    for quantity in metered[0].bytes:
+        found = [block.bytes[quantity] for block in metered]
+        table[quantity] = named(fit(Quantity(f"{what}: {quantity}", "BYTES_OF", BYTES_OF), products, found))
+    sampling = Quantity(f"{what}: sampling", "BYTES_OF", BYTES_OF)
+    phases = fit_peak(sampling, products, [block.moments for block in metered])
+    table["sampling"] = [named(factors) for factors in phases]
+    if compiled:
+        table |= traffic_factors(what, [make_trial(case) for case in TRAFFIC_CASES])
+    return table
+
+
+def named(factors: Sequence[float]) -> dict[str, float]:
+    """The factors that are not zero, by their products."""
+    return {term: factor for term, factor in zip(BYTES_OF, factors, strict=True) if factor}
+
+
+def traffic_factors(what: str, trials: Sequence[Trial]) -> dict[str, dict[str, float]]:
     """Bytes that the kernels of a compiled block move, forward and backward, as factors."""
     moved = [compiled_traffic(trial) for trial in trials]
     products = [[product_of(term, trial.numbers) for term in TRAFFIC_OF] for trial in trials]
-    return {
-        f"compiled {way}": dict(
-            zip(TRAFFIC_OF, fit(products, [each[way] for each in moved], TRAFFIC_ERROR), strict=True)
-        )
-        for way in ("forward", "backward")
-    }
+    table = {}
+    for way in ("forward", "backward"):
+        found = [bytes_moved[way] for bytes_moved in moved]
+        quantity = Quantity(f"{what}: compiled {way}", "TRAFFIC_OF", TRAFFIC_OF, TRAFFIC_CASES, TRAFFIC_ERROR)
+        factors = fit(quantity, products, found)
+        table[f"compiled {way}"] = dict(zip(TRAFFIC_OF, factors, strict=True))
+    return table
 
 
 def compiled_traffic(trial: Trial) -> dict[str, int]:
@@ -343,14 +382,85 @@ def _count_kernels(moved: Counter[str], way: str, graph: Any, inputs: Sequence[A
     return graph.forward
 
 
-def fit(rows: Sequence[Sequence[float]], found: Sequence[float], largest_error: float = LARGEST_ERROR) -> list[float]:
-    """Factors of a sum of products, by least squares on relative errors.
+@dataclass(frozen=True)
+class Quantity:
+    """A quantity of the table, which is a sum of products.
 
-    Most are whole numbers: bytes and operations of whole tensors. The largest shares are taken first and rounded, and
-    what they leave is fitted again.
+    Attributes:
+        name: with family and dtype.
+        constant: the list of products in this file.
+        terms: these products.
+        cases: what it is measured in.
+        largest_error: of the sum, relative.
+    """
+
+    name: str
+    constant: str
+    terms: Sequence[str]
+    cases: Sequence[Case] = CASES
+    largest_error: float = LARGEST_ERROR
+
+    def misfit(self, factors: Sequence[float], found: Sequence[float], errors: Sequence[float]) -> str:
+        """What is wrong with the sum, in the worst case, and what can be done."""
+        worst = max(range(len(errors)), key=lambda index: abs(errors[index]))
+        measured = found[worst]
+        fitted = measured * (1 - errors[worst])
+        nearest = " + ".join(f"{factor:g} {term}" for factor, term in zip(factors, self.terms, strict=True) if factor)
+        return (
+            f"{self.name} is no sum of the products in {self.constant}; the nearest is {nearest}. For "
+            f"{self.cases[worst]} that is {fitted:.6g} instead of {measured:.6g}, {abs(errors[worst]):.1%} off "
+            f"({self.largest_error:.1%} is allowed). Add the missing product to {self.constant} in "
+            "benchmarks/cost_table.py."
+        )
+
+
+def fit(quantity: Quantity, rows: Sequence[Sequence[float]], found: Sequence[float]) -> list[float]:
+    """Factors of a sum of products.
+
+    Args:
+        rows: the products of each case.
+        found: what was measured in each case.
 
     Raises:
         ValueError: what was found is no such sum.
+    """
+    factors, errors = solve(rows, found)
+    if max(map(abs, errors)) > quantity.largest_error:
+        raise ValueError(quantity.misfit(factors, found, errors))
+    return factors
+
+
+def fit_peak(
+    quantity: Quantity, rows: Sequence[Sequence[float]], moments: Sequence[Sequence[int]]
+) -> list[list[float]]:
+    """Factors of each phase of a peak: of one if the peak is a sum, otherwise of every moment at which a case has it.
+
+    What is alive at a moment is always a sum, since it is whole tensors; the largest of several need not be one.
+
+    Args:
+        moments: of each case, bytes after every operation.
+
+    Raises:
+        ValueError: as of `fit`.
+    """
+    peaks = [max(case) for case in moments]
+    _, errors = solve(rows, peaks)
+    is_sum = max(map(abs, errors)) <= quantity.largest_error
+    operations = {len(case) for case in moments}
+    if is_sum or len(operations) > 1:
+        return [fit(quantity, rows, peaks)]
+    phases = []
+    for at in sorted({case.index(peak) for case, peak in zip(moments, peaks, strict=True)}):
+        phase = replace(quantity, name=f"{quantity.name} after operation {at} of {len(moments[0])}")
+        phases.append(fit(phase, rows, [case[at] for case in moments]))
+    return phases
+
+
+def solve(rows: Sequence[Sequence[float]], found: Sequence[float]) -> tuple[list[float], list[float]]:
+    """Factors of a sum of products by least squares on relative errors, and these errors.
+
+    Most factors are whole numbers: bytes and operations of whole tensors. The largest shares are taken first and
+    rounded, and what they leave is fitted again.
     """
     matrix = np.array(rows) / np.array(found)[:, None]
     factors, rest = np.zeros(matrix.shape[1]), np.ones(len(found))
@@ -362,17 +472,21 @@ def fit(rows: Sequence[Sequence[float]], found: Sequence[float], largest_error: 
         column = open_ones.pop(at)
         factors[column] = round(solved[at]) if abs(solved[at] - round(solved[at])) < WHOLE else round(solved[at], 4)
         rest = rest - matrix[:, column] * factors[column]
-    error = np.abs(rest).max()
-    if error > largest_error:
-        raise ValueError(f"no sum of these products: {error:.1%} off")
-    return [float(each) for each in factors]
+    return [float(factor) for factor in factors], [float(error) for error in rest]
 
 
 @dataclass(frozen=True)
 class Metered:
-    """A block, metered: bytes by what they are, and which layers read a tensor that only an adapter would keep."""
+    """A block, metered.
+
+    Attributes:
+        bytes: by what they are.
+        moments: bytes after every operation of a forward pass without gradients.
+        reads: which layers read a tensor that only an adapter would keep.
+    """
 
     bytes: Mapping[str, float]
+    moments: Sequence[int]
     reads: Mapping[str, str]
 
 
@@ -420,9 +534,9 @@ def metered_block(trial: Trial, *, backend: Any = GRAPHS_OF_INDUCTOR) -> Metered
             **more,
             "transient": peak.most - saved,
             "outside": sum(outside.values()),
-            "sampling": sampling.most,
             "traffic": traffic.bytes,
         },
+        sampling.moments,
         reads,
     )
 

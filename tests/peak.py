@@ -23,19 +23,21 @@ from simpletuner.models.kandinsky5.flex import lists_of
 
 
 class Peak(TorchDispatchMode):
-    """Bytes of storages that came into being inside, now and at most; `there` do not count."""
+    """Bytes of storages that came into being inside: now, at most, and after every operation; `there` do not count."""
 
     def __init__(self, there: Iterable[Tensor]) -> None:
         super().__init__()
         self._there = {tensor.untyped_storage()._cdata for tensor in there}
         self._alive: dict[int, int] = {}
         self.now = self.most = 0
+        self.moments: list[int] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         for tensor in tree_leaves(result):
             if isinstance(tensor, Tensor):
                 self._count(tensor.untyped_storage())
+        self.moments.append(self.now)
         return result
 
     def _count(self, storage: torch.UntypedStorage) -> None:

@@ -14,7 +14,7 @@ from functools import cached_property, wraps
 from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar
 
 from simpletuner.config.techniques.tread import Route, tokens_by_block
-from simpletuner.models.cost_table import CostTable, numbered, product_of, read_cost_table, sum_of
+from simpletuner.models.cost_table import CostTable, numbered, peak_of, product_of, read_cost_table, sum_of
 from simpletuner.models.vae_cost import VaeCost
 from simpletuner.weights.files import Shape, Shapes
 
@@ -344,7 +344,7 @@ class TransformerCost(Weights):
         # What the names of products in the table stand for: "token width" is the size of a hidden state, "token inner"
         # of the widest one in the feed-forward, "token head" of a position table, which all heads share.
         numbers = {**positions, "width": self.hidden, "inner": inner, "head": self.head, "heads": heads}
-        sums = {name: sum_of(factor, numbers) for name, factor in factors.items() if name != "reads"}
+        sums = {name: sum_of(factors[name], numbers) for name in factors if name not in ("reads", "sampling")}
         # A full fine-tune also saves the input of every layer, for the weight gradient.
         saved = ("compiled" if self.compiled else "saved") if adapters.modules else "trained"
         reads = factors["reads"] | (self.compiled_reads if self.compiled else {})
@@ -360,7 +360,7 @@ class TransformerCost(Weights):
             transient=max(sums["transient"], making),
             attention=kept + tiles if self.table.keeps_attention else 0.0,
             outside=sums["outside"],
-            sampling=sums["sampling"] + tiles + making,
+            sampling=peak_of(factors["sampling"], numbers) + tiles + making,
             traffic=traffic + lists,
             forward=forward + lists,
             backward=backward + 2 * lists,

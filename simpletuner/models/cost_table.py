@@ -32,7 +32,8 @@ class CostTable:
         flops: FLOPs of a `large` and a `small` block, excluding matmuls with weights.
         bytes: of a large block, by dtype; `reads` lists layers whose input is kept only for an adapter, each with
             the first layer that reads the same input, `compiled` is what a compiled block saves, `compiled forward` and
-            `compiled backward` what its kernels move, and `trained` what a stock one saves in a full fine-tune.
+            `compiled backward` what its kernels move, `trained` what a stock one saves in a full fine-tune, and
+            `sampling` a list of phases, the largest of which is the peak of a forward pass without gradients.
         published: shapes of the published checkpoints.
     """
 
@@ -77,6 +78,11 @@ def product_of(names: str, numbers: Mapping[str, float]) -> float:
 def sum_of(factors: Factors, numbers: Mapping[str, float]) -> float:
     """The sum of the products that are named by the keys, each times its factor."""
     return sum(factor * product_of(names, numbers) for names, factor in factors.items())
+
+
+def peak_of(phases: Sequence[Factors], numbers: Mapping[str, float]) -> float:
+    """The largest sum of some phases, of which the one or the other is the peak, depending on the numbers."""
+    return max(sum_of(phase, numbers) for phase in phases)
 
 
 def number(settings: Mapping[str, object], key: str, default: int) -> int:

@@ -1,4 +1,4 @@
-"""Memory and compute of a VAE, calculated without torch. A family's `vae.toml` has the measurements."""
+"""Memory and compute of a VAE, calculated without torch; `vaes.toml` has the measurements of every class."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from simpletuner.config.json_reader import read_toml
-from simpletuner.models.cost_table import Factors, number, sum_of
+from simpletuner.models.cost_table import Factors, number, peak_of, sum_of
 
 TILE, OVERLAP = 384, 128  # of preview decoding: pixels per side of a tile, and overlap of two tiles
 
@@ -51,7 +51,7 @@ class VaeCost:
     the pixels of all frames.
 
     Attributes:
-        parameters: number of parameters; in a family's table, of the published VAE.
+        parameters: number of parameters; in `VAE_COSTS`, of the published VAE.
         encoding, decoding: numbers alive in each phase, by way of working: `usual`, `sliced`, in `strips`, in `tiles`.
         flops: of decoding.
         upsampling: numbers that decoding upsamples at once.
@@ -87,10 +87,7 @@ class VaeCost:
         return load.samples * sum_of(self.flops, self._numbers(load))
 
     def _peak(self, ways: Ways, load: VaeLoad) -> float:
-        asked = {"tiles": load.strips and load.tiled, "strips": load.strips, "sliced": load.sliced and load.frames > 1}
-        way = next((way for way, is_asked in asked.items() if is_asked and way in ways), "usual")
-        numbers = self._numbers(load)
-        return load.samples * max(sum_of(phase, numbers) for phase in ways[way])
+        return load.samples * peak_of(ways[_way(ways, load)], self._numbers(load))
 
     def _numbers(self, load: VaeLoad) -> dict[str, float]:
         first, frames = self.settings.get(self.width_key), min(load.frames, self.frames or load.frames)
@@ -104,6 +101,15 @@ class VaeCost:
         }
 
 
-def read_vae_costs(package: str) -> dict[str, VaeCost]:
-    """Costs of a family's VAEs, by diffusers class."""
-    return {name: VaeCost(**table) for name, table in read_toml(package, "vae.toml").items()}
+def _way(ways: Ways, load: VaeLoad) -> str:
+    """The way in which a VAE works on a load, of those that it has."""
+    if load.strips and load.tiled and "tiles" in ways:
+        return "tiles"
+    if load.strips and "strips" in ways:
+        return "strips"
+    if load.sliced and load.frames > 1 and "sliced" in ways:
+        return "sliced"
+    return "usual"
+
+
+VAE_COSTS = {name: VaeCost(**table) for name, table in read_toml("simpletuner.models", "vaes.toml").items()}

@@ -27,7 +27,7 @@ from benchmarks.cost_table import (
 )
 from benchmarks.models import cost_of
 from simpletuner.models.cost import NO_ADAPTERS, Adapters, BatchShape, FamilyCost, TransformerCost, Work
-from simpletuner.models.cost_table import read_cost_table, sum_of
+from simpletuner.models.cost_table import peak_of, read_cost_table, sum_of
 from simpletuner.models.kandinsky5 import nabla
 from simpletuner.models.kandinsky5.cost import IMAGE_COST, VIDEO_COST
 from simpletuner.models.lora_layers import linear_modules, matching_modules
@@ -72,10 +72,12 @@ def test_the_table_is_what_is_measured(specs: list[FamilySpec]) -> None:
         case = Case(5, 64, 4, 4, 32, 32, 8) if kind == "bf16" else Case(4, 64, 4, 3, 8, 16, 20)
         trial, moved = Trial(specs[0].name, case, dtype, given=kind.endswith("given"), rows=table.rows), Counter[str]()
         # That of a block with a given first frame is held to the table in test_sana_block.
-        found = metered_block(trial, backend=counting(moved) if kind == "bf16" else None)
-        assert found.reads == factors["reads"]
-        planned = {name: sum_of(factors[name], trial.numbers) for name in found.bytes}
-        assert planned == pytest.approx(found.bytes, rel=0.01)
+        metered = metered_block(trial, backend=counting(moved) if kind == "bf16" else None)
+        assert metered.reads == factors["reads"]
+        sums = {name: sum_of(factors[name], trial.numbers) for name in metered.bytes}
+        planned = sums | {"sampling": peak_of(factors["sampling"], trial.numbers)}
+        found = {**metered.bytes, "sampling": max(metered.moments)}
+        assert planned == pytest.approx(found, rel=0.01)
         planned = {way: sum_of(factors[f"compiled {way}"], trial.numbers) for way in moved}
         assert planned == pytest.approx(moved, rel=0.02)
         assert len(moved) == (2 if kind == "bf16" else 0), "forward and backward"

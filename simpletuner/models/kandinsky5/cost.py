@@ -9,7 +9,7 @@ from simpletuner.config.json_reader import read_toml
 from simpletuner.models.cost import BatchShape, FamilyCost, Kernels, TransformerCost
 from simpletuner.models.cost_table import number, read_cost_table
 from simpletuner.models.kandinsky5.options import TILE, is_sparse, is_sparse_flavour
-from simpletuner.models.vae_cost import read_vae_costs
+from simpletuner.models.vae_cost import VAE_COSTS
 from simpletuner.rounding import ceil_div
 from simpletuner.weights.files import Shapes
 
@@ -72,11 +72,11 @@ IMAGE_COST = FamilyCost(
     transformer_class=TRANSFORMER_CLASS,
     published=published,
     transformer=transformer_cost,
-    vae=read_vae_costs(PACKAGE)["AutoencoderKL"],
+    vae=VAE_COSTS["AutoencoderKL"],
     text_parameters=QWEN_AND_CLIP,
     head_parameters=QWEN_HEAD,
     vision_parameters=QWEN_VISION,
     prompt_layer="text_embeddings.in_layer",
     picture_tokens=picture_tokens,
 )
-VIDEO_COST = replace(IMAGE_COST, vae=read_vae_costs(PACKAGE)["AutoencoderKLHunyuanVideo"])
+VIDEO_COST = replace(IMAGE_COST, vae=VAE_COSTS["AutoencoderKLHunyuanVideo"])

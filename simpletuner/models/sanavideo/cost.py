@@ -8,7 +8,7 @@ from dataclasses import replace
 from simpletuner.config.json_reader import read_toml
 from simpletuner.models.cost import FamilyCost, Kernels, TransformerCost
 from simpletuner.models.cost_table import number, read_cost_table
-from simpletuner.models.vae_cost import read_vae_costs
+from simpletuner.models.vae_cost import VAE_COSTS
 from simpletuner.weights.files import Shapes
 
 PACKAGE, TRANSFORMER_CLASS = "simpletuner.models.sanavideo", "SanaVideoTransformer3DModel"
@@ -34,10 +34,10 @@ COST = FamilyCost(
     transformer_class=TRANSFORMER_CLASS,
     published=FAMILY["transformers"].__getitem__,
     transformer=transformer_cost,
-    vae=read_vae_costs(PACKAGE)[WAN],
+    vae=VAE_COSTS[WAN],
     text_parameters=GEMMA,
     prompt_layer="caption_projection.linear_1",
     guided_together=True,
     padded_text=TEXT_LENGTH,
 )
-COST_720 = replace(COST, vae=read_vae_costs(PACKAGE)[LTX2])
+COST_720 = replace(COST, vae=VAE_COSTS[LTX2])

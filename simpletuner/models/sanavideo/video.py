@@ -3,8 +3,7 @@
 Captions become embeddings as in the pipelines: Gemma encodes instruction and caption, padded on the right to a fixed
 length; the transformer gets token 0 and the last `max_length - 1` tokens with their mask. Padding is not stored: masked
 tokens have a weight of exactly zero, so zeros can replace them. The instruction is encoded once for all captions
-(`prompt_start`). Previews, conversions to the layout of `SanaVideoTransformer3DModel` and the latents follow, then the
-adapter.
+(`prompt_start`). Previews and conversions to the layout of `SanaVideoTransformer3DModel` follow, then the adapter.
 """
 
 from __future__ import annotations
@@ -23,14 +22,12 @@ from transformers import Gemma2Model, GemmaTokenizer, PreTrainedTokenizerBase
 
 from simpletuner.diffusion.batch import NoisyBatch, TextEmbeds, upload
 from simpletuner.diffusion.flow import hold_first_frame
-from simpletuner.errors import UserError
 from simpletuner.models.adapter import (
     BlockLayout,
     Compiler,
     EncoderQuantiser,
     FamilyAdapter,
     Forward,
-    LatentEncoder,
     PreviewPipeline,
     PreviewRequest,
     TextEncoder,
@@ -42,8 +39,9 @@ from simpletuner.models.prompt_start import PromptStart
 from simpletuner.models.sanavideo.cost import TEXT_LENGTH
 from simpletuner.models.sanavideo.fast import run_block
 from simpletuner.models.sanavideo.options import SanaOptions
-from simpletuner.models.sanavideo.spec import LTX2, SANA_VIDEO, clean_caption, with_motion_score
+from simpletuner.models.sanavideo.spec import SANA_VIDEO, clean_caption, with_motion_score
 from simpletuner.models.usage import Usage, snippet, solver_code, text
+from simpletuner.models.wan_vae import WanLatentEncoder
 
 # Linear layers that can be quantised.
 GEMMA_LAYERS = r"layers\.\d+\..+"
@@ -219,40 +217,6 @@ class CompiledOnGrid:
         inputs = (hidden, text, mask, timestep, *tables)
         self.sizes.mark(inputs, lambda tensor: range(4 if tensor.ndim > 3 else 1))  # batch and grid
         return self.compiled(self.block, hidden, text, mask, timestep, tables)
-
-
-class WanLatentEncoder(LatentEncoder):
-    """Latents of clips from the Wan or LTX-2 VAE: the posterior's mode, normalised per channel with the VAE's own
-    statistics.
-    """
-
-    def __init__(self, vae: Any, device: torch.device, dtype: torch.dtype) -> None:
-        super().__init__(vae, device, dtype)
-        # LTX-2 keeps them among its weights.
-        statistics = vae if type(vae).__name__ == LTX2 else vae.config
-        self.mean, self.std = (
-            torch.as_tensor(values, dtype=torch.float32, device="cpu").view(1, -1, 1, 1, 1)
-            for values in (statistics.latents_mean, statistics.latents_std)
-        )
-
-    @torch.no_grad()
-    def encode(self, pixels: Tensor, seeds: Sequence[int]) -> Tensor:
-        """z of `B 3 F H W` pixels in [-1, 1]: float32, on the CPU.
-
-        Wan's takes F = 4k + 1 and gives `B 16 k+1 H/8 W/8`, LTX-2's F = 8k + 1 and `B 128 k+1 H/32 W/32`. The mode is
-        deterministic, so `seeds` has no effect.
-
-        Raises:
-            UserError: the VAE returned a value that is not finite.
-        """
-        mode = self.posterior(pixels).mode().float().cpu()
-        if not bool(mode.isfinite().all()):
-            raise UserError(f"The VAE gave values that are not finite ({self.dtype}); vae_dtype fp32 is the right one.")
-        # The reciprocal first, as in the pipelines: a division rounds differently.
-        return (mode - self.mean) * (1.0 / self.std)
-
-    def decode(self, z: Tensor) -> Tensor:
-        return self.pixels(z * self.std.to(z.device) + self.mean.to(z.device))
 
 
 class SanaVideoAdapter(FamilyAdapter):
