@@ -157,7 +157,8 @@ def lacking_of_family(spec: FamilySpec) -> Iterator[str]:
     if spec.cost.transformer_class not in SMALL:
         yield f"small {spec.cost.transformer_class} in SMALL (benchmarks/models.py)"
     if not (folder / "cost.json").is_file():
-        yield f"{(folder / 'cost.json').relative_to(ROOT)}, which `python -m benchmarks.cost_table` measures"
+        table = (folder / "cost.json").relative_to(ROOT)
+        yield f"{table}, which `python -m benchmarks.cost_table --only {spec.name}` measures"
     pages = [page for page in DOCS.glob("quickstart/*.md") if f'"{spec.name}"' in read(page)]
     if not pages:
         yield "page below docs/quickstart/"

@@ -98,7 +98,7 @@ def test_all_that_a_new_family_lacks_is_said_at_once(monkeypatch: pytest.MonkeyP
 
     assert missing == [
         "'fourth' has no small SanaTransformer2DModel in SMALL (benchmarks/models.py)",
-        "'fourth' has no tests/models/cost.json, which `python -m benchmarks.cost_table` measures",
+        "'fourth' has no tests/models/cost.json, which `python -m benchmarks.cost_table --only fourth` measures",
         "'fourth' has no page below docs/quickstart/",
         "'fourth' has no section in docs/FIDELITY.md, and no test in tests/fidelity/",
         "'fourth' has no example below simpletuner/examples/",

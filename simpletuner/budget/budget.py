@@ -137,6 +137,17 @@ class Budget(Generic[AnyPlan_co]):
     def config(self) -> RunConfig:
         return self.plan.config
 
+    @property
+    def guess(self) -> str:
+        """What is guessed because the family is not measured yet; empty if it is."""
+        if self.parts.transformer.table.is_measured:
+            return ""
+        spec = self.plan.spec
+        return (
+            f"{spec.title} is not measured yet: FLOPs and activations are assumed from the shapes of its weights, and "
+            f"are rather too high; `python -m benchmarks.cost_table --only {spec.name}` measures them"
+        )
+
     def under(self, values: Mapping[str, Any], origin: str) -> Budget[AnyPlan_co]:
         """The same run with changed settings; see `RunConfig.with_values`."""
         return replace(self, plan=replace(self.plan, config=self.config.with_values(values, origin)))

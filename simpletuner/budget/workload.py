@@ -16,6 +16,7 @@ from simpletuner.config.precision import quantised_bytes, text_encoder_dtype, va
 from simpletuner.config.schema import RunConfig
 from simpletuner.config.speed import compile_backend, plain_math
 from simpletuner.data.sample import Sample
+from simpletuner.errors import ConfigError, Problem
 from simpletuner.models.adapter_kinds import planned_adapters
 from simpletuner.models.cost import BYTES, NO_ADAPTERS, BatchShape, FamilyCost, Kernels, TransformerCost
 from simpletuner.models.lora_layers import Targets, weights_of
@@ -285,14 +286,18 @@ def kernels_on(config: RunConfig, spec: FamilySpec, torch_type: str) -> Kernels:
 
 
 def parts_of(plan: SamplePlan, torch_type: str) -> Parts:
-    """The parts of a plan on a type of device: from local files, else as published."""
+    """The parts of a plan on a type of device: from local files, else as published.
+
+    Raises:
+        ConfigError: nothing says how large the transformer is.
+    """
     cost = plan.spec.cost
     source = plan.source
     kernels = kernels_on(plan.config, plan.spec, torch_type)
     settings = source["transformer"].read_config()
     shapes = source["transformer"].weight_shapes()
     if settings is None or not shapes:
-        transformer = cost.of_flavour(plan.flavour.name, kernels)
+        transformer = _published(plan, kernels)
     else:
         transformer = cost.transformer(settings, shapes, kernels)
     vae = source["vae"].read_config()
@@ -313,6 +318,24 @@ def parts_of(plan: SamplePlan, torch_type: str) -> Parts:
         text_dropped=_dropped_parameters(plan, encoders if all(counts) else ()),
         on_gpu=torch_type == "cuda",
     )
+
+
+def _published(plan: SamplePlan, kernels: Kernels) -> TransformerCost:
+    """The cost of the published transformer.
+
+    Raises:
+        ConfigError: the family is not measured yet, and only the weights of the checkpoint would say how large it is.
+    """
+    spec = plan.spec
+    part = plan.source["transformer"]
+    if not spec.cost.published_shapes(plan.flavour.name):
+        message = (
+            f"{part.location!r} is not on this machine, and {spec.title} is not measured yet, so its size is unknown. "
+            f"Download it with `hf download {part.location}`, or measure the family with `python -m "
+            f"benchmarks.cost_table --only {spec.name}`."
+        )
+        raise ConfigError([Problem(part.key, message)])
+    return spec.cost.of_flavour(plan.flavour.name, kernels)
 
 
 def _dropped_parameters(plan: SamplePlan, encoders: Sequence[Part]) -> int:

@@ -497,6 +497,10 @@ class FamilyCost:
     padded_text: int = 0
 
     def of_flavour(self, flavour: str, kernels: Kernels = STOCK, /, **changes: object) -> TransformerCost:
-        """The cost of a published checkpoint, optionally with some settings changed."""
-        shapes = read_cost_table(self.package).published_shapes(flavour)
-        return self.transformer({**self.published(flavour), **changes}, shapes, kernels)
+        """The cost of a published checkpoint of a measured family, optionally with some settings changed."""
+        return self.transformer({**self.published(flavour), **changes}, self.published_shapes(flavour), kernels)
+
+    def published_shapes(self, flavour: str) -> dict[str, Shape]:
+        """Shapes of the published weights by name; empty if the family is not measured yet."""
+        table = read_cost_table(self.package)
+        return {} if table is None else table.published_shapes(flavour)

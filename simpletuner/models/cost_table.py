@@ -35,6 +35,7 @@ class CostTable:
             `compiled backward` what its kernels move, `trained` what a stock one saves in a full fine-tune, and
             `sampling` a list of phases, the largest of which is the peak of a forward pass without gradients.
         published: shapes of the published checkpoints.
+        is_measured: False for a guess (`cost_guess`).
     """
 
     groups: Sequence[str]
@@ -45,6 +46,7 @@ class CostTable:
     flops: Mapping[str, Factors]
     bytes: Mapping[str, Mapping[str, Any]]
     published: Sequence[Mapping[str, Any]]
+    is_measured: bool = True
 
     def published_shapes(self, flavour: str) -> dict[str, Shape]:
         """Shapes of all parameters of a flavour's published checkpoint, by name."""
@@ -57,9 +59,10 @@ class CostTable:
 
 
 @cache
-def read_cost_table(package: str) -> CostTable:
-    """The table in a family's folder."""
-    return CostTable(**json.loads((files(package) / "cost.json").read_text(encoding="utf-8")))
+def read_cost_table(package: str) -> CostTable | None:
+    """The table in a family's folder; None if the family is not measured yet."""
+    file = files(package) / "cost.json"
+    return CostTable(**json.loads(file.read_text(encoding="utf-8"))) if file.is_file() else None
 
 
 def numbered(name: str, groups: Sequence[str]) -> str:

@@ -380,7 +380,7 @@ def _check_transformer(spec: FamilySpec, flavour: Flavour, source: ModelSource, 
     if config is None or not shapes:
         return
     where = f"the transformer in {part.location!r}"
-    published = spec.cost.of_flavour(flavour.name).shapes
+    published = spec.cost.published_shapes(flavour.name)
     # Weights outside the blocks, as the published checkpoint has them.
     of_blocks = tuple(f"{group}." for group in spec.block_counts)
     beside = {name for name in published if not name.startswith(of_blocks)}

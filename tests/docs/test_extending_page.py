@@ -57,6 +57,13 @@ def test_an_example_of_the_page_is_that_of_the_program(title: str, source: str) 
     assert block in program or indent(block, "    ") in program
 
 
+def test_the_cost_of_a_family_on_the_page_is_that_of_kandinsky() -> None:
+    line = "TransformerCost(cost_table_of(PACKAGE, shapes), shapes, head, compiled=kernels.compiled)"
+
+    assert line in PAGE.read_text(encoding="utf-8")
+    assert line in (PAGE.parents[1] / "simpletuner/models/kandinsky5/cost.py").read_text(encoding="utf-8")
+
+
 def add_file(tar: tarfile.TarFile, name: str, content: bytes) -> None:
     member = tarfile.TarInfo(name)
     member.size = len(content)

@@ -83,6 +83,8 @@ def check_fit(budget: AnyBudget, report: Problems) -> None:
         advice = f"Even with every setting that helps, {rest}." if rest != lacking[0] else "No setting makes it fit."
     if not budget.device.is_gpu:
         advice += " To plan for a GPU elsewhere, run simpletuner plan with --device-memory 24."
+    if budget.guess:
+        advice += f" {budget.guess}."
     if fatal := not budget.config.run.i_know_what_i_am_doing:
         advice += " To run anyway, set i_know_what_i_am_doing."
     count = len(lacking) - 1

@@ -228,6 +228,8 @@ def budget_lines(budget: Budget) -> Iterator[str]:
     yield f"  disk: {disk}"
     if budget.parts.assumed:
         yield f"  {', '.join(budget.parts.assumed)}: not on this machine, sizes assumed from {budget.plan.flavour.name}"
+    if budget.guess:
+        yield f"  {budget.guess}"
     for decision in budget.decisions:
         yield f"  offload auto: {decision}"
 
@@ -324,6 +326,8 @@ def start_lines(budget: Budget) -> Iterator[str]:
     shown = f" and {counted(rounds, 'round')} of previews" if rounds else ""
     yield f"  {counted(steps, 'step')}{after}{shown}, about {duration(seconds)}; saved to {plan.output_dir}"
     yield fit_line(budget)
+    if budget.guess:
+        yield f"  {budget.guess}"
 
 
 def fit_line(budget: Budget[SamplePlan]) -> str:

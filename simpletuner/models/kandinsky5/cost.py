@@ -7,7 +7,8 @@ from dataclasses import replace
 
 from simpletuner.config.json_reader import read_toml
 from simpletuner.models.cost import BatchShape, FamilyCost, Kernels, TransformerCost
-from simpletuner.models.cost_table import number, read_cost_table
+from simpletuner.models.cost_guess import cost_table_of
+from simpletuner.models.cost_table import number
 from simpletuner.models.kandinsky5.options import TILE, is_sparse, is_sparse_flavour
 from simpletuner.models.vae_cost import VAE_COSTS
 from simpletuner.rounding import ceil_div
@@ -56,7 +57,7 @@ def transformer_cost(settings: Mapping[str, object], shapes: Shapes, kernels: Ke
         # A mask of one row per query tile and key: booleans, and the biases added to the scores.
         return TILE * size * pairs, TILE * 2 * pairs
 
-    dense = TransformerCost(read_cost_table(PACKAGE), shapes, head, compiled=kernels.compiled)
+    dense = TransformerCost(cost_table_of(PACKAGE, shapes), shapes, head, compiled=kernels.compiled)
     # With masks, every pair is computed.
     density = (lambda tokens: ASSUMED_DENSITY) if kernels.tile_lists else None
     return replace(dense, unit=TILE, tiles=tile_bytes, density=density) if is_sparse(settings) else dense

@@ -7,7 +7,8 @@ from dataclasses import replace
 
 from simpletuner.config.json_reader import read_toml
 from simpletuner.models.cost import FamilyCost, Kernels, TransformerCost
-from simpletuner.models.cost_table import number, read_cost_table
+from simpletuner.models.cost_guess import cost_table_of
+from simpletuner.models.cost_table import number
 from simpletuner.models.vae_cost import VAE_COSTS
 from simpletuner.weights.files import Shapes
 
@@ -23,7 +24,7 @@ def transformer_cost(settings: Mapping[str, object], shapes: Shapes, kernels: Ke
     """The cost of a transformer with this config.json and these parameters."""
     head = number(settings, "attention_head_dim", 112)
     return TransformerCost(
-        read_cost_table(PACKAGE), shapes, head, compiled=kernels.compiled,
+        cost_table_of(PACKAGE, shapes), shapes, head, compiled=kernels.compiled,
         # Without an adapter these are products with weights that are not trained (`run_block`).
         compiled_reads={name: name for name in ("ff.conv_inverted", "ff.conv_point")},
     )  # fmt: skip

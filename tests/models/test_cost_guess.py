@@ -1,0 +1,146 @@
+"""A family without a table of measured costs: a guess from the shapes of its weights, which every plan states."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.models import cost_of
+from simpletuner.annexes.fitting.fit import check_fit, choose
+from simpletuner.annexes.fitting.show import budget_lines
+from simpletuner.budget.budget import Budget
+from simpletuner.models import cost, cost_guess
+from simpletuner.models.cost import Adapters, BatchShape, TransformerCost
+from simpletuner.models.cost_guess import block_lists, cost_table_of, guess_cost_table
+from simpletuner.models.lora_layers import linear_modules, matching_modules
+from simpletuner.models.registry import FAMILIES
+from tests.annexes.test_fit import budget, gpu
+from tests.models.contract import load_of, trial_of
+from tests.models.fourth import FOURTH
+from tests.models.test_families import fourth  # noqa: F401 - a fixture
+from tests.reports import found_by
+from tests.workspace import Workspace
+
+FLAVOURS = [("kandinsky5-image", "t2i-lite-sft"), ("kandinsky5-video", "t2v-lite-sft-5s"), ("sanavideo", "2b-480p")]
+
+
+def guessed(measured: TransformerCost) -> TransformerCost:
+    return replace(measured, table=guess_cost_table(measured.shapes), density=None, compiled_reads={})
+
+
+@pytest.mark.parametrize("size", [2, 4], ids=["bf16", "fp32"])
+@pytest.mark.parametrize(("family", "flavour"), FLAVOURS)
+def test_a_guess_is_rather_too_high_and_not_by_much(family: str, flavour: str, size: int) -> None:
+    measured = FAMILIES[family].cost.of_flavour(flavour)
+    layers = matching_modules(linear_modules(measured.shapes), FAMILIES[family].lora_targets)
+    batch, adapters = BatchShape(1, 8, 32, 48, 300), Adapters(16, frozenset(layers))
+
+    guess = guessed(measured).activations(batch, size, adapters)
+
+    exact = measured.activations(batch, size, adapters)
+    for quantity in ("saved", "sampling"):
+        assert 0.95 * getattr(exact, quantity) <= getattr(guess, quantity) <= 4 * getattr(exact, quantity), quantity
+    assert guess.held == exact.held
+    assert guessed(measured).parameters == measured.parameters
+    assert guessed(measured).blocks[-measured.large :] == measured.blocks[-measured.large :]
+    assert guessed(measured).forward(batch).total >= 0.99 * measured.forward(batch).total
+
+
+def test_lists_of_repeated_blocks_are_found_by_their_shapes() -> None:
+    shapes = {"time.0.weight": (8, 4), "time.2.weight": (8, 8)}
+    shapes |= {f"text_blocks.{number}.weight": (8, 8) for number in range(2)}
+    shapes |= {f"blocks.{number}.weight": (8, 8) for number in range(3)}
+
+    assert block_lists(shapes) == ["text_blocks", "blocks"]
+
+
+@pytest.mark.slow(1)
+def test_the_fourth_family_has_a_guess_without_its_table(fourth: Any) -> None:  # noqa: F811
+    trial = trial_of(FOURTH)
+    exact = cost_of(FOURTH.cost, trial.model)
+
+    guess = replace(exact, table=cost_table_of("tests.models", exact.shapes))
+
+    assert not guess.table.is_measured
+    assert guess.blocks == exact.blocks
+    assert guess.hidden == exact.hidden
+    assert guess.forward(load_of(trial)).total >= exact.forward(load_of(trial)).total
+
+
+@pytest.fixture
+def unmeasured() -> Callable[[float], Budget]:
+    def on(gigabytes: float) -> Budget:
+        before = budget(gpu(gigabytes, 64e9))
+        return replace(before, parts=replace(before.parts, transformer=guessed(before.parts.transformer)))
+
+    return on
+
+
+def test_a_plan_states_the_guess(unmeasured: Callable[[float], Budget]) -> None:
+    (line,) = [line for line in budget_lines(unmeasured(80)) if "not measured yet" in line]
+
+    assert line.startswith("  Kandinsky 5 Video is not measured yet: FLOPs and activations are assumed from")
+    assert "`python -m benchmarks.cost_table --only kandinsky5-video` measures them" in line
+
+
+def test_a_refusal_says_that_it_is_a_guess(unmeasured: Callable[[float], Budget]) -> None:
+    (problem,) = found_by(check_fit, unmeasured(6))
+
+    assert "Kandinsky 5 Video is not measured yet" in problem.message
+    assert problem.message.endswith("To run anyway, set i_know_what_i_am_doing.")
+
+
+def test_offload_auto_chooses_by_the_guess(unmeasured: Callable[[float], Budget]) -> None:
+    before = unmeasured(12)
+
+    chosen = choose(before)
+
+    assert not before.fits
+    assert chosen.fits
+
+
+def no_table(package: str) -> None:
+    return None
+
+
+@pytest.fixture
+def without_tables(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cost_guess, "read_cost_table", no_table)
+    monkeypatch.setattr(cost, "read_cost_table", no_table)
+
+
+@pytest.mark.slow(5)
+@pytest.mark.usefixtures("without_tables")
+def test_a_family_without_a_table_is_planned_and_trained(
+    t2i_checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    workspace = Workspace.create(tmp_path / "run", t2i_checkpoint, offload="auto", max_train_steps=2)
+
+    planned = workspace.run("plan", "--json")
+    told = capsys.readouterr()
+    trained = workspace.train()
+
+    assert (planned, trained) == (0, 0), told.err
+    document = json.loads(told.out)
+    (assumed,) = [line for line in document["assumed"] if "not measured yet" in line]
+    assert "--only kandinsky5-image" in assumed
+    assert len(workspace.metrics()) == 2
+
+
+@pytest.mark.usefixtures("without_tables")
+def test_a_checkpoint_that_is_not_here_has_no_size_without_a_table(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    workspace = Workspace.create(tmp_path / "run", Path("example/absent"))
+
+    assert workspace.run("plan") == 2
+
+    told = capsys.readouterr().err
+    assert "'example/absent' is not on this machine, and Kandinsky 5 Image is not measured yet" in told
+    assert "--only kandinsky5-image" in told
+    assert "Traceback" not in told
