@@ -422,7 +422,7 @@ class Step:
         launching = self._launches * (1 + self._recomputed / 3) * passes + self._eager_launches * added.forwards / 3
         computing = self._seconds(executed, traffic)
         busy = self._together(computing, launching)
-        # Each block is copied for the forward and again for the backward pass.
+        # A block is copied for the forward pass and again for the backward pass, in which it is also recomputed.
         copying = self._copying(2 * passes + added.forwards)
         seconds = max(busy, copying) if model.config.offload.group_offload_use_stream else busy + copying
         seconds += self.exchanged / self.device.rates.link  # blocks wait for their all-to-alls
@@ -443,12 +443,15 @@ class Step:
     @property
     def exchanged(self) -> float:
         """Bytes that a process sends within its sequence-parallel group."""
-        model, load, sequence = self.model, self.load, self.model.config.launch.sequence_parallel_size
+        model = self.model
+        load = self.load
+        sequence = model.config.launch.sequence_parallel_size
         tensor = load.samples * load.tokens * model.cost.hidden * BYTES[model.dtype]
-        # A process keeps the part of its tokens for its heads.
+        # A process has its share of the tokens with all heads. It keeps of these its share of the heads.
         sent = tensor / sequence * (sequence - 1) / sequence
-        times = EXCHANGES * (2 + self._recomputed) * (1 + model.added(load).passes)
-        return times * model.cost.large * sent
+        # Forward, backward, and the forward pass of recomputed blocks again; techniques add whole passes.
+        passes = (2 + self._recomputed) * (1 + model.added(load).passes)
+        return EXCHANGES * passes * model.cost.large * sent
 
     @property
     def forward_seconds(self) -> float:
@@ -463,7 +466,9 @@ class Step:
 
         Sequence parallelism divides all of it, except for text tokens and the output layer, which are neglected.
         """
-        model, share, forward = self.model, self._recomputed, self._forward(load)
+        model = self.model
+        share = self._recomputed
+        forward = self._forward(load)
         backward = model.cost.backward(load, model.adapters, full=model.is_full)
         blocks = model.cost.forward(load, model.adapters, blocks_only=True)
         # Recomputed: a checkpointed block without the kept attention.
@@ -472,7 +477,8 @@ class Step:
         flash = forward.times(0.0, FLASH_BACKWARD - ATTENTION_BACKWARD)
         moved = model.cost.activations_by_block(load, BYTES[model.dtype], model.adapters)
         traffic = sum(block.forward * (1 + share) + block.backward for block in moved)
-        executed, part = forward + backward + again + flash, 1 / model.config.launch.sequence_parallel_size
+        executed = forward + backward + again + flash
+        part = 1 / model.config.launch.sequence_parallel_size
         return part * (forward.total + backward.total), executed.times(part), part * traffic
 
     def _forward(self, load: BatchShape) -> Work:
