@@ -52,6 +52,7 @@ def cost_table_of(package: str, shapes: Shapes) -> CostTable:
 
 
 def guess_cost_table(shapes: Shapes) -> CostTable:
+    """A table for weights of these shapes."""
     groups = block_lists(shapes)
     paths = [name.removesuffix(".weight") for name, shape in shapes.items() if name.endswith(".weight") and shape[1:]]
     return CostTable(
