@@ -235,13 +235,35 @@ def writing_to(path: Path) -> Iterator[None]:
             raise DiskFullError(message) from error
         if limit := reached_limit(error):
             raise WriteError(f"{path}: cannot be written: {limit} Complete files are kept.") from error
-        if cause := why_unwritable(error, path):
+        if cause := _why_failed(error, path):
             raise WriteError(f"{path}: cannot be written ({cause}). Complete files are kept.") from error
         raise
 
 
-def why_unwritable(error: BaseException, path: Path) -> str:
-    """Why a path cannot be written, according to an error or its causes; empty for unrelated errors.
+def existing(folder: Path) -> Path:
+    """The folder, or its nearest parent that exists."""
+    while not folder.exists() and folder != folder.parent:
+        folder = folder.parent
+    return folder
+
+
+def why_no_folder(folder: Path, written: str) -> str:
+    """Why a path, as the user has `written` it, cannot be a folder; empty if it can."""
+    parent = existing(folder)
+    return "" if parent.is_dir() else f"{written!r} cannot be a folder: {str(parent)!r} is a file."
+
+
+def why_not_writable(folder: Path) -> str:
+    """Why a folder cannot be created or written to, before anything is written; empty if it can."""
+    parent = existing(folder)
+    # X: without it, nothing in the folder can be opened.
+    if parent.is_dir() and not os.access(parent, os.W_OK | os.X_OK):
+        return f"{str(folder)!r} cannot be written to (no permission in {str(parent)!r})."
+    return why_no_folder(folder, str(folder))
+
+
+def _why_failed(error: BaseException, path: Path) -> str:
+    """Why writing a path failed, according to an error or its causes; empty for unrelated errors.
 
     A source file that cannot be read does not count, even if it is in the same folder.
     """

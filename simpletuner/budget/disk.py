@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from simpletuner.atomic import existing
 from simpletuner.budget.budget import Budget
 from simpletuner.budget.device import gigabytes
 from simpletuner.budget.estimate import StepModel
@@ -17,7 +18,6 @@ from simpletuner.errors import Problem, Problems
 from simpletuner.models.cost import BYTES
 from simpletuner.models.spec import FamilySpec
 from simpletuner.planning.entries import Listing, text_folder
-from simpletuner.planning.environment import existing
 from simpletuner.planning.plans import Plan, SamplePlan
 from simpletuner.rounding import ceil_div
 

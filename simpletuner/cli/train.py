@@ -21,6 +21,7 @@ from simpletuner.annexes.processes.group import print_error, process_group
 from simpletuner.annexes.processes.launching import start_processes
 from simpletuner.annexes.publishing.uploads import open_hub
 from simpletuner.annexes.replay.failure import prepare
+from simpletuner.atomic import why_not_writable
 from simpletuner.budget.budget import Budget
 from simpletuner.cli.consent import with_consent
 from simpletuner.cli.plan import print_plan
@@ -40,7 +41,6 @@ from simpletuner.distributed.world import World, launched
 from simpletuner.errors import ConfigError, Interrupted, Problems, UserError, WriteError, counted
 from simpletuner.planning.build import resolve_layers
 from simpletuner.planning.entries import machine_folder
-from simpletuner.planning.environment import why_not_writable
 from simpletuner.planning.length import length_key
 from simpletuner.planning.lock import lock_output
 from simpletuner.planning.plans import Plan
@@ -238,7 +238,7 @@ def keep_compiled(folder: Path) -> None:
     By default inductor caches below /tmp, which rented machines lose; this default stays if `folder` is not writable.
     torch reads the variables when it compiles.
     """
-    if why_not_writable(folder) is not None:
+    if why_not_writable(folder):
         return
     for key, name in (("TORCHINDUCTOR_CACHE_DIR", "inductor"), ("TRITON_CACHE_DIR", "triton")):
         os.environ.setdefault(key, str((folder / name).absolute()))

@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
+from simpletuner.atomic import why_not_writable
 from simpletuner.config.datasets import DatasetConfig
 from simpletuner.config.json_reader import check_unset
 from simpletuner.config.optimizers import check_optimizer, learning_rate
@@ -37,7 +38,7 @@ from simpletuner.models.source import (
 )
 from simpletuner.models.spec import FamilySpec, Flavour
 from simpletuner.planning import effects
-from simpletuner.planning.environment import check_folders, check_launch, check_offload, why_not_writable
+from simpletuner.planning.environment import check_folders, check_launch, check_offload
 from simpletuner.planning.plans import Model
 from simpletuner.planning.prompts import ValidationPrompt
 from simpletuner.planning.techniques.table import check_encoders, ruling_techniques
@@ -163,9 +164,8 @@ def check_output(config: RunConfig, report: Problems) -> None:
         message = f"{config.run.output_dir!r} is {place}; a run needs a folder of its own, such as output/my-lora."
         report.error("output_dir", message)
         return
-    fault = why_not_writable(Path(config.run.output_dir).expanduser())
-    if fault:
-        report.error("output_dir", fault)
+    if reason := why_not_writable(Path(config.run.output_dir).expanduser()):
+        report.error("output_dir", reason)
         return  # caches are often inside it and would repeat the problem
     folders = config.run.model_dump(include={"cache_dir", "cache_dir_text", "cache_dir_vae"}, exclude_none=True)
     check_folders(folders, report)

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from simpletuner.atomic import why_no_folder, why_not_writable
 from simpletuner.config.optimizers import OPTIMIZERS, optimizer_name, trained_precision
 from simpletuner.config.schema import PLAIN_PRECISIONS, RunConfig, all_options
 from simpletuner.config.speed import graph_keys
@@ -103,34 +104,11 @@ def allows_other_batch_size() -> object | None:
         return None
 
 
-def existing(folder: Path) -> Path:
-    """The folder, or its nearest parent that exists."""
-    while not folder.exists() and folder != folder.parent:
-        folder = folder.parent
-    return folder
-
-
 def check_folders(folders: Mapping[str, str | None], report: Problems) -> None:
     """Report paths that are files instead of folders. Read-only folders are allowed, such as complete caches."""
     for key, folder in folders.items():
-        fault = _why_no_folder(Path(folder).expanduser(), folder) if folder else None
-        if fault is not None:
-            report.error(key, fault)
-
-
-def _why_no_folder(folder: Path, written: str) -> str | None:
-    """Why a path cannot be a folder, or None."""
-    parent = existing(folder)
-    return None if parent.is_dir() else f"{written!r} cannot be a folder: {str(parent)!r} is a file."
-
-
-def why_not_writable(folder: Path) -> str | None:
-    """Why a folder cannot be created or written to, or None."""
-    parent = existing(folder)
-    # X: without it, nothing in the folder can be opened.
-    if parent.is_dir() and not os.access(parent, os.W_OK | os.X_OK):
-        return f"{str(folder)!r} cannot be written to (no permission in {str(parent)!r})."
-    return _why_no_folder(folder, str(folder))
+        if folder and (reason := why_no_folder(Path(folder).expanduser(), folder)):
+            report.error(key, reason)
 
 
 def check_launch(config: RunConfig, report: Problems) -> None:
@@ -177,9 +155,8 @@ def check_offload(config: RunConfig, report: Problems) -> None:
     folder = settings[disk]
     if folder is None or not all_options()[disk].has_effect(settings):
         return
-    fault = why_not_writable(Path(folder).expanduser())
-    if fault is not None:
-        report.error(disk, fault)
+    if reason := why_not_writable(Path(folder).expanduser()):
+        report.error(disk, reason)
     else:
         message = "every step reads the offloaded weights twice from this disk, unless spare memory keeps them;"
         report.warn(disk, f"{message} it waits whenever reading takes longer than computing.")

@@ -11,6 +11,7 @@ from typing import cast
 
 from simpletuner.annexes.fitting.fit import STATE_ON_HOST, Change, check_fit, check_sharded_lora, choose
 from simpletuner.annexes.fitting.show import MISSING_GPU
+from simpletuner.atomic import existing, why_not_writable
 from simpletuner.budget import device as devices
 from simpletuner.budget import drivers
 from simpletuner.budget.budget import (
@@ -34,7 +35,6 @@ from simpletuner.distributed.world import launched
 from simpletuner.errors import ConfigError, Problem, Problems, counted
 from simpletuner.models.source import ModelSource
 from simpletuner.planning.build import plan_training
-from simpletuner.planning.environment import existing, why_not_writable
 from simpletuner.planning.plans import AnyPlan, Plan, SamplePlan
 from simpletuner.reporting.wording import duration
 
@@ -150,9 +150,8 @@ def weigh(plan: AnyPlan, report: Problems, asked: AskedDevice = HERE) -> Budget[
     check_sharded_lora(budget, judged)
     writings = list(find_writings(budget))
     for writing in writings:
-        fault = why_not_writable(writing.folder)
-        if fault is not None:
-            judged.error(writing.what, fault)
+        if reason := why_not_writable(writing.folder):
+            judged.error(writing.what, reason)
     check_disk(budget.plan, writings, judged)
     # Of another machine's GPU it is unknown which products it has.
     if multiplied(budget.config.precision) and not asked.is_elsewhere:

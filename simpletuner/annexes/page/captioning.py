@@ -12,8 +12,8 @@ from simpletuner.annexes.page.library import editable
 from simpletuner.annexes.page.project import Refusal, chosen_by, project_of
 from simpletuner.annexes.page.queue import RUNNING, WAITING, Job
 from simpletuner.annexes.runs.console import PROMPT, printed
+from simpletuner.atomic import why_not_writable
 from simpletuner.errors import Problem
-from simpletuner.planning.environment import why_not_writable
 
 
 def start_captioning(request: Request, body: dict[str, Any]) -> Response:
@@ -22,9 +22,8 @@ def start_captioning(request: Request, body: dict[str, Any]) -> Response:
     if (job := captioning_job(request)) and job.state in (WAITING, RUNNING):
         raise Refusal(409, "A captioning job is already running or queued.")
     folder = project.inside(library.context.output_dir)
-    fault = why_not_writable(folder)
-    if fault is not None:
-        raise Refusal(403, [Problem("output_dir", fault)])
+    if reason := why_not_writable(folder):
+        raise Refusal(403, [Problem("output_dir", reason)])
     folder.mkdir(parents=True, exist_ok=True)
     options = [f"--{key}={body[key]}" for key in ("dataset", "style", "trigger") if body.get(key)]
     options.append(chosen_by(name, project.config_file(name)))

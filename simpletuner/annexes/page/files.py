@@ -31,7 +31,7 @@ from starlette.responses import JSONResponse, Response
 from simpletuner.annexes.draft import Draft, Judgement
 from simpletuner.annexes.guide import about_flavour
 from simpletuner.annexes.page.project import EXAMPLE, LARGEST_BODY, Project, Refusal, problems_json, project_of, wanted
-from simpletuner.atomic import write_json
+from simpletuner.atomic import why_not_writable, write_json
 from simpletuner.config import sources
 from simpletuner.config.datasets import parse_datasets, read_datasets
 from simpletuner.config.json_reader import read_json
@@ -41,7 +41,6 @@ from simpletuner.data.file_names import CAPTION_SUFFIXES
 from simpletuner.data.pictures import PICTURE_SUFFIXES
 from simpletuner.errors import ConfigError, Problem, Problems
 from simpletuner.hashing import hash_file
-from simpletuner.planning.environment import why_not_writable
 from simpletuner.redaction import REFERENCE, SECRET_NAME, hide, redact, redact_settings
 
 SECRET = {"secret": "set"}
@@ -278,9 +277,8 @@ def writable(project: Project, path: Path) -> Path:
     # `data_backend_config` may name any file of the project: only JSON files are overwritten.
     if path.suffix != ".json":
         raise Refusal(403, f"{path.name!r} was not written: configs and dataset files end in .json.")
-    fault = why_not_writable(path.parent)
-    if fault is not None:
-        raise Refusal(403, [Problem("", fault)])
+    if reason := why_not_writable(path.parent):
+        raise Refusal(403, [Problem("", reason)])
     return project.inside(path)
 
 
