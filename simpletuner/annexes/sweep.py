@@ -28,7 +28,9 @@ from simpletuner.config.schema import RunConfig
 from simpletuner.config.sources import Arguments
 from simpletuner.config.types import Size
 from simpletuner.data.sample import Sample
-from simpletuner.encoding.caches import CacheFiller, Encoding, build_adapter, complete_catalogue, fetch
+from simpletuner.encoding.caches import CacheFiller, complete_catalogue
+from simpletuner.encoding.download import fetch
+from simpletuner.encoding.encoders import Encoding, build_adapter
 from simpletuner.encoding.read import BatchReader
 from simpletuner.errors import Problems, UserError
 from simpletuner.hashing import hash_json

@@ -129,7 +129,7 @@ def workload_of(plan: SamplePlan, listing: Listing | None) -> Workload:
         encoded=[VaeLoad(count, frames, *size) for (size, frames), count in shapes.items()],
         encodes_text=listing is None or len(listing.texts.missing) > 0,
         previews=previews_of(plan),
-        # The queue holds about as much: WAITING_BYTES of `caching.fill`, which would import torch.
+        # The queue holds about as much: WAITING_BYTES of `encoding.decoding`, which would import torch.
         waiting=min(pixels, 1e9),
         encoded_in_training=list({VaeLoad(1, sample.frames, *sample.geometry.size) for sample in later}),
         encodes_features=bool(feature_kinds(plan)) and (listing is None or len(listing.features.missing) > 0),

@@ -2,193 +2,38 @@
 
 from __future__ import annotations
 
-import gc
 import logging
-import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
-from itertools import chain
-from typing import Generic, TypeVar, cast
-
-import torch
-from torch import Tensor, nn
+from typing import Generic, cast
 
 from simpletuner.caching.catalogue import (
     AnyEntry,
     Catalogue,
-    FeatureEntry,
-    LatentEntry,
     Share,
     TextEntry,
     missing,
 )
 from simpletuner.caching.entry import DamagedEntryError, entry_path, read_entry
-from simpletuner.config.precision import quantisation, text_encoder_dtype, vae_dtype
-from simpletuner.config.schema import RunConfig
 from simpletuner.data.dataset import Dataset, Failures, check_amount, summarise_rejected, without_failures
-from simpletuner.data.entries import DataContext, ProgressBar
-from simpletuner.distributed.world import Value, World
-from simpletuner.encoding.fill import ChangedFileError, encode_now, fill_features, fill_latents, fill_texts, write_entry
+from simpletuner.data.entries import DataContext
+from simpletuner.distributed.world import World
+from simpletuner.encoding.decoding import ChangedFileError
+from simpletuner.encoding.download import fetch
+from simpletuner.encoding.encoders import Encoding, build_adapter
 from simpletuner.encoding.quarantine import quarantine
-from simpletuner.encoding.read import read_or_restore
-from simpletuner.encoding.sharing import share_work
 from simpletuner.errors import Problems, UserError
-from simpletuner.memory.heap import trim_heap
-from simpletuner.memory.offload.attach import LayerQuantiser, Offload
-from simpletuner.memory.precision import DTYPES
-from simpletuner.memory.quantisation.layers import quantise
-from simpletuner.models.adapter import (
-    Encoder,
-    EncoderQuantiser,
-    FamilyAdapter,
-    LatentEncoder,
-    TextEncoder,
-    load_adapter,
-)
-from simpletuner.models.loading import check_shapes
-from simpletuner.models.lora_checks import check_init_lora
-from simpletuner.models.lora_layers import linear_modules
-from simpletuner.planning.checks import check_block_numbers, check_parts
 from simpletuner.planning.entries import Listing, list_entries, make_catalogue
 from simpletuner.planning.length import check_schedule, plan_length
-from simpletuner.planning.plans import AnyPlan, Plan, PreviewPlan, SamplePlan
-from simpletuner.reporting.events import CACHING, EventStream, PhaseStarted
-from simpletuner.techniques.base import FeatureEncoder, Technique
-from simpletuner.techniques.load import technique_class
+from simpletuner.planning.plans import AnyPlan, Plan, SamplePlan
+from simpletuner.reporting.events import EventStream
 from simpletuner.training.assemble import make_accelerator
-from simpletuner.training.loader import in_loop
-from simpletuner.weights.part import Part
-from simpletuner.weights.published_lora import find_lora, is_on_hub
 
 logger = logging.getLogger(__name__)
 
-AnyEncoder = TypeVar("AnyEncoder", bound=Encoder)
-
 # How long files written by another machine may take to appear on a network disk.
 SECONDS_TO_APPEAR = 120.0
-
-
-@dataclass
-class Encoding(Generic[AnyPlan]):
-    """Encodes entries into their caches; one encoder is on the device at a time.
-
-    Attributes:
-        plan: selects the encoders and their precision.
-    """
-
-    plan: AnyPlan
-    adapter: FamilyAdapter
-    device: torch.device
-    events: EventStream
-    _vae: LatentEncoder | None = field(default=None, init=False)  # stays loaded once training has used it
-    _turn: threading.Lock = field(default_factory=threading.Lock, init=False)
-
-    def texts(self, entries: list[TextEntry], world: World) -> None:
-        """Encode captions; every process of `world` has a different share."""
-        config = self.plan.config
-        size = config.caching.captions_at_once(self.device.type, streamed=config.offload.group_offload_text_encoder)
-
-        def work(bar: ProgressBar) -> list[str]:
-            # In turn, since weights pass through host memory while they are cast or quantised. Processes without
-            # entries take a turn too: `in_turn` is collective.
-            encoder = world.in_turn(self.load_text_encoder if entries else lambda: None)
-            return fill_texts(entries, encoder, size, bar) if encoder else []
-
-        shares = self._share(len(entries), world, "captions", "captions", "init_text_embed_cache", work)
-        for warning in dict.fromkeys(chain.from_iterable(shares)):
-            logger.warning(warning)
-
-    def latents(self, entries: list[LatentEntry], world: World) -> Failures:
-        """Encode pictures and clips; returns the files that cannot be decoded, with the reason."""
-        work = partial(fill_latents, entries, self._load_latent_encoder, self.plan.config.caching)
-        noun = self.plan.spec.media_noun
-        shares = self._share(len(entries), world, noun, noun, "init_vae_cache", work)
-        failures = {key: reason for share in shares for key, reason in share.items()}
-        if len(shares) > 1:  # equal for any number of processes
-            failures = dict(sorted(failures.items()))
-        return failures
-
-    def features(self, entries: list[FeatureEntry], world: World) -> None:
-        """Encode the features that techniques need, from cached latents."""
-        classes: dict[str, type[Technique]] = {}
-        for spec in self.plan.techniques:
-            for kind in spec.features:
-                classes[kind.name] = technique_class(type(spec))
-
-        def read(entry: LatentEntry) -> Tensor:
-            is_cached = entry.storage != "never"
-            latents = read_or_restore(entry, self.restore)["latents"] if is_cached else self.encode(entry)
-            return latents.to(self.device)
-
-        def load(entry: FeatureEntry) -> FeatureEncoder:
-            load_vae = self._load_latent_encoder
-            return classes[entry.kind.name].load_encoder(entry.kind, self.adapter, load_vae, self.device)
-
-        def work(bar: ProgressBar) -> None:
-            fill_features(entries, load, read, bar)
-
-        self._share(len(entries), world, "features", self.plan.spec.media_noun, "init_feature_cache", work)
-
-    def _share(
-        self, count: int, world: World, what: str, unit: str, stage: str, work: Callable[[ProgressBar], Value]
-    ) -> list[Value]:
-        """Encode this process's `count` entries; returns what `work` returned in each process. Collective."""
-        # By the total, so that no process skips a phase in which another one waits for it.
-        total = sum(world.gather(count))
-        if not total:
-            return []
-        phase = PhaseStarted(f"Encoding {what}", total, unit, CACHING, stage)
-        results = share_work(world, self.events, phase, work)
-        # Free the memory of this encoder before the next one is loaded.
-        gc.collect()
-        trim_heap()
-        torch.cuda.empty_cache()
-        return results
-
-    def encode(self, entry: LatentEntry) -> Tensor:
-        """Encode latents during training; the VAE stays on the device after the first call.
-
-        Raises:
-            UserError: the latents cannot be encoded.
-        """
-        # Libraries patch torch while they load a model, so this must happen in the loop's thread.
-        encoder = self._vae or in_loop(self._kept_latent_encoder)
-        with self._turn:  # the prefetch thread and evaluation share the VAE
-            return encode_now(entry, encoder, self.plan.config.caching)
-
-    def _kept_latent_encoder(self) -> LatentEncoder:
-        self._vae = self._vae or self._load_latent_encoder()
-        return self._vae
-
-    def restore(self, entry: AnyEntry) -> None:
-        """Encode an entry during a run because it is damaged, or on its first use."""
-        if isinstance(entry, LatentEntry) and entry.storage == "ondemand":
-            write_entry(entry, {"latents": self.encode(entry)})
-        else:
-            in_loop(partial(self._restore_damaged, entry))
-
-    def _restore_damaged(self, entry: AnyEntry) -> None:
-        logger.warning("The cache entry of %s was damaged and is encoded again.", entry.key.digest())
-        if isinstance(entry, TextEntry):
-            # `World()` is this process alone: other processes have not seen the damage and would not take part.
-            self.texts([entry], World())
-        elif isinstance(entry, FeatureEntry):
-            self.features([entry], World())
-        elif self.latents([entry], World()):
-            raise UserError(f"{entry.source}: its cache entry is damaged and so is the file itself.")
-
-    def load_text_encoder(self) -> TextEncoder:
-        """Load the text encoder in the configured precision, onto the device or streamed to it."""
-        return load_encoder(self.adapter.load_text_encoder, self.plan.config, self.device)
-
-    def _load_latent_encoder(self) -> LatentEncoder:
-        config = self.plan.config
-        encoder = self.adapter.load_latent_encoder(self.device, DTYPES[vae_dtype(config.precision, config.caching)])
-        if config.offload.group_offload_vae:
-            Offload(config.offload, self.device).attach_to_stacks(encoder.vae)
-        return encoder
 
 
 @dataclass
@@ -286,36 +131,6 @@ def remove_damaged(plan: SamplePlan, listing: Listing, share: Share) -> int:
     return removed
 
 
-def load_encoder(
-    load: Callable[[torch.device, torch.dtype, EncoderQuantiser], AnyEncoder], config: RunConfig, device: torch.device
-) -> AnyEncoder:
-    """Load a text encoder in the configured precision, onto the device or streamed to it."""
-    precision, dtype = config.precision, DTYPES[text_encoder_dtype(config.precision)]
-    streams, waiting = config.offload.group_offload_text_encoder, dict[nn.Module, LayerQuantiser]()
-
-    def quantise_encoder(model: nn.Module, layers: str, *, encoder: int) -> None:
-        name = precision.text_encoder_1_precision if encoder == 1 else precision.text_encoder_2_precision
-        stored = quantisation(name)
-        if stored is not None:
-            waiting[model] = partial(quantise, model, layers, stored, via=precision.quantize_via, accelerator=device)
-            if not streams:
-                waiting[model](within=[model])
-
-    if not streams:
-        return load(device, dtype, quantise_encoder)
-    # Loaded on the CPU, since it may not fit on the device; quantised during packing.
-    encoder = load(torch.device("cpu"), dtype, quantise_encoder)
-    for model in encoder.models:
-        Offload(config.offload, device).attach_to_stacks(model, waiting.get(model))
-    encoder.device = device
-    return encoder
-
-
-def build_adapter(plan: PreviewPlan) -> FamilyAdapter:
-    """The family adapter for the plan's checkpoint."""
-    return load_adapter(plan.spec)(plan.config, plan.flavour, plan.source, plan.sizes[0] if plan.sizes else None)
-
-
 def fill_caches(plan: Plan, events: EventStream, share: Share) -> None:
     """Download the model and fill a share of the caches."""
     filler = prepare_caches(Encoding(plan, build_adapter(plan), make_accelerator().device, events), 1, share=share)
@@ -361,58 +176,6 @@ def save_indexes(datasets: Sequence[Dataset]) -> None:
     """Save the file facts of all datasets for the next start."""
     for dataset in datasets:
         dataset.save_index()
-
-
-def fetch(plan: SamplePlan, events: EventStream) -> None:
-    """Download missing parts of the model.
-
-    Raises:
-        UserError: a part is not available, or the parts do not match.
-    """
-    absent = [part for part in plan.source.parts.values() if part.local_folder() is None]
-    encoders = [kind.encoder for each in plan.techniques for kind in each.features if kind.encoder]
-    absent += [encoder.part for encoder in encoders if encoder.local() is None]
-    if absent:
-        download(absent, events)
-        # The plan could check only parts that were already on this machine.
-        problems = Problems()
-        check_parts(plan.spec, plan.flavour, plan.source, problems)
-        check_block_numbers(plan.config, plan.spec, plan.source, problems)  # the number of blocks is known now
-        for encoder in encoders:
-            encoder.check(problems)
-        problems.raise_if_fatal()
-    for role in ("transformer", "vae"):
-        check_shapes(plan.source[role])
-    if isinstance(plan, Plan):
-        fetch_lora(plan, check_again=bool(absent))
-
-
-def fetch_lora(plan: Plan, *, check_again: bool) -> None:
-    """Download the LoRA that the run starts from, and check what the plan could not.
-
-    Args:
-        check_again: the plan did not know the model's layers.
-
-    Raises:
-        UserError: the LoRA cannot be downloaded, or does not fit.
-    """
-    lora = plan.config.lora
-    if lora.init_lora is not None and is_on_hub(lora.init_lora):
-        find_lora(lora.init_lora, fetch=True)
-        check_again = True  # with the file at hand
-    if check_again:
-        modules = linear_modules(plan.source["transformer"].weight_shapes())
-        problems = Problems()
-        check_init_lora(lora, modules, plan.lora_targets, plan.spec.name, problems)
-        problems.raise_if_fatal()
-
-
-def download(parts: Sequence[Part], events: EventStream) -> None:
-    """Download parts of a model."""
-    with events.phase("Downloading the model", len(parts), "parts", stage="init_download_model") as phase:
-        for part in parts:
-            part.fetch()
-            phase.advance(1, f"{part.location}/{part.folder}")
 
 
 def complete_catalogue(plan: SamplePlan) -> Catalogue:

@@ -11,125 +11,42 @@ change an entry, so no key depends on free memory. Tiling would change latents, 
 
 from __future__ import annotations
 
-import gc
-import logging
 import os
-from collections import defaultdict, deque
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
-from functools import partial
-from itertools import chain, groupby, islice
-from typing import Generic, TypeVar
+from itertools import groupby
 
 import numpy as np
 import torch
-from PIL import Image
 from torch import Tensor
 
+from simpletuner.budget.advice import LESS_FOR_TEXTS, less_for_latents
 from simpletuner.caching.catalogue import FEATURES, AnyEntry, FeatureEntry, LatentEntry, TextEntry
 from simpletuner.caching.keys import provenance_of
 from simpletuner.config.schema import CachingConfig
-from simpletuner.config.types import Size
-from simpletuner.data import clips, files, pictures
+from simpletuner.data import files
 from simpletuner.data.dataset import Failures
-from simpletuner.data.decode_memory import DECODE_MEMORY
 from simpletuner.data.entries import ProgressBar
-from simpletuner.data.sample import Sample
 from simpletuner.diffusion.batch import TextEmbeds, upload
+from simpletuner.encoding.decoding import (
+    Decoded,
+    NewFailures,
+    batches_of_one_shape,
+    decode,
+    decode_ahead,
+    name_and_shape,
+    prompt_picture,
+)
 from simpletuner.encoding.read import CacheStore
-from simpletuner.errors import UserError, is_out_of_memory, shorten
-from simpletuner.hashing import hash_bytes
+from simpletuner.encoding.shrinking import ShrinkingEncoder
+from simpletuner.errors import UserError, shorten
 from simpletuner.models.adapter import LatentEncoder, TextEncoder, TextRequest
 from simpletuner.techniques.base import FeatureEncoder
 
-logger = logging.getLogger(__name__)
-
-Item = TypeVar("Item")
-Encoded = TypeVar("Encoded")
-
 CPU = torch.device("cpu")
 WRITERS = 2
-Decoded = tuple[LatentEntry, np.ndarray]
-Decoding = tuple[LatentEntry, Future[np.ndarray]]
-NewFailures = dict[tuple[str, str], tuple[str, str]]  # `Failures` that grow
-
-# Bytes of decoded pictures and clips in the queue, without those being decoded.
-WAITING_BYTES = 1 << 30
-
-
-@dataclass
-class ShrinkingEncoder(Generic[Item, Encoded]):
-    """Encodes batches as large as memory allows, and keeps the size for later batches.
-
-    Attributes:
-        encode: one result per item; items do not influence each other.
-        name: name of an item, for messages.
-        advice: advice for the user if nothing is left to try.
-        relieve: called if a single item does not fit; lowers peak memory without changing results, or returns False.
-        most: maximum batch size, once known.
-    """
-
-    encode: Callable[[Sequence[Item]], Sequence[Encoded]]
-    name: Callable[[Item], str]
-    advice: str
-    relieve: Callable[[], bool] = lambda: False
-    most: int | None = field(default=None, init=False)
-    _reason: str = field(default="", init=False)
-
-    def __call__(self, items: Sequence[Item]) -> list[Encoded]:
-        """The results, in order.
-
-        Raises:
-            UserError: an item does not fit into memory even alone.
-        """
-        done: list[Encoded] = []
-        while len(done) < len(items):
-            # Items encoded before memory ran out are kept.
-            part = items[len(done) : len(done) + (self.most or len(items))]
-            made = self._tried(part)
-            if made is None:
-                self._shrink(part)
-            else:
-                done += made
-        return done
-
-    def at_once(self, items: Sequence[Item]) -> int:
-        """Batch size for these items, as far as known."""
-        return min(len(items), self.most or len(items))
-
-    def _tried(self, items: Sequence[Item]) -> Sequence[Encoded] | None:
-        """The results, or None if memory ran out. Drops the error, whose frames keep tensors alive."""
-        try:
-            return self.encode(items)
-        except (RuntimeError, MemoryError) as error:
-            if not is_out_of_memory(error):
-                raise
-            self._reason = (str(error) or type(error).__name__).splitlines()[0]
-        return None
-
-    def _shrink(self, items: Sequence[Item]) -> None:
-        gc.collect()  # cycles of exceptions and frames may keep tensors alive
-        # Blocks cached for the larger batch do not fit the smaller one.
-        if torch.cuda.is_available():
-            torch.cuda.empty_cache()
-        if len(items) > 1:
-            self.most = len(items) // 2
-            logger.warning("Out of memory with %d at a time; continuing with %d.", len(items), self.most)
-        elif self.relieve():
-            logger.warning("Out of memory with one at a time; continuing in slices, which is slower.")
-        else:
-            problem = f"{self.name(items[0])} does not fit into memory, even alone."
-            raise UserError(f"{problem} {self.advice} ({self._reason})")
-
-
-class ChangedFileError(UserError):
-    """A file changed after the plan was made."""
-
-    def __init__(self, sample: Sample) -> None:
-        super().__init__(f"{sample.path} has changed since the plan was made; start again.")
-        self.sample = sample
 
 
 def fill_texts(entries: Sequence[TextEntry], encoder: TextEncoder, size: int, bar: ProgressBar) -> list[str]:
@@ -138,7 +55,7 @@ def fill_texts(entries: Sequence[TextEntry], encoder: TextEncoder, size: int, ba
     Raises:
         UserError: a caption does not fit into memory, or the encoder's output is not finite.
     """
-    encode = ShrinkingEncoder(partial(_encode_texts, encoder), lambda entry: entry.source, TEXT_ADVICE)
+    encode = TextBatches(encoder)
     notes = []
     with _writing() as write:
         for group in _of_one_length(entries, encoder, size):
@@ -167,28 +84,19 @@ def fill_latents(
     """
     if not entries:
         return {}
-    encode = _shrinking(load(), config)
+    encode = LatentBatches(load(), config)
     failures = NewFailures()
     with ExitStack() as stack, _writing() as write:
         decoders = ThreadPoolExecutor(min(config.max_workers, os.cpu_count() or 1))
         stack.callback(decoders.shutdown, cancel_futures=True)  # also after an error or Ctrl-C
         # At least one batch, since the encoder waits for a full batch.
         ahead = max(config.image_processing_batch_size, config.vae_batch_size)
-        decoding = _decode_ahead(entries, ahead, decoders)
-        for group in _batches(decoding, config.vae_batch_size, failures):
+        decoding = decode_ahead(entries, ahead, decoders)
+        for group in batches_of_one_shape(decoding, config.vae_batch_size, failures):
             for (entry, _), latent in zip(group, encode(group), strict=True):
                 write(entry, {"latents": latent}, encode.at_once(group))
             bar.advance(len(group), group[-1][0].sample.name)
     return failures
-
-
-def _shrinking(encoder: LatentEncoder, config: CachingConfig) -> ShrinkingEncoder[Decoded, Tensor]:
-    tiles = "" if config.vae_enable_tiling else ", vae_enable_tiling (tiles change latents slightly at their seams)"
-    less = f"At the same size, these need less memory: group_offload_vae{tiles}."
-    advice = f"A smaller resolution or fewer frames of a clip (video.num_frames) help. {less}"
-    return ShrinkingEncoder(
-        partial(_encode_latents, encoder), lambda decoded: _describe(decoded[0].sample), advice, encoder.use_less_memory
-    )
 
 
 def encode_now(entry: LatentEntry, encoder: LatentEncoder, config: CachingConfig) -> Tensor:
@@ -198,11 +106,11 @@ def encode_now(entry: LatentEntry, encoder: LatentEncoder, config: CachingConfig
         UserError: the sample cannot be decoded or does not fit into memory, or the VAE's output is not finite.
     """
     try:
-        pixels = _decode(entry.sample)
+        pixels = decode(entry.sample)
     except files.MediaError as error:
         remedy = "remove it, or let the caches be filled before training, which leaves such files out"
         raise UserError(f"{entry.sample.path} {error}; {remedy}.") from error
-    return _shrinking(encoder, config)([(entry, pixels)])[0]
+    return LatentBatches(encoder, config)([(entry, pixels)])[0]
 
 
 def fill_features(
@@ -234,30 +142,49 @@ def fill_features(
         bar.advance(1, entry.source)
 
 
-def _encode_texts(encoder: TextEncoder, group: Sequence[TextEntry]) -> list[TextEmbeds]:
-    # Without the duplicates that pad a batch, so that their picture is decoded once.
-    requests = {each: TextRequest(each.caption, _picture(each.picture), each.bare) for each in dict.fromkeys(group)}
-    embeds = encoder.encode([requests[entry] for entry in group])
-    tensors = [embedding.values() for embedding in embeds]
-    _stop_if_not_finite("text encoder", tensors, group, "text_encoder_1_precision fp32")
-    return embeds
+class TextBatches(ShrinkingEncoder[TextEntry, TextEmbeds]):
+    """Encodes captions in batches that fit into memory."""
+
+    def __init__(self, encoder: TextEncoder) -> None:
+        super().__init__(LESS_FOR_TEXTS)
+        self.encoder = encoder
+
+    def name(self, item: TextEntry) -> str:
+        return item.source
+
+    def encode(self, items: Sequence[TextEntry]) -> list[TextEmbeds]:
+        # Without the duplicates that pad a batch, so that their picture is decoded once.
+        requests = {
+            entry: TextRequest(entry.caption, prompt_picture(entry.picture), entry.bare)
+            for entry in dict.fromkeys(items)
+        }
+        embeds = self.encoder.encode([requests[entry] for entry in items])
+        tensors = [embedding.values() for embedding in embeds]
+        _stop_if_not_finite("text encoder", tensors, items, "text_encoder_1_precision fp32")
+        return embeds
 
 
-def _encode_latents(encoder: LatentEncoder, group: Sequence[Decoded]) -> list[Tensor]:
-    pixels = np.stack([array for _, array in group])
-    # One seed per entry, so that its draw from the posterior is independent of batch and order.
-    latents = encoder.encode(to_pixels(pixels, encoder.device), [entry.key.seed() for entry, _ in group])
-    _stop_if_not_finite("VAE", [[latent] for latent in latents], [entry for entry, _ in group], "vae_dtype fp32")
-    return list(latents)
+class LatentBatches(ShrinkingEncoder[Decoded, Tensor]):
+    """Encodes decoded pictures and clips of one shape in batches that fit into memory."""
 
+    def __init__(self, encoder: LatentEncoder, config: CachingConfig) -> None:
+        super().__init__(less_for_latents(config))
+        self.encoder = encoder
 
-def _describe(sample: Sample) -> str:
-    width, height = sample.geometry.size
-    length = f"@{sample.frames}" if sample.frames > 1 else ""
-    return f"{sample.full_name} ({width}x{height}{length})"
+    def name(self, item: Decoded) -> str:
+        entry, _ = item
+        return name_and_shape(entry.sample)
 
+    def relieve(self) -> bool:
+        return self.encoder.use_less_memory()
 
-TEXT_ADVICE = "These need less memory: group_offload_text_encoder, tokenizer_max_length."
+    def encode(self, items: Sequence[Decoded]) -> list[Tensor]:
+        entries = [entry for entry, _ in items]
+        pixels = to_pixels(np.stack([array for _, array in items]), self.encoder.device)
+        # One seed per entry, so that its draw from the posterior is independent of batch and order.
+        latents = self.encoder.encode(pixels, [entry.key.seed() for entry in entries])
+        _stop_if_not_finite("VAE", [[latent] for latent in latents], entries, "vae_dtype fp32")
+        return list(latents)
 
 
 def _stop_if_not_finite(
@@ -283,92 +210,6 @@ def to_pixels(frames: np.ndarray, device: torch.device = CPU) -> Tensor:
     # In place, since a clip of 10 seconds takes a gigabyte in float32; the operations are in the pipelines' order.
     # Divided by a tensor: for a number, CUDA multiplies by the reciprocal, which rounds differently.
     return pixels.div_(torch.full((), 255.0, device=device)).mul_(2.0).sub_(1.0).movedim(-1, -4)
-
-
-def prepared_picture(sample: Sample) -> Image.Image:
-    """The picture of a sample, or frame 0 of its clip, resized and cropped to its geometry."""
-    return Image.fromarray(clips.fit_clip(sample.first_frame.images(), sample.geometry)[0])
-
-
-def _batches(decoding: Iterable[Decoding], size: int, failures: NewFailures) -> Iterator[list[Decoded]]:
-    """Groups of at most `size` entries of the same shape."""
-    for _, alike in groupby(_decoded(decoding, failures), key=lambda decoded: decoded[1].shape):
-        while group := [*islice(alike, size)]:
-            yield group
-
-
-def _decoded(decoding: Iterable[Decoding], failures: NewFailures) -> Iterator[Decoded]:
-    """Entries with their pixels; files that cannot be decoded are added to `failures`."""
-    for entry, decoded in decoding:
-        try:
-            yield entry, decoded.result()
-        except files.UnreadableError as error:
-            again = "It was readable when the run was planned; start again."
-            raise UserError(f"{entry.sample.path} {error}. {again}") from error
-        except files.MediaError as error:
-            failures[(entry.sample.dataset_id, entry.sample.name)] = (error.reason, str(error))
-        except MemoryError as error:
-            less = "lower max_workers and image_processing_batch_size"
-            raise UserError(f"{_describe(entry.sample)}: not enough memory to decode it; {less}.") from error
-
-
-def _decode_ahead(entries: Sequence[LatentEntry], most: int, decoders: ThreadPoolExecutor) -> Iterator[Decoding]:
-    """Entries grouped by shape, with the future of their pixels; decodes ahead up to `most` or `WAITING_BYTES`."""
-    # Grouped, since the VAE encodes batches of one shape.
-    shapes: dict[tuple[Size, int], list[LatentEntry]] = defaultdict(list)
-    for entry in entries:
-        shapes[entry.sample.geometry.size, entry.sample.frames].append(entry)
-    waiting: deque[Decoding] = deque()
-    held = 0
-    for entry in chain.from_iterable(shapes.values()):
-        # At least two, however large, so that one is decoded while another is encoded.
-        while len(waiting) > 1 and (len(waiting) >= most or held + _bytes(entry.sample) > WAITING_BYTES):
-            held -= _bytes(waiting[0][0].sample)
-            yield waiting.popleft()
-        waiting.append((entry, decoders.submit(_decode, entry.sample)))
-        held += _bytes(entry.sample)
-    yield from waiting
-
-
-def _bytes(sample: Sample) -> int:
-    """Size of a sample's decoded pixels."""
-    width, height = sample.geometry.size
-    return 3 * width * height * sample.frames
-
-
-def _decode(sample: Sample) -> np.ndarray:
-    """The pixels of a sample, 0..255, `F H W 3`.
-
-    Raises:
-        MediaError: the file is damaged.
-        UserError: the file has changed since its key was computed, or cannot be read.
-    """
-    if sample.clip is None:
-        # Hashes the same bytes that are decoded, so the file cannot change in between.
-        with DECODE_MEMORY.reserved(sample.original_size):
-            data = files.read_file(sample.path, files.LARGEST_PICTURE)
-            _check_same(sample, hash_bytes(data))
-            return pictures.fit(pictures.decode(data), sample.geometry)[None]
-    try:
-        return clips.retry_once(lambda: clips.fit_clip(sample.images(), sample.geometry))
-    finally:  # afterwards, since readers open a clip by name; the hash reveals changes in between
-        _check_same(sample, files.content_hash(sample.path))
-
-
-def _check_same(sample: Sample, content: str) -> None:
-    """Raise if a file has changed, so that latents are not stored under the hash of an earlier version."""
-    if content != sample.content:
-        raise ChangedFileError(sample)
-
-
-def _picture(sample: Sample | None) -> Image.Image | None:
-    """The picture in a prompt."""
-    if sample is None:
-        return None
-    try:
-        return Image.fromarray(_decode(sample.first_frame)[0])
-    except files.MediaError as error:
-        raise UserError(f"{sample.path} {error}. It is part of a prompt; replace it or remove the pair.") from error
 
 
 def write_entry(entry: AnyEntry, tensors: dict[str, Tensor], together: int = 1) -> None:

@@ -15,6 +15,7 @@ from contextlib import contextmanager
 
 import torch
 
+from simpletuner.budget.advice import less_for_steps
 from simpletuner.budget.budget import Budget
 from simpletuner.budget.device import gigabytes
 from simpletuner.diffusion.batch import Batch
@@ -72,7 +73,7 @@ def _measure(assembly: Assembly, budget: Budget, title: str, phase: str, act: Ca
         room = "" if budget.device.memory is None else f" of {gigabytes(budget.device.memory)}"
         raise UserError(
             f"memory: {title} does not fit {budget.device.name}; the plan expected {gigabytes(expected)}{room}. "
-            "Lower the resolution, the frames or train_batch_size, or set offload auto."
+            f"{less_for_steps(budget.config.offload)}"
         ) from None
     if not on_gpu:
         return f"Rehearsed {title}: not measured, planned {gigabytes(expected)}"

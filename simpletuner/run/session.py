@@ -23,7 +23,7 @@ from simpletuner.data.sample import Sample
 from simpletuner.diffusion.batch import TextEmbeds
 from simpletuner.distributed.world import World
 from simpletuner.encoding.caches import CacheFiller
-from simpletuner.encoding.fill import prepared_picture
+from simpletuner.encoding.decoding import prepared_picture
 from simpletuner.encoding.read import BatchReader
 from simpletuner.memory.precision import DTYPES
 from simpletuner.planning.entries import evaluated, feature_kinds, preview_sources

@@ -20,7 +20,8 @@ from simpletuner.budget.budget import Budget
 from simpletuner.config.precision import transformer_dtype, vae_dtype
 from simpletuner.distributed.requests import STOPPING, expect_requests, stop_on_interrupt, take_requests
 from simpletuner.distributed.world import World, compute_threads
-from simpletuner.encoding.caches import Encoding, build_adapter, prepare_caches
+from simpletuner.encoding.caches import prepare_caches
+from simpletuner.encoding.encoders import Encoding, build_adapter
 from simpletuner.errors import Interrupted, full_text
 from simpletuner.memory.precision import DTYPES, check_device
 from simpletuner.planning.checkpoint_folder import FOLDER_NAME, PIPELINE_FOLDER

@@ -23,8 +23,9 @@ from simpletuner.data.clips import probe_clip
 from simpletuner.data.files import content_hash
 from simpletuner.data.sample import Sample
 from simpletuner.data.sampler import PlannedBatch
-from simpletuner.encoding import fill
-from simpletuner.encoding.fill import fill_latents, prepared_picture, to_pixels
+from simpletuner.encoding import decoding, fill
+from simpletuner.encoding.decoding import prepared_picture
+from simpletuner.encoding.fill import fill_latents, to_pixels
 from simpletuner.encoding.read import BatchReader, CacheStore
 from tests.clips import time_in, write_clip
 from tests.processes import PATIENCE
@@ -192,7 +193,7 @@ def test_pixels_go_to_the_device_as_bytes(catalogue: Catalogue, film: Sample, mo
 def test_waiting_clips_take_a_bounded_amount_of_memory(
     catalogue: Catalogue, film: Sample, budget: int, most: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(fill, "WAITING_BYTES", budget)
+    monkeypatch.setattr(decoding, "WAITING_BYTES", budget)
     entries = [catalogue.latent(replace(film, content=f"{index:064}")) for index in range(20)]
     asked: list[str] = []
 
@@ -200,10 +201,10 @@ def test_waiting_clips_take_a_bounded_amount_of_memory(
         asked.append(sample.content)
         return np.zeros((sample.frames, 64, 96, 3), dtype=np.uint8)
 
-    monkeypatch.setattr(fill, "_decode", decode)
+    monkeypatch.setattr(decoding, "decode", decode)
     with ThreadPoolExecutor(4) as decoders:
         handed_out = 0
-        for entry, decoded in fill._decode_ahead(entries, 8, decoders):
+        for entry, decoded in decoding.decode_ahead(entries, 8, decoders):
             decoded.result()
             time.sleep(0.001)
             handed_out += 1
@@ -234,7 +235,7 @@ def test_decoding_and_writing_go_on_while_the_encoder_works(
         for done in (*decoded[number + 1 : number + 2], *written[:number]):
             assert done.wait(PATIENCE)
 
-    monkeypatch.setattr(fill, "_decode", noted(fill._decode, decoded))
+    monkeypatch.setattr(decoding, "decode", noted(decoding.decode, decoded))
     monkeypatch.setattr(fill, "write_entry", noted(fill.write_entry, written))
     encoder = SmallEncoder(wait)
     fill_latents(entries, lambda: encoder, config_of(vae_batch_size=1, max_workers=2), Silent())  # type: ignore[return-value]

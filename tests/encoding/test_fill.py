@@ -20,7 +20,7 @@ from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VLTextMod
 from simpletuner.caching import catalogue
 from simpletuner.data import files
 from simpletuner.diffusion.batch import TextEmbeds
-from simpletuner.encoding import fill
+from simpletuner.encoding import decoding
 from simpletuner.encoding.read import CacheStore
 from simpletuner.errors import DiskFullError
 from simpletuner.models.adapter import TextRequest
@@ -114,14 +114,14 @@ def test_captions_of_one_length_share_a_batch_and_each_batch_is_full(
 def test_a_file_that_does_not_decode_is_left_out_and_kept(
     workspace: Workspace, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    decode, damaged = fill.pictures.decode, workspace.path("datasets/pictures/p3.png").read_bytes()
+    decode, damaged = decoding.pictures.decode, workspace.path("datasets/pictures/p3.png").read_bytes()
 
     def fail(source: Any) -> Image.Image:
         if source == damaged:
             raise files.MediaError("its pixels are damaged")
         return decode(source)
 
-    monkeypatch.setattr(fill.pictures, "decode", fail)
+    monkeypatch.setattr(decoding.pictures, "decode", fail)
     assert workspace.train() == 0
     captured = capsys.readouterr()
     assert "pictures/p3.png" in captured.err + captured.out
@@ -131,14 +131,14 @@ def test_a_file_that_does_not_decode_is_left_out_and_kept(
 
 
 def test_quarantine_moves_what_does_not_decode(workspace: Workspace, monkeypatch: pytest.MonkeyPatch) -> None:
-    decode, damaged = fill.pictures.decode, workspace.path("datasets/pictures/p3.png").read_bytes()
+    decode, damaged = decoding.pictures.decode, workspace.path("datasets/pictures/p3.png").read_bytes()
 
     def fail(source: Any) -> Image.Image:
         if source == damaged:
             raise files.MediaError("its pixels are damaged")
         return decode(source)
 
-    monkeypatch.setattr(fill.pictures, "decode", fail)
+    monkeypatch.setattr(decoding.pictures, "decode", fail)
     workspace.write_config(delete_problematic_images="true")
     assert workspace.train() == 0
     assert not workspace.path("datasets/pictures/p3.png").exists()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import errno
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from simpletuner.caching.entry import list_keys
-from simpletuner.encoding.fill import ShrinkingEncoder
 from simpletuner.encoding.read import CacheStore
+from simpletuner.encoding.shrinking import ShrinkingEncoder
 from simpletuner.errors import UserError, is_out_of_memory
 from simpletuner.models.kandinsky5.image import FluxLatentEncoder
 from simpletuner.models.kandinsky5.text import Kandinsky5TextEncoder
@@ -97,6 +97,26 @@ def test_captions_too(
     assert "pictures/p5.png does not fit into memory" in capsys.readouterr().err
 
 
+class Batches(ShrinkingEncoder[Any, Any]):
+    """Items that are their own names, encoded by a function."""
+
+    def __init__(
+        self, encode: Callable[[Sequence[Any]], Sequence[Any]], relieve: Callable[[], bool] = lambda: False
+    ) -> None:
+        super().__init__("Buy more.")
+        self._encode = encode
+        self._relieve = relieve
+
+    def name(self, item: Any) -> str:
+        return str(item)
+
+    def encode(self, items: Sequence[Any]) -> Sequence[Any]:
+        return self._encode(items)
+
+    def relieve(self) -> bool:
+        return self._relieve()
+
+
 def test_other_errors_are_not_taken_for_it() -> None:
     assert is_out_of_memory(MemoryError())
     assert is_out_of_memory(RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling cublasCreate"))
@@ -110,7 +130,7 @@ def test_other_errors_are_not_taken_for_it() -> None:
         raise RuntimeError("shapes")
 
     with pytest.raises(RuntimeError, match="shapes"):
-        ShrinkingEncoder(broken, str, "", lambda: True)([1, 2])
+        Batches(broken)([1, 2])
 
 
 def test_a_clip_that_does_not_fit_is_encoded_in_slices(caplog: pytest.LogCaptureFixture) -> None:
@@ -123,7 +143,7 @@ def test_a_clip_that_does_not_fit_is_encoded_in_slices(caplog: pytest.LogCapture
         if isinstance(module, nn.Conv3d):
             module.forward = _limited(module.forward)
     encoder = HunyuanLatentEncoder(vae, CPU, torch.float32)
-    encode = ShrinkingEncoder(lambda items: [encoder.encode(items[0], [1])], str, "", encoder.use_less_memory)
+    encode = Batches(lambda items: [encoder.encode(items[0], [1])], encoder.use_less_memory)
     with caplog.at_level(logging.WARNING):
         (latents,) = encode([clip])
     assert_close(latents, expected, terms=VAE)
@@ -144,12 +164,12 @@ def _limited(convolve: Any) -> Any:
 def test_memory_that_decoding_lacks_is_named(
     workspace: Workspace, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from simpletuner.encoding import fill
+    from simpletuner.encoding import decoding
 
     def fail(path: Path) -> None:
         raise MemoryError
 
-    monkeypatch.setattr(fill.pictures, "decode", fail)
+    monkeypatch.setattr(decoding.pictures, "decode", fail)
     assert workspace.train() == 2
     assert "not enough memory to decode it; lower max_workers" in capsys.readouterr().err
 
@@ -159,4 +179,4 @@ def test_the_last_word_names_the_item() -> None:
         raise MemoryError
 
     with pytest.raises(UserError, match=r"^a does not fit into memory, even alone. Buy more. \(MemoryError\)$"):
-        ShrinkingEncoder(never, str, "Buy more.")(["a", "b", "c"])
+        Batches(never)(["a", "b", "c"])

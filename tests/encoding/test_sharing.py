@@ -26,8 +26,9 @@ from simpletuner.config.sources import parse_arguments
 from simpletuner.data.entries import ProgressBar
 from simpletuner.data.files import MediaError
 from simpletuner.distributed.world import World
-from simpletuner.encoding import fill
-from simpletuner.encoding.caches import CacheFiller, Encoding, build_adapter, prepare_caches
+from simpletuner.encoding import decoding
+from simpletuner.encoding.caches import CacheFiller, prepare_caches
+from simpletuner.encoding.encoders import Encoding, build_adapter
 from simpletuner.encoding.read import BatchReader, CacheStore
 from simpletuner.encoding.sharing import SharedPhase, share_items
 from simpletuner.errors import Interrupted
@@ -125,7 +126,7 @@ def find_or_download() -> bool:
 
 
 def everything(process: Process) -> dict[str, Any]:
-    decode, damaged = fill.pictures.decode, Path("datasets/pictures/p3.png").read_bytes()
+    decode, damaged = decoding.pictures.decode, Path("datasets/pictures/p3.png").read_bytes()
     write, draw, load = CacheStore.write, Renderer.write, Encoding.load_text_encoder
     pictures: list[str] = []
     loading: list[float] = []
@@ -150,7 +151,7 @@ def everything(process: Process) -> dict[str, Any]:
         draw(self, frames, path)
 
     with (
-        patch.object(fill.pictures, "decode", decode_some),
+        patch.object(decoding.pictures, "decode", decode_some),
         patch.object(CacheStore, "write", note),
         patch.object(Encoding, "load_text_encoder", note_loading),
     ):

@@ -14,7 +14,7 @@ from simpletuner.annexes.fitting.ready import weigh_plan
 from simpletuner.budget.budget import Budget
 from simpletuner.config.sources import parse_arguments
 from simpletuner.data import files
-from simpletuner.encoding import fill
+from simpletuner.encoding import decoding
 from tests.parameters import first_of
 from tests.run.test_resume import STEPS, assert_same_run
 from tests.validation.test_eval_loss import EVAL
@@ -103,6 +103,6 @@ def test_a_file_that_cannot_be_decoded_ends_the_run_by_name(
     def decode(source: bytes) -> np.ndarray:
         raise files.MediaError("its pixels are damaged")
 
-    monkeypatch.setattr(fill.pictures, "decode", decode)
+    monkeypatch.setattr(decoding.pictures, "decode", decode)
     assert workspace.train("vae_cache_ondemand=true") == 2
     assert re.search(r"pictures/p\d.png its pixels are damaged; remove it", capsys.readouterr().err)

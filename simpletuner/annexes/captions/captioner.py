@@ -30,8 +30,9 @@ from simpletuner.config.schema import RunConfig
 from simpletuner.data.dataset import DatasetFile
 from simpletuner.data.files import MediaError
 from simpletuner.distributed.world import compute_threads
-from simpletuner.encoding.caches import download, load_encoder
-from simpletuner.encoding.fill import ShrinkingEncoder
+from simpletuner.encoding.download import download
+from simpletuner.encoding.encoders import load_encoder
+from simpletuner.encoding.shrinking import ShrinkingEncoder
 from simpletuner.errors import Problems, UserError
 from simpletuner.memory.precision import DTYPES
 from simpletuner.models.adapter import EncoderQuantiser
@@ -208,22 +209,38 @@ def described(
     """
     captioner = open_captioner(survey, events)
     most, config = longest(survey, captioner, wording), survey.config
-
-    def describe(shown: Sequence[Shown]) -> list[tuple[str, bool]]:
-        return captioner.describe([request for _, request in shown], most)
-
-    encode = ShrinkingEncoder(describe, lambda shown: str(shown[0].path), ADVICE)
+    describe = DescribedBatches(captioner, most)
     size = config.caching.text_encoder_batch_size or TOGETHER  # streamed weights are copied once per batch and token
     with events.phase("Writing captions", len(files), survey.spec.media_noun) as phase:
         for start in range(0, len(files), size):
             group = files[start : start + size]
             shown = [(file, request) for file in group if (request := _request(file, wording)) is not None]
-            for (file, _), (text, is_whole) in zip(shown, encode(shown), strict=True):
+            for (file, _), (text, is_whole) in zip(shown, describe(shown), strict=True):
                 if caption := wording.caption(text, is_whole=is_whole):
                     yield file, caption
                 else:
                     logger.warning("%s is left out: the model returned an empty caption", file.path)
             phase.advance(len(group), group[-1].name)
+
+
+class DescribedBatches(ShrinkingEncoder[Shown, tuple[str, bool]]):
+    """Describes pictures in batches that fit into memory.
+
+    Attributes:
+        most_tokens: the longest answer.
+    """
+
+    def __init__(self, captioner: QwenCaptioner, most_tokens: int) -> None:
+        super().__init__(ADVICE)
+        self.captioner = captioner
+        self.most_tokens = most_tokens
+
+    def name(self, item: Shown) -> str:
+        file, _ = item
+        return str(file.path)
+
+    def encode(self, items: Sequence[Shown]) -> list[tuple[str, bool]]:
+        return self.captioner.describe([request for _, request in items], self.most_tokens)
 
 
 def open_captioner(survey: Survey, events: EventStream) -> QwenCaptioner:

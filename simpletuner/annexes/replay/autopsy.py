@@ -28,10 +28,12 @@ from simpletuner.annexes.replay.failure import (
 )
 from simpletuner.annexes.report.environment import describe_device, describe_environment
 from simpletuner.atomic import build_folder, free_path, write_atomically, write_json
+from simpletuner.budget.advice import less_for_steps
 from simpletuner.budget.budget import Budget
 from simpletuner.data.sampler import PlannedBatch
 from simpletuner.distributed.world import World
-from simpletuner.encoding.caches import CacheFiller, Encoding, build_adapter, complete_catalogue
+from simpletuner.encoding.caches import CacheFiller, complete_catalogue
+from simpletuner.encoding.encoders import Encoding, build_adapter
 from simpletuner.encoding.read import BatchReader
 from simpletuner.errors import (
     Interrupted,
@@ -155,7 +157,7 @@ def cause_of(
         done: number of steps done before it.
     """
     if is_out_of_memory(error):
-        return f"Out of memory in {during}.", "Lower resolution, frames or train_batch_size, or set offload auto."
+        return f"Out of memory in {during}.", less_for_steps(session.plan.config.offload)
     if limit := reached_limit(error):
         return f"A limit of this machine: {limit}", "Start again to continue from the last checkpoint."
     if not isinstance(error, UserError | NonFiniteError):

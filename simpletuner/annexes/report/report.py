@@ -23,7 +23,7 @@ from simpletuner.config.schema import RunConfig, all_options
 from simpletuner.data.dataset import ledger_rows
 from simpletuner.data.files import DeviceError, MediaError
 from simpletuner.data.sample import Sample
-from simpletuner.encoding.fill import prepared_picture
+from simpletuner.encoding.decoding import prepared_picture
 from simpletuner.errors import UserError
 from simpletuner.planning.plans import Plan
 from simpletuner.redaction import redact, redact_settings
