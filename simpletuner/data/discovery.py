@@ -264,7 +264,14 @@ def read_folder(config: DatasetConfig, context: DataContext, listing: Scan | Non
     left_out |= {name: (fact.reason, fact.problem) for name, fact in facts.items() if fact.problem}
     rejected = tuple(Rejected(config.id, name, *why) for name, why in left_out.items())
     # Files with a problem stay in the index too; otherwise every start would read them again.
-    return Folder(root, dict(sorted(facts.items())), listing, frozenset(lost.keys() & facts.keys()), rejected, known)
+    return Folder(
+        root=root,
+        facts=dict(sorted(facts.items())),
+        listing=listing,
+        gone=frozenset(lost.keys() & facts.keys()),
+        rejected=rejected,
+        indexed=known,
+    )
 
 
 def _not_chosen(config: DatasetConfig, names: Sequence[str], excluded: Set[str], known: Collection[str]) -> Reasons:
