@@ -17,6 +17,7 @@ from simpletuner.config.paths import absence_of, home_path
 from simpletuner.config.records import without_removed
 from simpletuner.config.schema import CHOSEN, NOT_SET_BY_USER
 from simpletuner.config.sources import Arguments, Located, configured, locate
+from simpletuner.config.types import Size
 from simpletuner.data.buckets import Geometry
 from simpletuner.data.files import MediaError, content_hash
 from simpletuner.data.pictures import inspect
@@ -146,7 +147,7 @@ def _pictures(request: SampleRequest, report: Problems) -> tuple[Sample, ...]:
     for path in map(home_path, request.images):
         try:
             facts = inspect(path)
-            size = (facts.width, facts.height)
+            size = Size(facts.width, facts.height)
             whole = Geometry("", size, size, (0, 0))
             file = ("image", path.name, path.parent, content_hash(path))
             samples.append(Sample(*file, size, whole, conversions=facts.conversions))

@@ -210,7 +210,7 @@ class SweepRenderer:
     def _render(self, transformer: nn.Module, job: RenderJob, path: Path, phase: RunningPhase) -> Path:
         title = f"{job.weights.name}, {job.prompt.prompt.short_name}"
         made = job.recipe
-        request = self.renderer.request(job.prompt, (made["width"], made["height"]), made["seed"])
+        request = self.renderer.request(job.prompt, Size(made["width"], made["height"]), made["seed"])
         request = replace(request, between_steps=lambda: phase.advance(0, title))
         frames = self.renderer.open(self.adapter, transformer, self.device).render(request)
         # The picture is written last: a sweep takes its existence as proof of both files.

@@ -15,6 +15,7 @@ from simpletuner.budget.estimate import StepModel
 from simpletuner.config.precision import quantised_bytes, text_encoder_dtype, vae_dtype
 from simpletuner.config.schema import RunConfig
 from simpletuner.config.speed import compile_backend, plain_math
+from simpletuner.config.types import Size
 from simpletuner.data.sample import Sample
 from simpletuner.errors import ConfigError, Problem
 from simpletuner.models.adapter_kinds import planned_adapters
@@ -54,8 +55,8 @@ class Bucket:
     @property
     def label(self) -> str:
         # "768x512@61, batch 2"
-        frames = f"@{self.frames}" if self.frames > 1 else ""
-        return f"{self.width}x{self.height}{frames}" + (f", batch {self.batch}" if self.batch > 1 else "")
+        size = Size(self.width, self.height)
+        return size.of_frames(self.frames) + (f", batch {self.batch}" if self.batch > 1 else "")
 
     @property
     def clip(self) -> VaeLoad:

@@ -1,4 +1,4 @@
-"""Every key of config.json, declared once, grouped by the component that uses it.
+"""Keys of config.json, grouped by the component that uses them, and all groups together: `RunConfig`.
 
 A class is the config group of one component and a section of the reference page. Options of a model family live in
 `models/*/options.py` and those of a technique in `config/techniques/`; `family_groups` and `technique_groups` add them

@@ -8,7 +8,7 @@ import math
 import os
 import re
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 from pydantic import BeforeValidator, PlainSerializer
 
@@ -150,7 +150,25 @@ def parse_gigabytes(value: object) -> float:
 
 
 Gigabytes = Annotated[float, BeforeValidator(parse_gigabytes)]
-Size = tuple[int, int]  # width and height in pixels
+
+
+class Size(NamedTuple):
+    """Width and height in pixels; a text as users write it, such as 768x512."""
+
+    width: int
+    height: int
+
+    def __str__(self) -> str:
+        return f"{self.width}x{self.height}"
+
+    def __repr__(self) -> str:
+        return repr(tuple(self))  # of a list of sizes, as messages and records have always shown it
+
+    def of_frames(self, frames: int) -> str:
+        """The size of a picture, or of a clip of this many frames: 768x512, 768x512@61."""
+        return f"{self}@{frames}" if frames > 1 else str(self)
+
+
 # "1024" is a square; "1024.0" is a JSON number as text.
 SIZE = re.compile(r"[0-9]{1,6}(\.0*)?(x[0-9]{1,6}(\.0*)?)?")
 
@@ -166,12 +184,12 @@ def parse_sizes(value: object) -> object:
     if not parts:
         raise ValueError("contains no size")
     sides = (part.partition("x") for part in parts)
-    return tuple((int(float(width)), int(float(height or width))) for width, _, height in sides)
+    return tuple(Size(int(float(width)), int(float(height or width))) for width, _, height in sides)
 
 
 def write_sizes(sizes: tuple[Size, ...] | None) -> str | None:
     """Sizes as written in a config."""
-    return None if sizes is None else ",".join(f"{width}x{height}" for width, height in sizes)
+    return None if sizes is None else ",".join(map(str, sizes))
 
 
 # Serialised as users write sizes, so that the config.json of a checkpoint can be read again.

@@ -92,10 +92,10 @@ class PixelGrid:
         if self.resolution_type == "pixel":
             short = self.square
             if ratio >= 1:
-                return self.snap(math.floor(self.resolution * ratio)), short
-            return short, self.snap(math.floor(self.resolution / ratio))
+                return Size(self.snap(math.floor(self.resolution * ratio)), short)
+            return Size(short, self.snap(math.floor(self.resolution / ratio)))
         root = math.sqrt(ratio)
-        return self.snap(self.square * root), self.snap(self.square / root)
+        return Size(self.snap(self.square * root), self.snap(self.square / root))
 
 
 @dataclass(frozen=True)
@@ -169,8 +169,7 @@ class BucketRules:
         self._check_limits(picture)
         bucket, size = self._bucket(picture, token)
         if max(size) > self.largest_side:
-            width, height = size
-            raise outside_limits(f"needs {width}x{height}; the model's limit is {self.largest_side} a side")
+            raise outside_limits(f"needs {size}; the model's limit is {self.largest_side} a side")
         resized = self._resized(picture, size)
         return Geometry(bucket, size, resized, self._position(resized, size, token))
 
@@ -180,13 +179,13 @@ class BucketRules:
         return Geometry(source.bucket, source.size, resized, self._position(resized, source.size, token))
 
     def _check_limits(self, picture: Size) -> None:
-        (width, height), smallest = picture, self.config.minimum_image_size or 0
+        smallest = self.config.minimum_image_size or 0
         if smallest and self._is_small(picture, smallest):
-            raise outside_limits(f"{width}x{height} is smaller than minimum_image_size {smallest:g}")
+            raise outside_limits(f"{picture} is smaller than minimum_image_size {smallest:g}")
         ratio, low, high = self.grid.ratio(picture), self.config.minimum_aspect_ratio, self.config.maximum_aspect_ratio
         if (low and ratio < low) or (high and ratio > high):
             limit = "minimum" if low and ratio < low else "maximum"
-            raise outside_limits(f"{width}x{height} has the ratio {ratio:g}, outside {limit}_aspect_ratio")
+            raise outside_limits(f"{picture} has the ratio {ratio:g}, outside {limit}_aspect_ratio")
 
     def _is_small(self, picture: Size, smallest: float) -> bool:
         if self.grid.resolution_type == "pixel":
@@ -198,7 +197,7 @@ class BucketRules:
 
     def _bucket(self, picture: Size, token: tuple[object, ...]) -> tuple[str, Size]:
         if self.config.crop and self.config.crop_aspect == "square":
-            return "1.0", (self.grid.square, self.grid.square)
+            return "1.0", Size(self.grid.square, self.grid.square)
         if self.config.crop and self.config.crop_aspect in CHOSEN:
             aspect = self._listed(picture, token)
             return aspect.bucket, aspect.size
@@ -211,7 +210,7 @@ class BucketRules:
         if not allowed:
             least = min(aspect.enlargement(picture) for aspect in self.aspects)
             message = f"would be enlarged by {least:.0%}, more than max_upscale_threshold {most:g}"
-            raise outside_limits(f"{picture[0]}x{picture[1]} {message}")
+            raise outside_limits(f"{picture} {message}")
         if self.config.crop_aspect == "closest":
             # Distance in log space treats wide and tall alike and crops the least.
             ratio = math.log(picture[0] / picture[1])
@@ -228,7 +227,7 @@ class BucketRules:
             is_large, scale = max(picture) > largest, target / min(picture)
         else:
             is_large, scale = area > self.grid.area(largest), math.sqrt(self.grid.area(target) / area)
-        smaller = (round(picture[0] * scale), round(picture[1] * scale))
+        smaller = Size(round(picture.width * scale), round(picture.height * scale))
         # A target too small to cover the bucket is ignored.
         fits = scale < 1 and smaller[0] >= covering[0] and smaller[1] >= covering[1]
         return smaller if self.config.crop and largest and is_large and fits else covering
@@ -249,8 +248,8 @@ def cover(picture: Size, size: Size) -> Size:
     (width, height), (wanted_width, wanted_height) = picture, size
     # Integers are exact; a division could round either way if both ratios are equal.
     if wanted_width * height >= wanted_height * width:
-        return wanted_width, max(wanted_height, round(height * wanted_width / width))
-    return max(wanted_width, round(width * wanted_height / height)), wanted_height
+        return Size(wanted_width, max(wanted_height, round(height * wanted_width / width)))
+    return Size(max(wanted_width, round(width * wanted_height / height)), wanted_height)
 
 
 def build_rules(config: DatasetConfig, spec: FamilySpec, report: Problems) -> BucketRules | None:
@@ -323,6 +322,5 @@ def _check_crop(config: DatasetConfig, aspects: Sequence[Aspect], spec: FamilySp
         report.error(where, f"crop_aspect {kind!r} needs a list of ratios here.")
     for aspect in aspects:
         if max(aspect.size) > spec.largest_side:
-            width, height = aspect.size
-            message = f"{aspect.bucket} means {width}x{height}; the limit of {spec.name} is {spec.largest_side} a side."
+            message = f"{aspect.bucket} means {aspect.size}; the limit of {spec.name} is {spec.largest_side} a side."
             report.error(where, message)

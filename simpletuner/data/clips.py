@@ -293,8 +293,7 @@ class ClipRules:
 
     def label(self, geometry: Geometry, frames: int) -> Geometry:
         """The geometry with size and length as its bucket, or unchanged if buckets are labelled by ratio."""
-        width, height = geometry.size
-        return replace(geometry, bucket=f"{width}x{height}@{frames}") if self.names_size else geometry
+        return replace(geometry, bucket=f"{geometry.size}@{frames}") if self.names_size else geometry
 
 
 def fitting_frames(frames: int, stride: int) -> int:

@@ -37,7 +37,7 @@ UNDECODABLE = (MediaError.reason, UnsuitableError.reason)
 STRETCH_TOLERANCE = 0.02
 
 
-def is_stretched(source: Size, partner: Size) -> bool:
+def is_stretched(source: tuple[int, int], partner: tuple[int, int]) -> bool:
     """Whether the ratios differ, so that a partner that takes over the source's crop is stretched."""
     # the source's ratio divided by the partner's
     return abs(source[0] * partner[1] / (source[1] * partner[0]) - 1) > STRETCH_TOLERANCE

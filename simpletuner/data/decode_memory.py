@@ -6,8 +6,6 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from simpletuner.config.types import Size
-
 # Of a picture and of what it is converted to.
 BYTES_PER_PIXEL = 8
 # A photo of 24 megapixels takes 0.2 GB, and the largest picture that is read 1.4 GB.
@@ -28,7 +26,7 @@ class DecodeMemory:
         self._thread = threading.local()
 
     @contextmanager
-    def reserved(self, size: Size) -> Iterator[None]:
+    def reserved(self, size: tuple[int, int]) -> Iterator[None]:
         """Wait until there is memory for a picture of this size, and hold it.
 
         A thread that holds memory already gets no more: what it decodes inside is the same picture.

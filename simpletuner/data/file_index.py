@@ -70,7 +70,7 @@ class FileFacts:
 
     @property
     def picture_size(self) -> Size:
-        return self.width, self.height
+        return Size(self.width, self.height)
 
 
 @dataclass(frozen=True)

@@ -52,7 +52,7 @@ def _check_enlarged(dataset: Dataset, report: Problems) -> None:
     if not enlarged:
         return
     most = dataset.samples[factors.index(max(factors))]
-    before, after = ("x".join(map(str, size)) for size in (most.original_size, most.geometry.resized))
+    before, after = most.original_size, most.geometry.resized
     files = f"{len(enlarged)} of {counted(len(factors), 'file')} enlarged"
     message = f"{files}, {most.name} the most, from {before} to {after}"
     advice = "the model learns their blur. minimum_image_size leaves them out; a smaller resolution enlarges less."

@@ -153,5 +153,5 @@ class LedgerEntry:
 
 def shape_text(bucket: str, size: Size, frames: int) -> str:
     """`80x48 (1.5)`, with frames `80x48@17 (1.5)`; the bucket is omitted if it is the same text."""
-    text = f"{size[0]}x{size[1]}" + (f"@{frames}" if frames > 1 else "")
+    text = size.of_frames(frames)
     return text if bucket == text else f"{text} ({bucket})"

@@ -36,9 +36,7 @@ class ChangedFileError(UserError):
 
 def name_and_shape(sample: Sample) -> str:
     """A sample for messages: `pictures/a.png (768x512)`."""
-    width, height = sample.geometry.size
-    length = f"@{sample.frames}" if sample.frames > 1 else ""
-    return f"{sample.full_name} ({width}x{height}{length})"
+    return f"{sample.full_name} ({sample.geometry.size.of_frames(sample.frames)})"
 
 
 def prepared_picture(sample: Sample) -> Image.Image:

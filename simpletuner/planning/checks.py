@@ -550,8 +550,8 @@ def _check_cropping(dataset: Dataset, report: Problems) -> None:
     share = max(in_width, in_height)
     if share > MOST_CROPPED:
         side = "width" if in_width > in_height else "height"
-        width, height = sample.geometry.size
-        message = f"{share:.0%} of the {side} of {sample.name} is cropped: {width}x{height} is the nearest size"
+        size = sample.geometry.size
+        message = f"{share:.0%} of the {side} of {sample.name} is cropped: {size} is the nearest size"
         report.warn(f"{dataset.id}.resolution", f"{message} on the model's grid; a larger resolution crops less.")
 
 

@@ -20,6 +20,7 @@ from typing_extensions import TypeVar
 
 from simpletuner.config.datasets import DatasetConfig
 from simpletuner.config.schema import RunConfig
+from simpletuner.config.types import Size
 from simpletuner.data.dataset import Dataset
 from simpletuner.data.sample import Sample
 from simpletuner.data.sampler import Sampler
@@ -87,7 +88,7 @@ class PreviewPlan(Model):
     """
 
     prompts: list[ValidationPrompt]
-    sizes: list[tuple[int, int]]
+    sizes: list[Size]
     pictures: tuple[Sample, ...]
 
 

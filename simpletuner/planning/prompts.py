@@ -115,21 +115,19 @@ def fit_sizes(sizes: Sequence[Size], spec: FamilySpec, report: Problems, *, leni
     allows it.
     """
     key, multiple = "validation_resolution", spec.size_multiple
-    sides = [[max(multiple, round(side / multiple) * multiple) for side in size] for size in sizes]
-    rounded = [(width, height) for width, height in sides]
-    remedy = {key: ",".join(f"{width}x{height}" for width, height in rounded)}
+    rounded = [Size(*(max(multiple, round(side / multiple) * multiple) for side in size)) for size in sizes]
+    remedy = {key: ",".join(map(str, rounded))}
     fitting = []
-    for (width, height), snapped in zip(sizes, rounded, strict=True):
-        shown = f"{width}x{height}"
-        if min(width, height) < SMALLEST_SIDE and not lenient:
-            message = f"{shown} is smaller than {SMALLEST_SIDE} px; sizes are pixels, not megapixels."
+    for size, snapped in zip(sizes, rounded, strict=True):
+        if min(size) < SMALLEST_SIDE and not lenient:
+            message = f"{size} is smaller than {SMALLEST_SIDE} px; sizes are pixels, not megapixels."
             report.error(key, f"{message} (i_know_what_i_am_doing allows it.)")
             continue
-        if snapped != (width, height):
-            message = f"{shown} is not a multiple of {multiple} px; {snapped[0]}x{snapped[1]} is rendered."
+        if snapped != size:
+            message = f"{size} is not a multiple of {multiple} px; {snapped} is rendered."
             report.warn(key, message, remedy=remedy)
         if max(snapped) > spec.largest_side:
-            report.error(key, f"{shown} is larger than {spec.largest_side} px, the model's limit.")
+            report.error(key, f"{size} is larger than {spec.largest_side} px, the model's limit.")
         fitting.append(snapped)
     return fitting
 

@@ -238,7 +238,7 @@ def sample_order(config: RunConfig, trained: Sequence[Dataset], seed: int) -> di
         entry = dataset.config
         counts = Counter((sample.geometry.size, sample.frames) for sample in dataset.samples)
         # "768x512@61": width, height, frames.
-        sizes = sorted((f"{width}x{height}@{frames}", count) for ((width, height), frames), count in counts.items())
+        sizes = sorted((f"{size}@{frames}", count) for (size, frames), count in counts.items())
         order |= {
             f"{dataset.id}{SIZES}": [f"{count} of {size}" for size, count in sizes],
             f"{dataset.id}.train_batch_size": f"{samples} over all processes",

@@ -38,9 +38,9 @@ def rehearse(session: Session, validation: ValidationRunner, budget: Budget) -> 
     assembly, loader = session.assembly, session.loader
     batches = loader.sampler.batches(loader.epoch)
     planned = max(batches, key=lambda batch: len(batch.samples) * batch.samples[0].frames * math.prod(batch.size))
-    samples, (width, height) = planned.samples, planned.size
+    samples = planned.samples
     frames = f", {samples[0].frames} frames" if samples[0].frames > 1 else ""
-    title = f"the largest micro-step ({len(samples)} x {width}x{height}{frames})"
+    title = f"the largest micro-step ({len(samples)} x {planned.size}{frames})"
 
     def micro_step() -> None:
         rehearse_micro_step(assembly, session.reader(planned))

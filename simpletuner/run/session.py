@@ -257,7 +257,6 @@ def predict_once(session: Session) -> Tensor:
 
 def weight_note(plan: Plan, state: TrainState) -> Mapping[str, str]:
     """Header entries of weight files: model, run, step and the user's comment."""
-    width, height = plan.sizes[0]
     kind = "/lora" if plan.config.model.model_type == "lora" else ""
     note = {
         "modelspec.sai_model_spec": "1.0.0",
@@ -265,7 +264,7 @@ def weight_note(plan: Plan, state: TrainState) -> Mapping[str, str]:
         "modelspec.implementation": "diffusers",
         "modelspec.title": plan.title,
         "modelspec.date": datetime.now(UTC).date().isoformat(),
-        "modelspec.resolution": f"{width}x{height}",
+        "modelspec.resolution": str(plan.sizes[0]),
         STEP_NOTE: str(state.global_step),
     }
     trigger = plan.config.publish.trigger

@@ -36,6 +36,7 @@ from simpletuner.annexes.report.report import (
     write_report,
 )
 from simpletuner.config.load import Layer, resolve
+from simpletuner.config.types import Size
 from simpletuner.data.buckets import Geometry
 from simpletuner.data.sample import LedgerEntry
 from simpletuner.errors import Problems
@@ -115,7 +116,9 @@ def test_an_empty_run_has_a_report(tmp_path: Path) -> None:
 def test_the_page_shows_every_part_and_asks_nobody_for_anything(tmp_path: Path) -> None:
     records = [picture(tmp_path, step) for step in (0, 20, 40)]
     ledger = [
-        LedgerEntry("stars", "a.png", original_size=(64, 64), geometry=Geometry("32x32", (32, 32), (48, 32), (8, 0))),
+        LedgerEntry(
+            "stars", "a.png", original_size=Size(64, 64), geometry=Geometry("32x32", Size(32, 32), Size(48, 32), (8, 0))
+        ),
         LedgerEntry("stars", "b.png", "is truncated"),
     ]
     datasets = [("stars", 2, 1, ["32x32"])]
@@ -149,7 +152,7 @@ def test_text_from_outside_is_escaped_everywhere(tmp_path: Path) -> None:
             previews=[record, gone],
             settings=settings_of(config),
             datasets=[(NASTY, 1, 0, [NASTY])],
-            ledger=[LedgerEntry(NASTY, NASTY, NASTY, geometry=Geometry(NASTY, (8, 8), (8, 8), (0, 0)))],
+            ledger=[LedgerEntry(NASTY, NASTY, NASTY, geometry=Geometry(NASTY, Size(8, 8), Size(8, 8), (0, 0)))],
             samples=[{**SAMPLE, "name": NASTY, "captions": [NASTY]}],
             environment={NASTY: NASTY},
             result={"path": NASTY, "size": "1 B", "snippet": NASTY, "errors": NASTY},

@@ -11,6 +11,7 @@ from safetensors import safe_open
 
 from simpletuner.caching import keys
 from simpletuner.caching.catalogue import Catalogue, DatasetCaches, picture_fingerprint
+from simpletuner.config.types import Size
 from simpletuner.data.buckets import Geometry
 from simpletuner.data.sample import Sample
 from simpletuner.hashing import hash_json, hash_text
@@ -34,7 +35,7 @@ def test_a_picture_in_two_datasets_is_cached_in_both(workspace: Workspace) -> No
 
 
 def test_the_conversions_of_a_picture_in_a_prompt_are_part_of_its_key() -> None:
-    plain = Sample("before", "a.png", Path(), "a" * 64, (8, 8), Geometry("1.0", (8, 8), (8, 8), (0, 0)))
+    plain = Sample("before", "a.png", Path(), "a" * 64, (8, 8), Geometry("1.0", Size(8, 8), Size(8, 8), (0, 0)))
     converted = replace(plain, conversions=("converted to sRGB",))
     fingerprint = hash_json({"content": "a" * 64, "size": (8, 8), "resized": (8, 8), "crop": (0, 0)})
     assert picture_fingerprint(plain) == fingerprint, "older entries stay valid"

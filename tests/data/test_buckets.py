@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from simpletuner.config.datasets import DatasetConfig
+from simpletuner.config.types import Size
 from simpletuner.data.buckets import (
     Aspect,
     BucketRules,
@@ -61,7 +62,7 @@ def test_pixel_area_vectors(row: tuple, column: int) -> None:
 def test_pixel_vectors(row: tuple, column: int) -> None:
     picture, *cells = row
     rules = make_rules(1024, "pixel", ALIGNMENTS[column])
-    assert [rules.place(picture).size] == sizes(cells[column])
+    assert [rules.place(Size(*picture)).size] == sizes(cells[column])
 
 
 def test_area_counts_megapixels() -> None:
@@ -86,12 +87,14 @@ def test_ratio_is_rounded_and_never_zero() -> None:
 @pytest.mark.parametrize("kind", ["pixel", "pixel_area"])
 def test_square_crop(kind: ResolutionType) -> None:
     rules = make_rules(1000, kind, 64, crop=True)
-    assert rules.place((1920, 1080)) == Geometry("1.0", (1024, 1024), (1820, 1024), (398, 0))
+    assert rules.place(Size(1920, 1080)) == Geometry("1.0", Size(1024, 1024), Size(1820, 1024), (398, 0))
 
 
 def test_without_crop_the_overhang_is_trimmed_from_the_centre() -> None:
     # 1.5 on the grid of 16 is 1248 x 832; 451 x 300 covers it at 1251 x 832.
-    assert make_rules(crop_style="corner").place((451, 300)) == Geometry("1.5", (1248, 832), (1251, 832), (1, 0))
+    assert make_rules(crop_style="corner").place(Size(451, 300)) == Geometry(
+        "1.5", Size(1248, 832), Size(1251, 832), (1, 0)
+    )
 
 
 def test_every_picture_covers_its_bucket() -> None:
@@ -102,7 +105,7 @@ def test_every_picture_covers_its_bucket() -> None:
         {"crop": True, "crop_aspect": "closest", "aspects": tuple(native_aspects(NATIVE_GRID, NATIVE))},
     ]
     for options, width, height in itertools.product(modes, range(600, 2100, 171), range(600, 2100, 173)):
-        geometry = make_rules(**options).place((width, height), "token", width, height)
+        geometry = make_rules(**options).place(Size(width, height), "token", width, height)
         (left, top), (w, h), (rw, rh) = geometry.crop, geometry.size, geometry.resized
         assert w % 16 == h % 16 == 0
         assert 0 <= left <= rw - w
@@ -121,7 +124,7 @@ def test_cover_touches_one_side() -> None:
 def test_crop_styles() -> None:
     picture = (2048, 1024)
     places = {
-        style: make_rules(crop=True, crop_style=style).place(picture, "name").crop
+        style: make_rules(crop=True, crop_style=style).place(Size(*picture), "name").crop
         for style in ("center", "corner", "random")
     }
     assert places["center"] == (512, 0)
@@ -131,8 +134,8 @@ def test_crop_styles() -> None:
 
 def test_random_positions_depend_on_the_token_alone() -> None:
     rules = make_rules(crop=True, crop_style="random")
-    positions = [rules.place((2048, 1024), "id", number).crop[0] for number in range(400)]
-    assert positions == [rules.place((2048, 1024), "id", number).crop[0] for number in range(400)]
+    positions = [rules.place(Size(2048, 1024), "id", number).crop[0] for number in range(400)]
+    assert positions == [rules.place(Size(2048, 1024), "id", number).crop[0] for number in range(400)]
     assert len(set(positions)) > 250
     assert abs(sum(positions) / 400 - 512) < 60
     assert min(positions) < 30
@@ -148,7 +151,7 @@ def test_closest_uses_the_native_sizes_at_their_resolution() -> None:
     assert [aspect.size for aspect in aspects] == list(IMAGE_SIZES)
     assert [aspect.bucket for aspect in aspects[:4]] == ["1.0", "0.45", "2.2", "0.6"]
     rules = make_rules(crop=True, crop_aspect="closest", aspects=tuple(aspects))
-    found = {size: rules.place(size).size for size in [(1920, 1080), (1000, 1001), (3000, 4000), (5000, 1000)]}
+    found = {size: rules.place(Size(*size)).size for size in [(1920, 1080), (1000, 1001), (3000, 4000), (5000, 1000)]}
     assert found == {
         (1920, 1080): (1280, 768),
         (1000, 1001): (1024, 1024),
@@ -172,7 +175,7 @@ def test_native_ratios_go_through_the_formula_elsewhere() -> None:
 def test_random_aspects_follow_their_weights() -> None:
     aspects = listed_aspects(NATIVE_GRID, [(1.0, 0.7), (1.5, 0.3), (0.5, 0.0)])
     rules = make_rules(crop=True, crop_aspect="random", aspects=tuple(aspects))
-    drawn = [rules.place((1000, 1000), "id", number).bucket for number in range(1000)]
+    drawn = [rules.place(Size(1000, 1000), "id", number).bucket for number in range(1000)]
     assert set(drawn) == {"1.0", "1.5"}
     assert abs(drawn.count("1.0") / 1000 - 0.7) < 0.05
 
@@ -180,10 +183,10 @@ def test_random_aspects_follow_their_weights() -> None:
 def test_max_upscale_leaves_large_buckets_out() -> None:
     aspects = (Aspect("1.0", (1024, 1024)), Aspect("0.5", (720, 1440)), Aspect("2.0", (1440, 720)))
     rules = make_rules(crop=True, crop_aspect="closest", aspects=aspects, max_upscale_threshold=0.1)
-    assert rules.place((1000, 1000)).bucket == "1.0"
-    assert rules.place((1400, 1100)).bucket == "1.0"
+    assert rules.place(Size(1000, 1000)).bucket == "1.0"
+    assert rules.place(Size(1400, 1100)).bucket == "1.0"
     with pytest.raises(LeftOutError, match="max_upscale_threshold"):
-        rules.place((500, 500))
+        rules.place(Size(500, 500))
 
 
 @pytest.mark.parametrize(
@@ -201,24 +204,24 @@ def test_minimum_size(
     kind: ResolutionType, minimum: float, crop: bool, kept: tuple[int, int], left_out: tuple[int, int] | None
 ) -> None:
     rules = make_rules(1 if kind == "area" else 512, kind, crop=crop, minimum_image_size=minimum)
-    rules.place(kept)
+    rules.place(Size(*kept))
     if left_out:
         with pytest.raises(LeftOutError, match="minimum_image_size"):
-            rules.place(left_out)
+            rules.place(Size(*left_out))
 
 
 def test_ratio_limits() -> None:
     rules = make_rules(minimum_aspect_ratio=0.56, maximum_aspect_ratio=1.78)
-    rules.place((1920, 1080))
-    rules.place((1080, 1920))
+    rules.place(Size(1920, 1080))
+    rules.place(Size(1080, 1920))
     for picture in ((2000, 1000), (1000, 2000)):
         with pytest.raises(LeftOutError, match="aspect_ratio"):
-            rules.place(picture)
+            rules.place(Size(*picture))
 
 
 def test_a_side_beyond_the_model_is_left_out() -> None:
     with pytest.raises(LeftOutError, match="2048"):
-        make_rules().place((5000, 1000))
+        make_rules().place(Size(5000, 1000))
 
 
 @pytest.mark.parametrize(
@@ -240,20 +243,20 @@ def test_larger_pictures_are_resized_to_the_target_first(
     resized: tuple[int, int],
 ) -> None:
     options = {"maximum_image_size": maximum, "target_downsample_size": target}
-    geometry = make_rules(resolution, kind, crop=True, **options).place(picture)
+    geometry = make_rules(resolution, kind, crop=True, **options).place(Size(*picture))
     assert (geometry.size, geometry.resized) == ((512, 512), resized)
-    whole = make_rules(resolution, kind, crop=False, **options).place(picture)
-    assert whole.resized == cover(picture, whole.size)
+    whole = make_rules(resolution, kind, crop=False, **options).place(Size(*picture))
+    assert whole.resized == cover(Size(*picture), whole.size)
 
 
 def test_partners_that_follow_have_the_size_of_their_source() -> None:
-    source = make_rules(crop=True).place((1000, 800))
-    geometry = make_rules().follow((300, 900), source)
+    source = make_rules(crop=True).place(Size(1000, 800))
+    geometry = make_rules().follow(Size(300, 900), source)
     assert (geometry.bucket, geometry.size, geometry.resized, geometry.crop) == (
         "1.0", (1024, 1024), (1024, 3072), (0, 1024),
     )  # fmt: skip
 
 
 def test_limits_are_off_by_default() -> None:
-    assert make_rules().place((1, 1)).size == (1024, 1024)
-    assert make_rules(crop=True).place((9000, 1)).size == (1024, 1024)
+    assert make_rules().place(Size(1, 1)).size == (1024, 1024)
+    assert make_rules(crop=True).place(Size(9000, 1)).size == (1024, 1024)

@@ -15,6 +15,7 @@ from av.video.frame import VideoFrame
 from av.video.reformatter import VideoReformatter
 from PIL import Image
 
+from simpletuner.config.types import Size
 from simpletuner.data import clip_decord, clip_facts, clips
 from simpletuner.data.buckets import Geometry
 from simpletuner.data.clip_file import ClipFile, UndecodableError, UnsupportedError, opened
@@ -92,7 +93,7 @@ def test_a_repeated_frame_is_converted_and_resized_once(tmp_path: Path, monkeypa
         return fitted(frame, geometry)
 
     monkeypatch.setattr(clips, "fit", fit)
-    geometry = Geometry("1.5", (WIDTH, HEIGHT), (WIDTH, HEIGHT), (0, 0))
+    geometry = Geometry("1.5", Size(WIDTH, HEIGHT), Size(WIDTH, HEIGHT), (0, 0))
     pixels = fit_clip(frames_of(path, 24, 24, probe_clip(path)), geometry)
     assert len(resized) == len({id(frame) for frame in resized}) == 12
     assert np.array_equal(pixels[::2], pixels[1::2])

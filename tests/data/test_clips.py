@@ -18,6 +18,7 @@ import pytest
 from numpy.typing import NDArray
 from PIL import Image
 
+from simpletuner.config.types import Size
 from simpletuner.data import clip_frames, clips
 from simpletuner.data.buckets import Geometry
 from simpletuner.data.clip_decord import read_with_decord
@@ -240,7 +241,7 @@ def test_memory_is_never_blamed_on_a_clip(folder: Path, monkeypatch: pytest.Monk
 
 def test_every_frame_is_fitted_alike() -> None:
     frames = [filmed(index / 24) for index in range(5)]
-    geometry = Geometry("1.0", (32, 32), (48, 32), (8, 0))
+    geometry = Geometry("1.0", Size(32, 32), Size(48, 32), (8, 0))
     fitted = fit_clip(map(Image.fromarray, frames), geometry)
     assert fitted.shape == (5, 32, 32, 3)
     singles = [np.asarray(Image.fromarray(frame).resize((48, 32), Image.Resampling.LANCZOS)) for frame in frames]

@@ -10,6 +10,7 @@ import pillow_heif
 import pytest
 from PIL import Image, ImageFile
 
+from simpletuner.config.types import Size
 from simpletuner.data import picture_formats
 from simpletuner.data.buckets import Geometry
 from simpletuner.data.files import UnreadableError, UnsuitableError
@@ -177,7 +178,7 @@ def test_a_decompression_bomb_says_so(tmp_path: Path, monkeypatch: pytest.Monkey
 def test_fit_equals_resizing_and_cropping(tmp_path: Path) -> None:
     pictures.photograph(tmp_path / "a.png", (371, 250), seed=1)
     picture = decode(tmp_path / "a.png")
-    geometry = Geometry("1.5", (96, 64), (104, 70), (5, 3))
+    geometry = Geometry("1.5", Size(96, 64), Size(104, 70), (5, 3))
     plain = picture.resize((104, 70), Image.Resampling.LANCZOS).crop((5, 3, 101, 67))
     pixels = fit(picture, geometry)
     assert pixels.shape == (64, 96, 3)
@@ -194,13 +195,13 @@ def test_fit_without_a_change_returns_the_pixels() -> None:
 def test_fit_is_antialiased() -> None:
     stripes = np.zeros((64, 64, 3), dtype=np.uint8)
     stripes[:, ::2] = 255
-    pixels = fit(Image.fromarray(stripes), Geometry("1.0", (16, 16), (16, 16), (0, 0)))
+    pixels = fit(Image.fromarray(stripes), Geometry("1.0", Size(16, 16), Size(16, 16), (0, 0)))
     assert np.abs(pixels[:, 2:-2].astype(int) - 128).max() <= 2
 
 
 def test_a_very_long_picture_needs_little_memory() -> None:
     strip = Image.new("RGB", (20000, 2), "red")
-    pixels = fit(strip, Geometry("1.0", (512, 512), (5120000, 512), (2000000, 0)))
+    pixels = fit(strip, Geometry("1.0", Size(512, 512), Size(5120000, 512), (2000000, 0)))
     assert pixels.shape == (512, 512, 3)
 
 

@@ -18,6 +18,7 @@ from torch import Tensor
 from simpletuner.caching.catalogue import Catalogue, DatasetCaches, LatentEntry, missing
 from simpletuner.caching.keys import EncoderIdentity
 from simpletuner.config.schema import CachingConfig
+from simpletuner.config.types import Size
 from simpletuner.data.buckets import Geometry
 from simpletuner.data.clips import probe_clip
 from simpletuner.data.files import content_hash
@@ -31,7 +32,7 @@ from tests.clips import time_in, write_clip
 from tests.processes import PATIENCE
 
 ENCODER = EncoderIdentity("kandinsky5-video", "c" * 64, "fp32")
-SIZE = (96, 64)
+SIZE = Size(96, 64)
 
 
 class SmallEncoder:

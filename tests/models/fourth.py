@@ -13,6 +13,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from benchmarks.cost_table import table_of
 from simpletuner.config.option import Group
+from simpletuner.config.types import Size
 from simpletuner.diffusion.batch import NoisyBatch
 from simpletuner.models.adapter import BlockLayout, FamilyAdapter
 from simpletuner.models.cost import STOCK, FamilyCost, Kernels, TransformerCost
@@ -91,7 +92,7 @@ FOURTH = FourthAdapter.spec = FamilySpec(
     vae_stride=8,
     patch_size=2,
     largest_side=2048,
-    native_sizes={512: ((512, 512),)},
+    native_sizes={512: (Size(512, 512),)},
     lora_targets=("to_q", "to_k", "to_v", "to_out.0"),
     lora_presets={"all-linear": LINEAR},
     adapter_classes={},

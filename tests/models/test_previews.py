@@ -12,6 +12,7 @@ import torch
 from diffusers import DPMSolverMultistepScheduler, FlowMatchEulerDiscreteScheduler
 
 from simpletuner.config.schema import RunConfig
+from simpletuner.config.types import Size
 from simpletuner.data.buckets import Geometry
 from simpletuner.data.sample import Sample
 from simpletuner.models import decoding
@@ -30,11 +31,11 @@ from tests.workspace import Workspace
 
 
 def test_a_sample_is_fitted_to_another_size_in_the_middle() -> None:
-    trained = Geometry("1.0", (64, 64), (192, 64), (7, 0))
+    trained = Geometry("1.0", Size(64, 64), Size(192, 64), (7, 0))
     sample = Sample("photos", "a.png", Path(), "", (300, 100), trained)
-    assert sample.fitted((64, 64)) is sample, "a crop of its own stays"
-    assert sample.fitted((128, 64)).geometry == Geometry("1.0", (128, 64), (192, 64), (32, 0))
-    assert sample.fitted((128, 128)).geometry == Geometry("1.0", (128, 128), (384, 128), (128, 0))
+    assert sample.fitted(Size(64, 64)) is sample, "a crop of its own stays"
+    assert sample.fitted(Size(128, 64)).geometry == Geometry("1.0", Size(128, 64), Size(192, 64), (32, 0))
+    assert sample.fitted(Size(128, 128)).geometry == Geometry("1.0", Size(128, 128), Size(384, 128), (128, 0))
 
 
 @pytest.mark.parametrize("task", ["i2i", "i2v"])
@@ -138,7 +139,9 @@ def test_a_size_that_the_stock_pipeline_does_not_render_is_told() -> None:
 
     def told(*sizes: tuple[int, int], checkpoint: str = published, **settings: Any) -> list[str]:
         config = make_config(Path(checkpoint), **settings)
-        found = found_by(KANDINSKY5_IMAGE.checks.sizes, config, KANDINSKY5_IMAGE.flavours[0], sizes, {})
+        found = found_by(
+            KANDINSKY5_IMAGE.checks.sizes, config, KANDINSKY5_IMAGE.flavours[0], [Size(*size) for size in sizes], {}
+        )
         assert not any(each.fatal for each in found)
         return [str(each) for each in found]
 

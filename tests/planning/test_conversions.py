@@ -8,13 +8,14 @@ from typing import Any
 
 import pytest
 
+from simpletuner.config.types import Size
 from simpletuner.data.buckets import Geometry
 from simpletuner.data.clips import ClipFacts
 from simpletuner.data.sample import Sample
 from simpletuner.planning.resume import _check_conversions, _check_kernels
 from tests.reports import found_by
 
-GEOMETRY = Geometry("1.0", (64, 64), (64, 64), (0, 0))
+GEOMETRY = Geometry("1.0", Size(64, 64), Size(64, 64), (0, 0))
 CLIP = Sample("a", "a.mp4", Path("a"), "c" * 64, (64, 64), GEOMETRY, clip=ClipFacts(64, 64, 1, 24))
 PICTURE = Sample("a", "a.png", Path("a"), "c" * 64, (64, 64), GEOMETRY)
 CONVERTED = Sample("a", "b.png", Path("a"), "c" * 64, (64, 64), GEOMETRY, conversions=("sRGB",))

@@ -10,6 +10,7 @@ import pytest
 
 from simpletuner.config.load import build_group
 from simpletuner.config.schema import ValidationConfig
+from simpletuner.config.types import Size
 from simpletuner.errors import Problem, Problems
 from simpletuner.models.kandinsky5.spec import KANDINSKY5_IMAGE
 from simpletuner.planning.prompts import BUILT_IN, collect_prompts, file_safe, fit_sizes
@@ -28,7 +29,7 @@ def library(folder: Path, content: Any) -> str:
     return str(path)
 
 
-def sizes(value: str, *, lenient: bool = False) -> tuple[list[tuple[int, int]], list[Problem]]:
+def sizes(value: str, *, lenient: bool = False) -> tuple[list[Size], list[Problem]]:
     problems = Problems()
     config = build_group(ValidationConfig, {"validation_resolution": value}, problems)
     wanted = config.validation_resolution or ()

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from simpletuner.config.schema import EvaluationConfig
+from simpletuner.config.types import Size
 from simpletuner.data.buckets import Geometry
 from simpletuner.data.chance import order_key
 from simpletuner.data.sample import Sample
@@ -35,7 +36,7 @@ LORA = "output/pytorch_lora_weights.safetensors"
 
 
 def sample(name: str) -> Sample:
-    geometry = Geometry("1.0", (32, 32), (32, 32), (0, 0))
+    geometry = Geometry("1.0", Size(32, 32), Size(32, 32), (0, 0))
     return Sample("d", name, Path(), "a" * 64, (32, 32), geometry, ("a star",))
 
 

@@ -15,6 +15,7 @@ import torch
 from PIL import Image
 from torch import nn
 
+from simpletuner.config.types import Size
 from simpletuner.distributed.world import World
 from simpletuner.models.kandinsky5.spec import KANDINSKY5_IMAGE
 from simpletuner.planning.prompts import ValidationPrompt
@@ -60,7 +61,7 @@ def test_the_vae_is_gone_before_its_memory_is_given_back(
         renderer.RenderSettings(config.validation, config.offload),
         "none",
         [renderer.EncodedPrompt(ValidationPrompt("a", "a", "a star"), lambda size: {}, lambda size: {})],
-        [(16, 16)],
+        [Size(16, 16)],
         tmp_path,
         EventStream(),
     )

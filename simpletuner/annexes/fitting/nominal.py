@@ -87,17 +87,16 @@ def _fill(place: Path, entry: Mapping[str, Any], spec: FamilySpec) -> str:
     place.mkdir()
     size = _size_of(spec)
     picture = Image.new("RGB", size, "grey")
-    shown_size = f"{size[0]}x{size[1]}"
     if "video" in entry:
         frames = _number_in(entry["video"], "num_frames") or USUAL_FRAMES
         frame_rate = _number_in(entry["video"], "frame_rate") or spec.frame_rate or 1
         first = place / "0.mp4"
         write_mp4(first, [picture] * frames, frame_rate)
-        words = f"{FILES} clips of {frames} frames of {shown_size}"
+        words = f"{FILES} clips of {frames} frames of {size}"
     else:
         first = place / "0.png"
         picture.save(first, compress_level=1)
-        words = f"{FILES} pictures of {shown_size}"
+        words = f"{FILES} pictures of {size}"
     for number in range(FILES):
         (place / f"{number}.txt").write_text("a sample", encoding="utf-8")
         (place / f"{number}{first.suffix}").write_bytes(first.read_bytes())
@@ -113,4 +112,4 @@ def _number_in(settings: object, key: str) -> int:
 def _size_of(spec: FamilySpec) -> Size:
     """The size that the model is usually trained at."""
     edge = spec.defaults["resolution"]
-    return spec.native_sizes[edge][0] if edge in spec.native_sizes else (edge, edge)
+    return spec.native_sizes[edge][0] if edge in spec.native_sizes else Size(edge, edge)

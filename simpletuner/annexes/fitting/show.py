@@ -146,12 +146,10 @@ def _fate(entry: LedgerEntry) -> str:
     if entry.use or entry.geometry is None or entry.original_size is None:
         return f"not used, {entry.use}"
     left, top = entry.geometry.crop
-    sizes = entry.original_size, entry.geometry.resized, entry.geometry.size
-    original, resized, cropped = (f"{width}x{height}" for width, height in sizes)
     frames = f"{entry.frames} frames, " if entry.frames > 1 else ""
-    fitted = f"resized to {resized}, cropped to {cropped} at {left},{top}"
+    fitted = f"resized to {entry.geometry.resized}, cropped to {entry.geometry.size} at {left},{top}"
     note = f", {entry.note}" if entry.note else ""
-    return f"{original}, {frames}{fitted}, {counted(entry.captions, 'caption')}{note}"
+    return f"{entry.original_size}, {frames}{fitted}, {counted(entry.captions, 'caption')}{note}"
 
 
 def _cache_lines(budget: Budget) -> Iterator[str]:
@@ -187,7 +185,7 @@ def _preview_lines(plan: Plan) -> Iterator[str]:
         names = ", ".join(f"{each.id} ({counted(len(each.samples), 'sample')})" for each in watched)
         yield f"Evaluation loss at {plan.config.evaluation.eval_timesteps} timesteps: {names}"
     if plan.prompts:
-        sizes = ", ".join(f"{width}x{height}" for width, height in plan.sizes)
+        sizes = ", ".join(map(str, plan.sizes))
         names = ", ".join(prompt.short_name for prompt in plan.prompts)
         count, subjects = previews_of_a_round(plan)
         more = f", {count} {plan.spec.media_noun} a round" if subjects > len(plan.prompts) else ""

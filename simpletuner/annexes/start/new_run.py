@@ -196,7 +196,7 @@ class NewRun:
         if pixels != 1 and not self.media.holds_clips:
             width, height = map(int, size.split("x"))
             grid = PixelGrid(resolution, "pixel_area", self.spec.size_multiple)
-            size = "{}x{}".format(*grid.size(width / height))
+            size = str(grid.size(width / height))
             pixels = 1.0
         inputs = config["num_eval_images"] if self.media.sources else 1
         rounds = SAMPLING_STEPS * steps * pixels / (inputs * config["validation_num_inference_steps"])

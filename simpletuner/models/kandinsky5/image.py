@@ -256,7 +256,7 @@ class Kandinsky5Adapter(FamilyAdapter):
         imports, load = _loading_code(usage, pipeline)
         more = [f"num_frames={usage.frames}"] if usage.task in ("t2v", "i2v") else []
         if not more and usage.size not in IMAGE_SIZES:  # to which pipelines of pictures round sizes
-            load.append(f"pipe.resolutions = [{usage.size}]  # sample exactly this size")
+            load.append(f"pipe.resolutions = [{tuple(usage.size)}]  # sample exactly this size")
         scheduler = f"{EULER}.from_config(pipe.scheduler.config, shift={shift})" if shift else None
         if usage.solver not in (None, "euler"):
             scheduler = solver_code(usage.solver, shift or "pipe.scheduler.config.shift")

@@ -56,11 +56,19 @@ COMPONENTS = {
 TEMPLATES: dict[Task, TemplateName] = {"t2i": "image", "i2i": "image_edit", "t2v": "video", "i2v": "video"}
 
 # Sizes that the image model was trained at, width x height: about one megapixel each.
-IMAGE_SIZES = ((1024, 1024), (640, 1408), (1408, 640), (768, 1280), (1280, 768), (896, 1152), (1152, 896))
+IMAGE_SIZES = (
+    Size(1024, 1024),
+    Size(640, 1408),
+    Size(1408, 640),
+    Size(768, 1280),
+    Size(1280, 768),
+    Size(896, 1152),
+    Size(1152, 896),
+)
 
 
 # Further sizes that the model of clips was trained at.
-SIZES_512 = ((512, 512), (512, 768), (768, 512))
+SIZES_512 = (Size(512, 512), Size(512, 768), Size(768, 512))
 GUIDANCE_RANGE = (2, 6)  # of clips
 # With fewer frames the i2v pipeline renormalises more frames than there are, and returns NaN.
 SHORTEST_I2V_PREVIEW = 17
@@ -172,7 +180,7 @@ def check_video_sizes(
 
 
 def _sizes(sizes: Sequence[Size]) -> str:
-    return ", ".join(f"{width}x{height}" for width, height in sizes)
+    return ", ".join(map(str, sizes))
 
 
 def check_checkpoint(flavour: Flavour, source: ModelSource, report: Problems) -> None:

@@ -13,6 +13,7 @@ import re
 from simpletuner.config.datasets import DatasetConfig
 from simpletuner.config.schema import FamilyOptions, RunConfig
 from simpletuner.config.techniques.tread import TreadConfig
+from simpletuner.config.types import Size
 from simpletuner.errors import Problems
 from simpletuner.models.sanavideo.cost import COST, COST_720, FAMILY, LTX2, TEXT_LENGTH, TRANSFORMER_CLASS, WAN
 from simpletuner.models.sanavideo.options import SanaOptions
@@ -32,7 +33,9 @@ ALL_LINEAR = r"transformer_blocks\.\d+\.(attn[12]\.(to_q|to_k|to_v|to_out\.0)|ff
 SLIDER = r"transformer_blocks\.\d+\.attn1\.(to_q|to_k|to_v|to_out\.0)"
 QUANTISED = r"transformer_blocks\.\d+\.attn[12]\.(to_q|to_k|to_v|to_out\.0)"
 
-SIZES = {int(resolution): [(width, height) for width, height in sizes] for resolution, sizes in FAMILY["sizes"].items()}
+SIZES = {
+    int(resolution): [Size(width, height) for width, height in sizes] for resolution, sizes in FAMILY["sizes"].items()
+}
 
 # A caption that already ends with a motion score keeps it.
 MOTION_SCORE = re.compile(r"motion score: *\d+(\.\d+)?\.?$")
