@@ -38,7 +38,7 @@ from simpletuner.caching.catalogue import Catalogue, LatentEntry, TextEntry
 from simpletuner.config.sources import parse_arguments
 from simpletuner.data.sampler import PlannedBatch
 from simpletuner.diffusion.batch import Batch
-from simpletuner.encoding.decoding import decode
+from simpletuner.encoding.decoding import decode_sample
 from simpletuner.encoding.encoders import build_adapter
 from simpletuner.encoding.fill import fill_latents, fill_texts, to_pixels
 from simpletuner.encoding.read import BatchReader
@@ -163,7 +163,7 @@ def main() -> None:
 
 def measure(chain: Chain, rounds: int, device: str) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
     """Wall and CPU seconds of every stage and of its own work; called in the folder that the plan is relative to."""
-    decoded = [decode(entry.sample) for entry in chain.latents]
+    decoded = [decode_sample(entry.sample) for entry in chain.latents]
     variants: dict[str, Callable[[], None]] = {
         "encode texts": lambda: _encode_texts(chain),
         "encode": lambda: _encode(chain, decoded),
@@ -259,7 +259,7 @@ def _encode(chain: Chain, decoded: Sequence[Any]) -> None:
 
 def _decode_all(chain: Chain) -> None:
     for entry in chain.latents:
-        decode(entry.sample)
+        decode_sample(entry.sample)
 
 
 def _wall(device: str) -> float:

@@ -79,7 +79,7 @@ def decode_ahead(entries: Sequence[LatentEntry], most: int, decoders: ThreadPool
         while len(waiting) > 1 and (len(waiting) >= most or held + _bytes(entry.sample) > WAITING_BYTES):
             held -= _bytes(waiting[0][0].sample)
             yield waiting.popleft()
-        waiting.append((entry, decoders.submit(decode, entry.sample)))
+        waiting.append((entry, decoders.submit(decode_sample, entry.sample)))
         held += _bytes(entry.sample)
     yield from waiting
 
@@ -90,7 +90,7 @@ def _bytes(sample: Sample) -> int:
     return 3 * width * height * sample.frames
 
 
-def decode(sample: Sample) -> np.ndarray:
+def decode_sample(sample: Sample) -> np.ndarray:
     """The pixels of a sample, 0..255, `F H W 3`.
 
     Raises:
@@ -120,6 +120,6 @@ def prompt_picture(sample: Sample | None) -> Image.Image | None:
     if sample is None:
         return None
     try:
-        return Image.fromarray(decode(sample.first_frame)[0])
+        return Image.fromarray(decode_sample(sample.first_frame)[0])
     except files.MediaError as error:
         raise UserError(f"{sample.path} {error}. It is part of a prompt; replace it or remove the pair.") from error

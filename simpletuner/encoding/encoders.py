@@ -86,7 +86,7 @@ class Encoding(Generic[AnyPlan]):
         """Encode the features that techniques need, from cached latents."""
         self._share(FeatureJob(self, entries), world)
 
-    def _share(self, job: Job[Value], world: World) -> list[Value]:
+    def _share(self, job: EncodingJob[Value], world: World) -> list[Value]:
         """Do this process's job; returns what the job returned in each process. Collective."""
         # By the total, so that no process skips a phase in which another one waits for it.
         total = sum(world.gather(len(job.entries)))
@@ -145,7 +145,7 @@ class Encoding(Generic[AnyPlan]):
         return encoder
 
 
-class Job(ABC, Generic[Value]):
+class EncodingJob(ABC, Generic[Value]):
     """Entries of one kind that this process encodes, and the phase in which all processes do.
 
     Attributes:
@@ -166,7 +166,7 @@ class Job(ABC, Generic[Value]):
 
 
 @dataclass
-class TextJob(Job[list[str]]):
+class TextJob(EncodingJob[list[str]]):
     """Encodes captions; returns notes about those that are cut off."""
 
     encoding: Encoding[Any]
@@ -190,7 +190,7 @@ class TextJob(Job[list[str]]):
 
 
 @dataclass
-class LatentJob(Job[Failures]):
+class LatentJob(EncodingJob[Failures]):
     """Encodes pictures and clips; returns the files that cannot be decoded."""
 
     encoding: Encoding[Any]
@@ -205,7 +205,7 @@ class LatentJob(Job[Failures]):
 
 
 @dataclass
-class FeatureJob(Job[None]):
+class FeatureJob(EncodingJob[None]):
     """Encodes the features that techniques need, from cached latents."""
 
     encoding: Encoding[Any]

@@ -34,8 +34,8 @@ from simpletuner.encoding.decoding import (
     Decoded,
     NewFailures,
     batches_of_one_shape,
-    decode,
     decode_ahead,
+    decode_sample,
     name_and_shape,
     prompt_picture,
 )
@@ -106,7 +106,7 @@ def encode_now(entry: LatentEntry, encoder: LatentEncoder, config: CachingConfig
         UserError: the sample cannot be decoded or does not fit into memory, or the VAE's output is not finite.
     """
     try:
-        pixels = decode(entry.sample)
+        pixels = decode_sample(entry.sample)
     except files.MediaError as error:
         remedy = "remove it, or let the caches be filled before training, which leaves such files out"
         raise UserError(f"{entry.sample.path} {error}; {remedy}.") from error

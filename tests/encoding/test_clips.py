@@ -202,7 +202,7 @@ def test_waiting_clips_take_a_bounded_amount_of_memory(
         asked.append(sample.content)
         return np.zeros((sample.frames, 64, 96, 3), dtype=np.uint8)
 
-    monkeypatch.setattr(decoding, "decode", decode)
+    monkeypatch.setattr(decoding, "decode_sample", decode)
     with ThreadPoolExecutor(4) as decoders:
         handed_out = 0
         for entry, decoded in decoding.decode_ahead(entries, 8, decoders):
@@ -236,7 +236,7 @@ def test_decoding_and_writing_go_on_while_the_encoder_works(
         for done in (*decoded[number + 1 : number + 2], *written[:number]):
             assert done.wait(PATIENCE)
 
-    monkeypatch.setattr(decoding, "decode", noted(decoding.decode, decoded))
+    monkeypatch.setattr(decoding, "decode_sample", noted(decoding.decode_sample, decoded))
     monkeypatch.setattr(fill, "write_entry", noted(fill.write_entry, written))
     encoder = SmallEncoder(wait)
     fill_latents(entries, lambda: encoder, config_of(vae_batch_size=1, max_workers=2), Silent())  # type: ignore[return-value]
