@@ -1,4 +1,4 @@
-"""Problems, exceptions and their exit codes.
+"""Problems and the report that collects them, exceptions and their exit codes, and words that messages share.
 
 | exit code | meaning                                                        |
 |-----------|----------------------------------------------------------------|
@@ -27,7 +27,7 @@ Kind = Literal["required", "captions", "unfetched"]
 def visible(text: str) -> str:
     """Escape control characters: a file name or key could otherwise move the terminal's cursor."""
     # Cc: control characters; Cf: format characters, such as overrides of the writing direction.
-    return "".join(repr(each)[1:-1] if unicodedata.category(each) in ("Cc", "Cf") else each for each in text)
+    return "".join(repr(sign)[1:-1] if unicodedata.category(sign) in ("Cc", "Cf") else sign for sign in text)
 
 
 @dataclass(frozen=True)
@@ -144,7 +144,8 @@ class Problems(list[Problem]):
         try:
             yield part
         finally:
-            self.extend(problem.within(place) for problem in part)
+            for problem in part:
+                self.append(problem.within(place))
 
     @property
     def are_fatal(self) -> bool:
@@ -223,7 +224,8 @@ def reached_limit(error: BaseException) -> str:
 
 def full_text(error: BaseException) -> str:
     """The message of an error with its notes."""
-    text, notes = str(error) or type(error).__name__, vars(error).get("__notes__", ())
+    text = str(error) or type(error).__name__
+    notes = vars(error).get("__notes__", ())
     return ". ".join([text.removesuffix("."), *notes]) if notes else text
 
 
@@ -240,8 +242,10 @@ def nearest(word: str, known: Iterable[str], cutoff: float = 0.6) -> str | None:
     if matches := difflib.get_close_matches(word, words, n=1, cutoff=cutoff):
         return matches[0]
     in_order = re.compile(".*".join(map(re.escape, word)))
-    shortened = [each for each in words if len(word) >= SHORTEST_ABBREVIATION and in_order.match(each)]
-    return shortened[0] if len(shortened) == 1 else None
+    if len(word) < SHORTEST_ABBREVIATION:
+        return None
+    abbreviated = [known_word for known_word in words if in_order.match(known_word)]
+    return abbreviated[0] if len(abbreviated) == 1 else None
 
 
 def did_you_mean(word: str, known: Sequence[str] | Iterable[str]) -> str:

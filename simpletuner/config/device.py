@@ -60,9 +60,9 @@ def read_asked_device(report: Problems, card: object = None, memory: object = No
     """The device that a command is asked about, from the values of `--device` and `--device-memory`."""
     answers = {"device": card, "device_memory": memory}
     given: dict[str, Any] = {key: value for key, value in answers.items() if value is not None}
-    problems = Problems()
-    asked = build_group(AskedDevice, given, problems)
-    for problem in problems:
+    of_flags = Problems()
+    asked = build_group(AskedDevice, given, of_flags)
+    for problem in of_flags:
         report.append(replace(problem, where=f"--{problem.where.replace('_', '-')}"))
     return asked
 

@@ -1,4 +1,4 @@
-"""Building blocks of the option schema.
+"""How a key is declared: `option()`, what it requires and excludes, and the `Option` that help and checks read.
 
 An attribute of a group declares a key once: the annotation is its type, `option()` sets its default, limits and
 conditions, and the docstring below is its help. The command line, `--help`, the wizard, the reference page and the

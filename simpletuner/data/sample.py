@@ -1,4 +1,4 @@
-"""Samples, and the reasons why files are rejected."""
+"""A file that is trained is a `Sample`; one that is left out is a `Rejected` with its reason."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Finds checkpoints and checks that they are complete.
+"""Checkpoints on disk: what their folders and manifests hold, and which of them are complete.
 
 A checkpoint is complete if its manifest exists: the manifest is written last, before the folder is renamed.
 """

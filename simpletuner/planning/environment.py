@@ -1,4 +1,4 @@
-"""The environment of a run: environment variables, processes, offloading constraints and folders."""
+"""Rules about the machine and the launcher: environment variables, processes, CUDA graphs, and writable folders."""
 
 from __future__ import annotations
 

@@ -62,7 +62,7 @@ def check_schedule(plan: Plan, report: Problems) -> None:
     batches = length.total_steps * plan.config.schedule.gradient_accumulation_steps
     gap = schedule.gap(batches=batches) if counts_steps(plan) else schedule.gap(epochs=length.epochs)
     if gap is not None:
-        report.append(_describe_gap(plan, schedule, gap))
+        report.error("data_backend_config", _describe_gap(plan, schedule, gap))
         return
     _check_left(plan, report)
     _check_rate(plan, report)
@@ -82,8 +82,8 @@ def counts_steps(plan: Plan) -> bool:
     return bool(plan.config.schedule.max_train_steps)
 
 
-def _describe_gap(plan: Plan, schedule: Schedule, gap: Stretch) -> Problem:
-    """The problem of an epoch in which no dataset takes part, with the ways to fill or avoid it."""
+def _describe_gap(plan: Plan, schedule: Schedule, gap: Stretch) -> str:
+    """Which epoch no dataset takes part in, with the ways to fill or avoid it."""
     epoch = gap.epochs.start
     first = schedule.step_at(gap.before)
     starts = [steps_of(dataset).start for dataset in schedule.active(epoch)]
@@ -92,9 +92,9 @@ def _describe_gap(plan: Plan, schedule: Schedule, gap: Stretch) -> Problem:
     windows = [f"{dataset.id} ({_window(dataset) or 'always'})" for dataset in schedule.datasets]
     message = f"no dataset takes part {steps} (epoch {epoch}): {shorten(windows)}. Change a window to include it"
     if first - 1 <= plan.steps_done:  # a shorter run would train nothing
-        return Problem("data_backend_config", f"{message}.")
+        return f"{message}."
     shorter = f"max_train_steps {first - 1}" if counts_steps(plan) else f"num_train_epochs {epoch - 1}"
-    return Problem("data_backend_config", f"{message}, or end the run before it with {shorter}.")
+    return f"{message}, or end the run before it with {shorter}."
 
 
 def _window(dataset: Dataset) -> str:
@@ -127,9 +127,11 @@ def _check_left(plan: Plan, report: Problems) -> None:
         message = f"{total} is not above init_lora_step {done}, whose steps count as trained: no step is left."
         report.error(key, f"{message} max_train_steps {done + total} trains {counted(total, 'step')}.")
     elif total < done:
-        value, reached = plan.length.epochs, f"epoch {resume.manifest.epoch}"
+        value = plan.length.epochs
+        reached = f"epoch {resume.manifest.epoch}"
         if counts_steps(plan):
-            value, reached = total, f"step {done}"
+            value = total
+            reached = f"step {done}"
         report.error(key, f"{value} is below {reached} of {resume.path.name}: no step is left to train. Raise it.")
     elif not plan.same_data:
         finished = counted(plan.length.epochs, "epoch is", "epochs are")

@@ -1,10 +1,10 @@
-"""Validation prompts, their file names and sizes."""
+"""Prompts of previews: which ones a run has, the library that holds them, and the sizes that are rendered."""
 
 from __future__ import annotations
 
 import re
 import unicodedata
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ from simpletuner.config.json_reader import json_kind, read_json
 from simpletuner.config.paths import no_file
 from simpletuner.config.schema import ValidationConfig
 from simpletuner.config.types import Size
-from simpletuner.errors import Problem, Problems, did_you_mean
+from simpletuner.errors import Problems, did_you_mean
 from simpletuner.models.spec import FamilySpec
 
 UNCONDITIONAL = "unconditional"
@@ -69,36 +69,36 @@ def read_library(path: Path, report: Problems) -> list[tuple[str, str]]:
     if not path.is_file():
         report.error(key, f"{str(path)!r} {no_file(path)}.")
         return []
-    problems = Problems()
-    content = read_json(path, problems)
-    report.extend(problems)
+    of_file = Problems()
+    content = read_json(path, of_file)
+    report.extend(of_file)
     if not isinstance(content, dict):
-        if not problems.are_fatal:
+        if not of_file.are_fatal:
             report.error(key, f"{path} must hold one object of nickname to prompt, not {json_kind(content)}.")
         return []
     prompts = []
     for nickname, value in content.items():
         entry: dict[str, Any] = value if isinstance(value, dict) else {"prompt": value}
-        faults = list(_faults(nickname, entry))
-        report.extend(Problem(key, f"{path}: {fault}") for fault in faults)
-        if not faults:
+        fault = _fault(nickname, entry)
+        if fault is not None:
+            report.error(key, f"{path}: {fault}")
+        else:
             prompts.append((nickname, entry["prompt"]))
     return prompts
 
 
-def _faults(nickname: str, entry: dict[str, Any]) -> Iterator[str]:
-    """What is wrong with an entry of a library, as the end of a message."""
+def _fault(nickname: str, entry: dict[str, Any]) -> str | None:
+    """What is wrong with an entry of a library, as the end of a message; None if nothing is."""
     unknown = [name for name in entry if name != "prompt" and not name.startswith("_")]
     if "adapter_strength" in unknown:
-        yield f"'adapter_strength' of {nickname!r} was removed in 0.2.0: previews show the trained model; remove it."
-        return
+        return f"'adapter_strength' of {nickname!r} was removed in 0.2.0: previews show the trained model; remove it."
     if unknown:
         guess = did_you_mean(unknown[0], ["prompt"])
-        yield f"{unknown[0]!r} of {nickname!r} is not a known key (prompt).{guess}"
-        return
+        return f"{unknown[0]!r} of {nickname!r} is not a known key (prompt).{guess}"
     prompt = entry.get("prompt")
     if not isinstance(prompt, str) or not prompt.strip():
-        yield f"the prompt {nickname!r} is empty or not text."
+        return f"the prompt {nickname!r} is empty or not text."
+    return None
 
 
 def file_safe(name: str) -> str:
@@ -114,8 +114,9 @@ def fit_sizes(sizes: Sequence[Size], spec: FamilySpec, report: Problems, *, leni
     A side under 128 px is an error, since it is usually meant as megapixels; `lenient` (`i_know_what_i_am_doing`)
     allows it.
     """
-    key, multiple = "validation_resolution", spec.size_multiple
-    rounded = [Size(*(max(multiple, round(side / multiple) * multiple) for side in size)) for size in sizes]
+    key = "validation_resolution"
+    multiple = spec.size_multiple
+    rounded = [Size(_snapped(width, multiple), _snapped(height, multiple)) for width, height in sizes]
     remedy = {key: ",".join(map(str, rounded))}
     fitting = []
     for size, snapped in zip(sizes, rounded, strict=True):
@@ -130,6 +131,11 @@ def fit_sizes(sizes: Sequence[Size], spec: FamilySpec, report: Problems, *, leni
             report.error(key, f"{size} is larger than {spec.largest_side} px, the model's limit.")
         fitting.append(snapped)
     return fitting
+
+
+def _snapped(side: int, multiple: int) -> int:
+    """The multiple nearest to a side, at least one."""
+    return max(multiple, round(side / multiple) * multiple)
 
 
 def unique(name: str, taken: set[str]) -> str:

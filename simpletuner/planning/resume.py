@@ -73,18 +73,11 @@ def check_resume(model: Model, targets: Targets, report: Problems) -> Checkpoint
     checkpoint = select_checkpoint(model.config.run.resume_from_checkpoint, model.output_dir, report)
     if checkpoint is None:
         return None
-    identity, model_type = checkpoint.manifest.identity, model.config.model.model_type
-    for what, old, new in (
-        ("model_family", identity.model_family, model.spec.name),
-        ("model_flavour", identity.model_flavour, model.flavour.name),
-        ("model_type", identity.model_type, model_type),
-    ):
-        if old != new:
-            message = f"{checkpoint.path} was trained with {what} {old}, not {new}; choose another output_dir."
-            report.error("resume_from_checkpoint", message)
+    _check_model(model, checkpoint, report)
     # The batch, the base and its files; then the settings that the mathematics depends on.
     _check_batch(model.config, checkpoint, report)
-    if branch := find_branch(model.output_dir, checkpoint):
+    branch = find_branch(model.output_dir, checkpoint)
+    if branch is not None:
         report.warn("resume_from_checkpoint", branch.announcement)
     recorded = read_json(checkpoint.path / "config.json", Problems(), dict) or {}
     _check_base(model.config, checkpoint, recorded, report)
@@ -95,9 +88,28 @@ def check_resume(model: Model, targets: Targets, report: Problems) -> Checkpoint
     if removed:
         report.error("resume_from_checkpoint", _cannot_continue(checkpoint, removed))
     # Either way the run needs another output_dir; its changed settings would only add lines.
-    elif identity.model_type == model_type:
+    elif checkpoint.manifest.identity.model_type == model.config.model.model_type:
         _check_settings(mathematics(model, targets), checkpoint, report)
     return checkpoint
+
+
+def _check_model(model: Model, checkpoint: Checkpoint, report: Problems) -> None:
+    """Report another model than that of the checkpoint."""
+    identity = checkpoint.manifest.identity
+    recorded = {
+        "model_family": identity.model_family,
+        "model_flavour": identity.model_flavour,
+        "model_type": identity.model_type,
+    }
+    chosen = {
+        "model_family": model.spec.name,
+        "model_flavour": model.flavour.name,
+        "model_type": model.config.model.model_type,
+    }
+    for key, old in recorded.items():
+        if old != chosen[key]:
+            message = f"{checkpoint.path} was trained with {key} {old}, not {chosen[key]}; choose another output_dir."
+            report.error("resume_from_checkpoint", message)
 
 
 def _check_kernels(output_dir: Path, checkpoint: Checkpoint, report: Problems) -> None:
@@ -122,12 +134,15 @@ def _cannot_continue(checkpoint: Checkpoint, removed: Sequence[str]) -> str:
 
 def _check_batch(config: RunConfig, checkpoint: Checkpoint, report: Problems) -> None:
     """Report a changed global batch; a different number of processes with the same global batch continues exactly."""
-    identity, processes = checkpoint.manifest.identity, config.launch.data_processes
-    before, size = identity.train_batch_size * identity.num_processes, config.schedule.train_batch_size
+    identity = checkpoint.manifest.identity
+    before = identity.train_batch_size * identity.num_processes
+    processes = config.launch.data_processes
+    size = config.schedule.train_batch_size
     if before == size * processes:
         return
     allowed = config.run.i_know_what_i_am_doing or bool(allows_other_batch_size())
-    trained, asked = f"train_batch_size {identity.train_batch_size}", str(size)
+    trained = f"train_batch_size {identity.train_batch_size}"
+    asked = str(size)
     if identity.num_processes != processes:
         trained += f" in {counted(identity.num_processes, 'process', 'processes')}"
         asked += f" in {counted(processes, 'process', 'processes')}"
@@ -253,10 +268,11 @@ def sample_order(config: RunConfig, trained: Sequence[Dataset], seed: int) -> di
 
 
 def _check_weights(source: ModelSource, checkpoint: Checkpoint, report: Problems) -> None:
+    recorded = checkpoint.manifest.identity.weights
     for role, identity in weight_identities(source).items():
-        # Older checkpoints lack weight digests.
-        was, part = checkpoint.manifest.identity.weights.get(role, identity), source[role]
+        was = recorded.get(role, identity)  # older checkpoints lack weight digests
         if was != identity:
+            part = source[role]
             message = f"{part.location!r} holds another {role} ({identity[:12]}) than {checkpoint.path} used"
             report.error(part.key, f"{message} ({was[:12]}); choose another output_dir.")
 
@@ -264,7 +280,8 @@ def _check_weights(source: ModelSource, checkpoint: Checkpoint, report: Problems
 def _check_settings(new: Mapping[str, Any], checkpoint: Checkpoint, report: Problems) -> None:
     """Report changed settings: errors for settings that the checkpoint cannot continue with, else warnings."""
     fixed = FIXED
-    if optimizer := new.get("optimizer"):
+    optimizer = new.get("optimizer")
+    if optimizer is not None:
         fixed |= {f"{OPTIMIZER}{name}" for name in OPTIMIZERS[optimizer].lasting}
     old = checkpoint.manifest.identity.settings
     for key, change in _changes(old, new):
@@ -376,11 +393,13 @@ def _changed_files(trained: Sequence[Dataset], checkpoint: Checkpoint) -> str:
     today = set(file_digests(trained).split())
     if not known or max(len(known), len(today)) >= FILES_RECORDED:  # older checkpoints lack it; samples do not tell
         return ""
+    gone = len(known - today)
+    new = len(today - known)
     changes = []
-    if gone := len(known - today):
-        changes.append(f"{counted(gone, 'file')} {'is' if gone == 1 else 'are'} gone or changed")
-    if new := len(today - known):
-        changes.append(f"{counted(new, 'file')} {'is' if new == 1 else 'are'} new or changed")
+    if gone > 0:
+        changes.append(f"{counted(gone, 'file is', 'files are')} gone or changed")
+    if new > 0:
+        changes.append(f"{counted(new, 'file is', 'files are')} new or changed")
     return f" {', '.join(changes)}." if changes else ""
 
 

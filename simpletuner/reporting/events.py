@@ -1,4 +1,4 @@
-"""The event stream of a run.
+"""Everything that a run says: the types of its events, and the stream that hands them to subscribers.
 
 Encoding, training, rendering and saving publish events; the display, the record, the trackers and the report subscribe.
 Subscribers are independent of each other and of training: one that raises is named in the log and gets no more events.
