@@ -77,6 +77,9 @@ def lacking_of_technique(technique: type[TechniqueSpec]) -> Iterator[str]:
             yield "neutral settings in its case (tests/techniques/cases.py), which are trained and compared"
         if not {*case.runs} & {*RUNS} and not case.apart:
             yield "run in its case (tests/techniques/cases.py), in which two processes are compared with one"
+    test = f"tests/techniques/test_{technique_class(technique).__module__.rpartition('.')[2]}.py"
+    if not (ROOT / test).is_file():
+        yield f"test of its own ({test})"
     if technique.keys is None:
         key = DATASET_KEYS.get(technique.name)
         if key is None:

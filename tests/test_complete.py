@@ -40,6 +40,7 @@ def test_all_that_a_new_technique_lacks_is_said_at_once(monkeypatch: pytest.Monk
 
     assert missing == [
         "'new' has no case in CASES (tests/techniques/cases.py)",
+        "'new' has no test of its own (tests/techniques/test_facing.py)",
         "'new' has no file below simpletuner/config/techniques/ that declares NewKeys",
         "'new' has no page in docs/ that names new_key",
     ]

@@ -10,6 +10,7 @@ import pytest
 from simpletuner.config.load import Layer, resolve
 from simpletuner.config.schema import FAMILY_DEFAULT, RunConfig, all_options, render_config
 from simpletuner.config.sources import read_json_layer
+from simpletuner.config.techniques.crepa import CrepaConfig
 from simpletuner.errors import Problems, nearest
 
 BASE = [("model_type", "lora"), ("model_family", "kandinsky5-image")]
@@ -166,3 +167,13 @@ def test_of_thousands_of_unknown_keys_the_first_get_a_suggestion() -> None:
 def test_a_word_of_thousands_of_letters_is_not_compared() -> None:
     assert nearest("learning_rte", ["learning_rate"]) == "learning_rate"
     assert nearest("learning_rte" * 1000, ["learning_rate" * 1000]) is None
+
+
+def test_values_that_the_program_chooses_reach_techniques() -> None:
+    config, _ = load()
+
+    chosen = config.with_values({"crepa_lambda": 0.25}, "chosen")
+
+    assert chosen.techniques.of(CrepaConfig).crepa_lambda == 0.25
+    assert (chosen.flat["crepa_lambda"], chosen.origins["crepa_lambda"]) == (0.25, "chosen")
+    assert config.flat["crepa_lambda"] == 0.5
