@@ -160,6 +160,10 @@ def sample(
     """
     if isinstance(prompts, str):
         raise ConfigError([Problem("prompts", f"is a list: [{prompts!r}].")])
+    given: Sequence[object] = prompts  # programs are not always checked for types
+    for prompt in given:
+        if not isinstance(prompt, str):
+            raise ConfigError([Problem("prompts", f"is a list of texts; {prompt!r} is none.")])
     arguments = _arguments(settings, label="settings")
     write_out(arguments)
     strengths = parse_strengths("strength", [strength], arguments.problems)

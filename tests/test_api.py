@@ -75,6 +75,9 @@ def test_a_path_is_not_a_dict() -> None:
         simpletuner.train("config/config.json")
     with pytest.raises(ConfigError, match=r"prompts: is a list: \['a cat'\]"):
         simpletuner.sample("output", "a cat")
+    no_text: Any = 3
+    with pytest.raises(ConfigError, match="prompts: is a list of texts; 3 is none"):
+        simpletuner.sample("output", ["a cat", no_text])
 
 
 def test_several_processes_need_the_command(workspace: Workspace) -> None:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from simpletuner.config.absent import REMOVED_IN
 from simpletuner.config.json_reader import json_kind, read_json
 from simpletuner.config.paths import no_file
 from simpletuner.config.schema import ValidationConfig
@@ -78,7 +79,12 @@ def read_library(path: Path, report: Problems) -> list[tuple[str, str]]:
         return []
     prompts = []
     for nickname, value in content.items():
-        entry: dict[str, Any] = value if isinstance(value, dict) else {"prompt": value}
+        entry: dict[str, Any] = dict(value) if isinstance(value, dict) else {"prompt": value}
+        if "adapter_strength" in entry:
+            # A detail, which asks for nothing by itself.
+            del entry["adapter_strength"]
+            gone = f"was removed in {REMOVED_IN} with validation_adapter_path. It is ignored."
+            report.warn(key, f"{path}: 'adapter_strength' of {nickname!r} {gone}")
         fault = _fault(nickname, entry)
         if fault is not None:
             report.error(key, f"{path}: {fault}")
@@ -90,8 +96,6 @@ def read_library(path: Path, report: Problems) -> list[tuple[str, str]]:
 def _fault(nickname: str, entry: dict[str, Any]) -> str | None:
     """What is wrong with an entry of a library, as the end of a message; None if nothing is."""
     unknown = [name for name in entry if name != "prompt" and not name.startswith("_")]
-    if "adapter_strength" in unknown:
-        return f"'adapter_strength' of {nickname!r} was removed in 0.2.0: previews show the trained model; remove it."
     if unknown:
         guess = did_you_mean(unknown[0], ["prompt"])
         return f"{unknown[0]!r} of {nickname!r} is not a known key (prompt).{guess}"

@@ -101,10 +101,6 @@ def test_a_long_nickname_leaves_room_in_the_file_name(letter: str) -> None:
         ('{"a": 1', "is not valid JSON: "),
         ({"a": ""}, "the prompt 'a' is empty or not text."),
         ({"a": {"text": "x"}}, "'text' of 'a' is not a known key (prompt)."),
-        (
-            {"a": {"prompt": "x", "adapter_strength": 2}},
-            "'adapter_strength' of 'a' was removed in 0.2.0: previews show",
-        ),
         ({"a": 5}, "the prompt 'a' is empty or not text."),
         ('{"a": "x", "a": "y"}', "contains 'a' twice: 'x' and 'y'."),
     ],
@@ -114,6 +110,15 @@ def test_a_library_that_cannot_be_used(tmp_path: Path, content: Any, complaint: 
     (problem,) = problems
     assert complaint in problem
     assert "library.json" in problem
+
+
+def test_the_strength_of_a_lora_that_previews_cannot_add_is_ignored_with_a_line(tmp_path: Path) -> None:
+    content = {"a": {"prompt": "x", "adapter_strength": 2}}
+
+    prompts, (problem,) = collect(user_prompt_library=library(tmp_path, content))
+
+    assert prompts == [("a", "x")]
+    assert "'adapter_strength' of 'a' was removed in 0.2.0 with validation_adapter_path. It is ignored." in problem
 
 
 def test_a_library_that_is_missing() -> None:
