@@ -77,9 +77,16 @@ class Trackers(Companion):
     events: EventStream
 
     def begin(self, plan: Plan, step: int) -> None:
-        config, tracking = plan.config, plan.config.tracking
-        names, folder = (tracking.tracker_project_name, tracking.tracker_run_name), Path(config.run.logging_dir)
-        run = TrackedRun(*names, config.flat, plan.output_dir, folder.expanduser(), step)
+        config = plan.config
+        tracking = config.tracking
+        run = TrackedRun(
+            project=tracking.tracker_project_name,
+            name=tracking.tracker_run_name,
+            settings=config.flat,
+            output_dir=plan.output_dir,
+            logging_dir=Path(config.run.logging_dir).expanduser(),
+            start_step=step,
+        )
         for name, tracker in open_trackers(tracking.report_to, run):
             self.events.subscribe(name, TrackerEvents(tracker))
 
@@ -124,7 +131,8 @@ class TrackerEvents:
                 self._round.append(event.media)
             # One call per round: if a key is logged twice in a step, wandb keeps only the last value.
             case happened.PhaseEnded() if self._round:
-                media, self._round = self._round, []
+                media = self._round
+                self._round = []
                 tracker.log_media(media, media[0].step)
             case happened.StateChanged() if event.state in ENDED:
                 self._is_finished = True
@@ -137,7 +145,8 @@ class WandbTracker:
     def __init__(self, run: TrackedRun) -> None:
         import wandb  # imported here because it takes a second
 
-        self._wandb, self._output_dir = wandb, run.output_dir
+        self._wandb = wandb
+        self._output_dir = run.output_dir
         self._timesteps: list[tuple[int, float]] = []
         self._sent_timesteps_at = run.start_step
         run.logging_dir.mkdir(parents=True, exist_ok=True)

@@ -40,7 +40,8 @@ WAITING = 64  # maximum number of messages in a queue
 SECONDS_BETWEEN_WARNINGS = 60.0
 LEVELS = {"critical": 0, "error": 1, "warning": 2, "success": 3, "info": 3, "debug": 4}
 # Limits of Discord: characters of a message, and bytes of a file.
-LONGEST_TEXT, LARGEST_FILE = 2000, 10_000_000
+LONGEST_TEXT = 2000
+LARGEST_FILE = 10_000_000
 DISCORD_TYPES = {"training.status", "training.checkpoint", "training.validation", "notification", "error"}
 
 
@@ -155,7 +156,8 @@ class Delivery:
                 try:
                     self._post(client, payload)
                 except (httpx.HTTPError, httpx.InvalidURL, OSError) as error:
-                    level, self._unreachable = logging.DEBUG if self._unreachable else logging.WARNING, True
+                    level = logging.DEBUG if self._unreachable else logging.WARNING
+                    self._unreachable = True
                     cause = type(error).__name__
                     logger.log(level, "The webhook at %s could not be reached: %s", self.hook.host, cause)
 
@@ -212,7 +214,8 @@ def discord_form(hook: Hook, payload: Payload, folder: Path) -> dict[str, Any]:
     """The body of a Discord message as arguments of httpx: the text, with pictures and clips as files."""
     text = payload.get("message") or payload.get("title") or ""
     if payload["type"] == "training.validation":
-        noun, name = "video" if payload["videos"] else "image", payload["data"]["name"]
+        noun = "video" if payload["videos"] else "image"
+        name = payload["data"]["name"]
         text = f"Validation {noun} for `{name}`\nValidation prompt: {payload['body']}"
     paths = [*payload.get("images", ()), *(clip["src"] for clip in payload.get("videos", ()))]
     files, notes = _attachments([folder / path for path in paths])
@@ -227,7 +230,8 @@ def discord_form(hook: Hook, payload: Payload, folder: Path) -> dict[str, Any]:
 
 def _attachments(paths: Sequence[Path]) -> tuple[list[tuple[str, bytes]], list[str]]:
     """Names and contents of files, and notes about files that are too large to send."""
-    files, notes = [], []
+    files = []
+    notes = []
     for path in filter(Path.is_file, paths):
         if path.stat().st_size <= LARGEST_FILE:
             files.append((path.name, path.read_bytes()))
@@ -250,7 +254,8 @@ def still_jpeg(path: Path) -> bytes:
 def delivered(config: RunConfig, folder: Path, events: EventStream, job_id: str) -> Iterator[None]:
     """Send the events of a run to its webhooks; pending messages are delivered within `TIMEOUT` or `PATIENCE`."""
     project = config.tracking.tracker_project_name
-    settings, deliveries = config.webhooks, []
+    settings = config.webhooks
+    deliveries = []
     for hook in settings.hooks:
         payloads = Payloads(settings.webhook_reporting_interval, job_id)
         named = hook if hook.message_prefix is not None else replace(hook, message_prefix=project)

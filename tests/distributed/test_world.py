@@ -29,6 +29,7 @@ from simpletuner.annexes.processes.watch import GONE, EndReporter
 from simpletuner.distributed.world import World, launched
 from simpletuner.errors import UserError
 from tests.processes import finish
+from tests.reports import found_by
 from tests.workspace import FORKS
 
 
@@ -211,14 +212,21 @@ def test_a_launcher_that_names_no_rank(rank: str | None) -> None:
 
 def test_where_processes_meet() -> None:
     slurm = dict(SLURM)
-    assert set_rendezvous(World(5, 8, 1, 4), slurm) == []
+    assert found_by(set_rendezvous, World(5, 8, 1, 4), slurm) == []
     assert (slurm["MASTER_ADDR"], slurm["MASTER_PORT"], slurm["RANK"], slurm["LOCAL_WORLD_SIZE"]) == (
         "gpu07", "20021", "5", "4",
     )  # fmt: skip
     alone: dict[str, str] = {}
-    assert set_rendezvous(World(0, 2, 0, 2), alone) == []
+    assert found_by(set_rendezvous, World(0, 2, 0, 2), alone) == []
     assert (alone["MASTER_ADDR"], alone["WORLD_SIZE"]) == ("127.0.0.1", "2")
-    assert [each.where for each in set_rendezvous(World(1, 2, 0, 1), {})] == ["MASTER_ADDR", "MASTER_PORT"]
+    problems = found_by(set_rendezvous, World(1, 2, 0, 1), {})
+    assert [problem.where for problem in problems] == ["MASTER_ADDR", "MASTER_PORT"]
+
+
+def test_a_wrong_port_hides_no_missing_address() -> None:
+    problems = found_by(set_rendezvous, World(1, 2, 0, 1), {"MASTER_PORT": "70000"})
+
+    assert [problem.where for problem in problems] == ["MASTER_ADDR", "MASTER_PORT"]
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from simpletuner.annexes.processes.joining import connect, set_rendezvous
 from simpletuner.config.techniques.crepa import CrepaConfig
 from simpletuner.distributed.world import World
+from simpletuner.errors import Problems
 from simpletuner.planning.techniques.crepa import CrepaSpec
 from simpletuner.techniques.crepa import Crepa
 from tests.fidelity.test_kandinsky5_video import make_video_adapter
@@ -75,7 +76,7 @@ def watch(run: Run) -> set[int]:
 
 def main(place: World, checkpoints: Mapping[str, Path], folder: Path, cases: Mapping[str, int]) -> None:
     """One of several processes: train cases with their numbers of processes to a sample."""
-    set_rendezvous(place, os.environ)  # for accelerate
+    set_rendezvous(place, os.environ, Problems())  # for accelerate
     with connect(place, f"file://{folder}/meeting-{place.size}-{len(cases)}") as world:
         results = {name: run_case(name.partition(" ")[0], checkpoints, world, folder, sequence)
                    for name, sequence in cases.items()}  # fmt: skip

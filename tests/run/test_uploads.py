@@ -20,6 +20,7 @@ from simpletuner.annexes.publishing.again import recorded_settings
 from simpletuner.annexes.publishing.uploads import Uploads
 from simpletuner.config.publishing import PublishConfig
 from simpletuner.config.sources import Arguments
+from simpletuner.errors import ConfigError
 from simpletuner.headers import METADATA, read_header
 from simpletuner.planning.checkpoint_folder import Identity, Manifest, describe_files, prune, write_manifest
 from simpletuner.reporting.events import CheckpointSaved, EventStream, PhaseStarted, Uploaded
@@ -123,12 +124,24 @@ def test_publish_reports_what_it_cannot_do(hub: FakeHub, workspace: Workspace, c
     assert 'pipe.load_lora_weights("me/star")' in hub.repositories["me/star"].text("README.md")
 
 
-def test_publish_names_recorded_settings_that_are_gone(hub: FakeHub, tmp_path: Path) -> None:
-    folder = tmp_path / "checkpoint-1"
+def put_checkpoint(output_dir: Path, config: str) -> None:
+    """Write a checkpoint that holds only the settings of its run."""
+    folder = output_dir / "checkpoint-1"
     folder.mkdir()
-    names = {"tracker_project_name": "stars", "tracker_run_name": "first"}
-    (folder / "config.json").write_text(json.dumps({**names, "publishing_config": [{"bucket": "b"}]}))
+    (folder / "config.json").write_text(config)
     write_manifest(folder, Manifest(1, 1, IDENTITY, describe_files(folder)))
+
+
+def test_publish_says_where_recorded_settings_are_damaged(tmp_path: Path) -> None:
+    put_checkpoint(tmp_path, '{"seed": ')
+
+    with pytest.raises(ConfigError, match="checkpoint-1/config.json: is not valid JSON"):
+        recorded_settings(tmp_path, Arguments())
+
+
+def test_publish_names_recorded_settings_that_are_gone(hub: FakeHub, tmp_path: Path) -> None:
+    names = {"tracker_project_name": "stars", "tracker_run_name": "first"}
+    put_checkpoint(tmp_path, json.dumps({**names, "publishing_config": [{"bucket": "b"}]}))
     arguments = Arguments()
 
     settings, recorded = recorded_settings(tmp_path, arguments)

@@ -17,6 +17,7 @@ from torch._dynamo.utils import counters
 
 from simpletuner.annexes.processes.joining import connect, set_rendezvous
 from simpletuner.distributed.world import World
+from simpletuner.errors import Problems
 from simpletuner.models.blocks import FreeSizes
 from simpletuner.training import assemble, sharding, step
 from tests.processes import PATIENCE
@@ -68,7 +69,7 @@ def results_of(name: str, checkpoint: Path, world: World, folder: Path) -> list[
 
 def main(place: World, checkpoint: Path, folder: Path) -> None:
     """One of several processes; its results are a file in the folder."""
-    set_rendezvous(place, os.environ)  # for accelerate
+    set_rendezvous(place, os.environ, Problems())  # for accelerate
     results = {}
     with connect(place, f"file://{folder}/meeting", limit=PATIENCE) as world:
         for name in CASES:

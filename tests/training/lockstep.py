@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from simpletuner.annexes.processes.joining import connect, set_rendezvous
 from simpletuner.diffusion.batch import Batch
 from simpletuner.distributed.world import World
-from simpletuner.errors import NonFiniteError
+from simpletuner.errors import NonFiniteError, Problems
 from simpletuner.planning.techniques.spec import TrainedData
 from simpletuner.planning.techniques.table import chosen_techniques
 from simpletuner.techniques.base import Technique
@@ -117,7 +117,7 @@ def refused(run: Run, world: World) -> str:
 
 def main(place: World, checkpoint: Path, folder: Path, cases: Mapping[str, Mapping[str, Any]]) -> None:
     """One of several processes: train cases; their results are a file in the folder."""
-    set_rendezvous(place, os.environ)  # for accelerate
+    set_rendezvous(place, os.environ, Problems())  # for accelerate
     batch = torch.load(folder / "batch.pt", weights_only=False)
     with connect(place, f"file://{folder}/meeting", limit=180) as world:
         results = {name: train(checkpoint, batch, world, folder, **case) for name, case in cases.items()}

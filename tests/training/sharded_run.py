@@ -17,6 +17,7 @@ from simpletuner.config.schema import CheckpointConfig
 from simpletuner.config.techniques.tread import Route
 from simpletuner.diffusion.batch import Batch
 from simpletuner.distributed.world import World
+from simpletuner.errors import Problems
 from simpletuner.planning.checkpoint_folder import Identity, open_checkpoint
 from simpletuner.planning.techniques.tread import TreadSpec
 from simpletuner.reporting.events import EventStream
@@ -219,7 +220,7 @@ def ends_the_same(first: Run, checkpoint: Path) -> bool:
 
 def main(place: World, checkpoint: Path, folder: Path, leg: int, cases: Sequence[str]) -> None:
     """One of several processes: train cases and a leg of the relay; its results are a file in the folder."""
-    set_rendezvous(place, os.environ)  # for accelerate
+    set_rendezvous(place, os.environ, Problems())  # for accelerate
     results: dict[str, Any] = {}
     with connect(place, f"file://{folder}/meeting-{leg}") as world:
         for name in cases:

@@ -19,7 +19,7 @@ from simpletuner.config.optimizers import may_change
 from simpletuner.config.schema import CHOSEN, PLAIN_PRECISIONS, RunConfig
 from simpletuner.config.speed import graph_key, keeps_attention, plain_math
 from simpletuner.config.types import typed
-from simpletuner.errors import Problem, Problems
+from simpletuner.errors import Problem, Problems, counted
 from simpletuner.planning.checks import conflicts
 from simpletuner.planning.environment import check_launch, check_offload, may_shard
 from simpletuner.planning.plans import SamplePlan
@@ -29,7 +29,8 @@ STREAMED = {"enable_group_offload": True, "group_offload_use_stream": True}
 RELEASED = {"optimizer_release_gradients": True}
 STATE_ON_HOST = {**RELEASED, "offload_optimizer_state": True}
 LOW_BIT = {"optimizer": "ao-adamw8bit"}
-DISK, KEPT = "group_offload_to_disk_path", "gradient_checkpointing_kept_blocks"
+DISK = "group_offload_to_disk_path"
+KEPT = "gradient_checkpointing_kept_blocks"
 DECODINGS = {"strips": "only their rounding", "tiles": "pixels slightly at the seams"}  # and their side effects
 
 # Rendering is fitted into memory like a run.
@@ -41,7 +42,7 @@ class Change:
     """A change that lowers peak memory.
 
     Attributes:
-        values: config keys and their new values.
+        values: config keys and their new values; the first key makes the change, the others accompany it.
         role: when auto makes the change: if it is the fastest way to fit (`time`), if a phase before training does not
             fit (`encoding`), if nothing else helps (`last`), or never (`user`).
         reason: the explanation that auto reports; for the role `encoding`, the side effect.
@@ -85,17 +86,24 @@ def check_fit(budget: AnyBudget, report: Problems) -> None:
         advice += " To plan for a GPU elsewhere, run simpletuner plan with --device-memory 24."
     if budget.guess:
         advice += f" {budget.guess}."
-    if fatal := not budget.config.run.i_know_what_i_am_doing:
+    fatal = not budget.config.run.i_know_what_i_am_doing
+    if fatal:
         advice += " To run anyway, set i_know_what_i_am_doing."
-    count = len(lacking) - 1
-    more = f" ({count} more phase{'s do' if count > 1 else ' does'} not fit)" if count else ""
+    more = ""
+    if len(lacking) > 1:
+        phases = counted(len(lacking) - 1, "more phase does", "more phases do")
+        more = f" ({phases} not fit)"
     report.append(Problem("memory", f"{lacking[0]}{more}. {advice}", fatal, _settings_of(changes)))
 
 
 def _settings_of(changes: Sequence[Change]) -> dict[str, Any]:
     """The changes as settings; empty if a change is not a setting, such as shorter clips."""
-    are_settings = all(change.values for change in changes)
-    return {key: value for change in changes if are_settings for key, value in change.values.items()}
+    settings: dict[str, Any] = {}
+    for change in changes:
+        if not change.values:
+            return {}
+        settings.update(change.values)
+    return settings
 
 
 def smallest_change(budget: AnyBudget) -> list[Change]:
@@ -120,7 +128,9 @@ def smallest_change(budget: AnyBudget) -> list[Change]:
 
 def possible_changes(budget: AnyBudget) -> Iterator[Change]:
     """Changes that this configuration does not have yet, mildest first."""
-    config, workload, room = budget.config, budget.workload, _room(budget)
+    config = budget.config
+    workload = budget.workload
+    room = _room(budget)
     yield from _step_changes(budget)
     yield from _phase_changes(budget)
     if config.model.model_type == "lora" and config.precision.base_model_precision in PLAIN_PRECISIONS:
@@ -141,7 +151,8 @@ def possible_changes(budget: AnyBudget) -> Iterator[Change]:
 
 def _step_changes(budget: AnyBudget) -> Iterator[Change]:
     """Changes to training that do not change results."""
-    config, room = budget.config, _room(budget)
+    config = budget.config
+    room = _room(budget)
     kept = config.precision.gradient_checkpointing_kept_blocks
     if budget.workload.encoded_in_training:
         words = "latents encoded before training, without vae_cache_ondemand and vae_cache_disable"
@@ -155,12 +166,15 @@ def _step_changes(budget: AnyBudget) -> Iterator[Change]:
         yield Change({**whole, **({KEPT: 0} if kept else {})})
     if config.caching.vae_batch_size > 1:
         yield Change({"vae_batch_size": 1})
-    yield from _offload_changes(budget) if budget.device.has_own_memory else ()
+    if budget.device.has_own_memory:
+        yield from _offload_changes(budget)
 
 
 def _offload_changes(budget: AnyBudget) -> Iterator[Change]:
     """Changes that move weights and state off a GPU."""
-    config, offload, room = budget.config, budget.config.offload, _room(budget)
+    config = budget.config
+    offload = config.offload
+    room = _room(budget)
     if config.model.model_type == "full":
         yield from _sharding(budget)
     if _may_stream(budget):
@@ -177,7 +191,8 @@ def _offload_changes(budget: AnyBudget) -> Iterator[Change]:
 
 def _phase_changes(budget: AnyBudget) -> Iterator[Change]:
     """Changes to loading and to the phases before and after training."""
-    offload, caching = budget.config.offload, budget.config.caching
+    offload = budget.config.offload
+    caching = budget.config.caching
     if budget.device.has_own_memory and not offload.group_offload_text_encoder:
         yield Change({"group_offload_text_encoder": True}, "encoding")
     streams = budget.device.has_own_memory and offload.enable_group_offload
@@ -193,9 +208,11 @@ def _phase_changes(budget: AnyBudget) -> Iterator[Change]:
 
 def _decodings(budget: AnyBudget) -> Iterator[Change]:
     """Changes that decode previews in less memory."""
-    ways = ["whole", *(how for how in DECODINGS if how == "tiles" or budget.parts.spec.decodes_in_strips)]
+    ways = ["whole", "strips", "tiles"] if budget.parts.spec.decodes_in_strips else ["whole", "tiles"]
     now = budget.config.validation.validation_decoding
-    for how in ways[ways.index(now) + 1 :] if now in ways and budget.workload.previews else []:
+    if now not in ways or not budget.workload.previews:
+        return
+    for how in ways[ways.index(now) + 1 :]:
         reason = f"previews are decoded in {how} to fit {_room(budget)}, which changes {DECODINGS[how]}"
         yield Change({DECODING: how}, "time", reason)
 
@@ -214,7 +231,8 @@ def _may_stream(budget: AnyBudget) -> bool:
 
 def _shared_tokens(budget: AnyBudget) -> Iterator[Change]:
     """Share the tokens of a sample among as many processes as heads and machines allow; steps have fewer samples."""
-    config, cost = budget.config, budget.parts.transformer
+    config = budget.config
+    cost = budget.parts.transformer
     size = math.gcd(config.launch.local_processes, cost.hidden // cost.head)
     if budget.parts.spec.heads is None or size <= config.launch.sequence_parallel_size or not plain_math(config.speed):
         return
@@ -227,7 +245,8 @@ def _shared_tokens(budget: AnyBudget) -> Iterator[Change]:
 
 def _smaller_samples(budget: AnyBudget) -> Iterator[Change]:
     """Shorter clips, then smaller pictures, described by dataset keys; for previews if nothing is trained."""
-    workload, spec = budget.workload, budget.parts.spec
+    workload = budget.workload
+    spec = budget.parts.spec
     longest = max((bucket.frames for bucket in workload.buckets or workload.previews), default=1)
     if longest > 1:
         halve = partial(Workload.scaled, spec=spec, frames=0.5)
@@ -241,9 +260,11 @@ def _smaller_samples(budget: AnyBudget) -> Iterator[Change]:
 
 def _sharding(budget: AnyBudget) -> list[Change]:
     """FSDP2, if it is allowed and the user has not set it."""
-    config, reason = budget.config, f"each process keeps a share of the weights, to fit {_room(budget)}"
-    is_open = may_shard(config) and not config.launch.fsdp_enable and not config.is_explicit("fsdp_enable")
-    return [Change({"fsdp_enable": True}, reason=reason)] if is_open else []
+    config = budget.config
+    if not may_shard(config) or config.launch.fsdp_enable or config.is_explicit("fsdp_enable"):
+        return []
+    reason = f"each process keeps a share of the weights, to fit {_room(budget)}"
+    return [Change({"fsdp_enable": True}, reason=reason)]
 
 
 def _room(budget: AnyBudget) -> str:
@@ -278,18 +299,26 @@ def choose(budget: AnyBudget) -> AnyBudget:
 
 def _open_changes(budget: AnyBudget, role: str) -> list[Change]:
     """The changes of a role that override no key set by the user."""
-    flat, is_explicit, changes = budget.config.flat, budget.config.is_explicit, []
-    for change in (change for change in possible_changes(budget) if change.role == role):
+    flat = budget.config.flat
+    is_explicit = budget.config.is_explicit
+    changes = []
+    for change in possible_changes(budget):
+        if change.role != role:
+            continue
         new = {key: value for key, value in change.values.items() if flat[key] != value}
-        # The first key makes the change; the others only accompany it.
-        if not is_explicit(next(iter(new))):
+        # The first key makes the change; the others only accompany it, and may stay as the user set them.
+        deciding_key, *_ = new
+        if not is_explicit(deciding_key):
             changes.append(replace(change, values={key: new[key] for key in new if not is_explicit(key)}))
     return changes
 
 
 def _time_changes(budget: AnyBudget, hopeless: frozenset[str]) -> list[Change]:
     """Changes that only cost time, without ways of decoding previews that cannot fit anyway."""
-    return [each for each in _open_changes(budget, "time") if PREVIEWS not in hopeless or DECODING not in each.values]
+    changes = _open_changes(budget, "time")
+    if PREVIEWS in hopeless:
+        changes = [change for change in changes if DECODING not in change.values]
+    return changes
 
 
 def _lacking(budget: AnyBudget) -> frozenset[str]:
@@ -368,9 +397,11 @@ def _best_level(budget: AnyBudget, selected: Sequence[Change], hopeless: frozens
 
 def _levels(budget: AnyBudget, keys: set[str]) -> list[list[Change]]:
     """What may stay on the device with the selected changes of `keys`, in order of device memory."""
-    config, blocks = budget.config, len(budget.parts.transformer.blocks)
+    config = budget.config
+    blocks = len(budget.parts.transformer.blocks)
     levels: list[list[Change]] = [[]]
-    residents, checkpointing = "group_offload_resident_blocks", "gradient_checkpointing"
+    residents = "group_offload_resident_blocks"
+    checkpointing = "gradient_checkpointing"
     if "enable_group_offload" in keys and not config.is_explicit(residents):
         # All blocks resident would mean no streaming, which is another selection.
         for count in range(1, blocks):

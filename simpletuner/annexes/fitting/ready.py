@@ -60,7 +60,8 @@ def plan_that_fits(arguments: Arguments) -> Budget:
     Raises:
         ConfigError: lists all problems, including a run that does not fit.
     """
-    problems, budget = arguments.problems, weigh_plan(arguments)
+    problems = arguments.problems
+    budget = weigh_plan(arguments)
     check_devices(budget.config.launch.local_processes, problems)
     check_unset([*budget.config.publish, *budget.config.webhooks], problems, fatal=True)
     _check_downloads(budget.plan.source, problems)
@@ -95,7 +96,7 @@ def weigh_plan(arguments: Arguments) -> Budget:
     try:
         budget = weigh(plan_training(arguments), arguments.problems, arguments.device)
     except ConfigError as error:
-        raise ConfigError([_with_equivalent(each, arguments) for each in error.problems]) from None
+        raise ConfigError([_with_equivalent(problem, arguments) for problem in error.problems]) from None
     slow = Problems()
     check_gpu(budget, slow)
     arguments.problems.extend(slow)
@@ -162,13 +163,16 @@ def weigh(plan: AnyPlan, report: Problems, asked: AskedDevice = HERE) -> Budget[
 
 def _sparing(budget: Budget[SamplePlan]) -> dict[str, object]:
     """Settings that keep features off a disk that is too small for them."""
-    kinds = (kind for technique in budget.plan.techniques for kind in technique.features)
-    sparing = {key: value for kind in kinds for key, value in kind.spared_by.items()}
+    sparing: dict[str, object] = {}
+    for technique in budget.plan.techniques:
+        for kind in technique.features:
+            sparing.update(kind.spared_by)
     features = feature_costs(budget.parts.spec, budget.listing).stored
     if not (features and sparing):
         return {}
     latents = existing(budget.plan.datasets[0].latent_dir)
-    return sparing if features > FEATURE_SHARE * shutil.disk_usage(latents).free else {}
+    fits = features <= FEATURE_SHARE * shutil.disk_usage(latents).free
+    return {} if fits else sparing
 
 
 def _chosen(budget: Budget[AnyPlan]) -> Budget[AnyPlan]:
@@ -192,12 +196,15 @@ def check_gpu(budget: Budget, report: Problems, *, yes: bool = False) -> None:
     Args:
         yes: consent was given on the command line.
     """
-    device, seconds = budget.device, sum(remaining_seconds(budget))
+    device = budget.device
+    seconds = sum(remaining_seconds(budget))
     if device.is_gpu or not seconds or budget.parts.transformer.parameters < FULL_SIZE:
         return
-    why, advice = "no GPU can be used here", ""
+    why = "no GPU can be used here"
+    advice = ""
     if device.idle:
-        why, advice = f"torch cannot use the {device.idle} of this machine", " See docs/INSTALL.md."
+        why = f"torch cannot use the {device.idle} of this machine"
+        advice = " See docs/INSTALL.md."
         built_for = drivers.torch_backend()
         if not devices.torch_uses_gpus():
             why += ", since its CPU build is installed"

@@ -36,7 +36,8 @@ def plan_in_every_process(world: World, make: Callable[[int | None], Budget]) ->
 
 def agreed_values(plan: Plan) -> dict[str, str]:
     """Values that must be equal in all processes, by the name that error messages use."""
-    config, identity = plan.config, identify(plan)
+    config = plan.config
+    identity = identify(plan)
     step = "the beginning" if plan.resume is None else plan.resume.path.name
     return {
         **{key: repr(value) for key, value in {**identity.settings, **identity.order, **config.flat}.items()},
@@ -62,7 +63,8 @@ def differences(described: list[tuple[str, Mapping[str, str]]]) -> list[Problem]
     places: dict[tuple[str, str, str], list[str]] = {}
     for rank, (host, values) in enumerate(described):
         for key in first.keys() | values.keys():
-            expected, actual = first.get(key, "absent"), values.get(key, "absent")
+            expected = first.get(key, "absent")
+            actual = values.get(key, "absent")
             if actual != expected:
                 # Processes with the same difference share a line of the error.
                 places.setdefault((key, expected, actual), []).append(f"{rank} on {host}")

@@ -23,7 +23,7 @@ from simpletuner.annexes.processes.joining import (
 from simpletuner.annexes.processes.watch import GRACE_SECONDS, EndReporter
 from simpletuner.distributed.requests import signals_as_interrupt
 from simpletuner.distributed.world import World
-from simpletuner.errors import ConfigError, Interrupted, SimpleTunerError, UserError, full_text
+from simpletuner.errors import Interrupted, Problems, SimpleTunerError, UserError, full_text
 from simpletuner.redaction import redact
 
 logger = logging.getLogger(__name__)
@@ -76,9 +76,9 @@ def process_group(place: World, start_limit: float = START_SECONDS) -> Iterator[
         place: rank and size set by a launcher.
         start_limit: seconds within which all processes must join.
     """
-    missing = set_rendezvous(place, os.environ)
-    if missing:
-        raise ConfigError(missing)
+    report = Problems()
+    set_rendezvous(place, os.environ, report)
+    report.raise_if_fatal()
     reporter = TerminalReporter(place)
     if not place.is_leader:
         leave_terminal()

@@ -24,17 +24,19 @@ from typing import Any
 from simpletuner.annexes.processes.watch import GRACE_SECONDS, POLL_SECONDS, Beat, EndReporter, Link, Watch
 from simpletuner.distributed.requests import Stop
 from simpletuner.distributed.world import EXCHANGE_SECONDS, LAUNCHERS, Value, World, number_in
-from simpletuner.errors import Problem, SimpleTunerError, UserError, shorten
+from simpletuner.errors import Problems, SimpleTunerError, UserError, shorten
 
 # Processes wait while others save, encode or render, which may take hours; `Watch` detects a process that exits.
 PATIENCE = timedelta(days=30)
 START_SECONDS = 600.0  # within which all processes must join
 SLACK_SECONDS = 3.0  # after which a call with a limit of its own has ended
 # torchrun hosts the store, and reuses it when it restarts the processes.
-KEPT_BY_LAUNCHER, ATTEMPT = "TORCHELASTIC_USE_AGENT_STORE", "TORCHELASTIC_RESTART_COUNT"
+KEPT_BY_LAUNCHER = "TORCHELASTIC_USE_AGENT_STORE"
+ATTEMPT = "TORCHELASTIC_RESTART_COUNT"
 FIRST = "process 0"  # store key: host, address and port of process 0, and the run's key
 LOOPBACK = "127.0.0.1"
-FIRST_PORT, PORTS = 20000, 20000
+FIRST_PORT = 20000
+PORTS = 20000
 SMALL = 4096  # size of the first, fixed-size message of a gather
 
 
@@ -301,9 +303,14 @@ def join_watch(place: World, store: Any, limit: float, deadline: float) -> Watch
         watch = Watch(place.rank, place.size, key, limit)
         watch.links.add(Link(_reach(host, address, port, deadline), Beat(0, place.size, host, key)), 0)
     # Process 0 reports who is missing.
-    if missing := watch.begin(deadline - time.monotonic() + (0.0 if place.is_main else GRACE_SECONDS)):
+    patience = deadline - time.monotonic()
+    if not place.is_main:
+        patience += GRACE_SECONDS
+    missing = watch.begin(patience)
+    if missing:
         if place.is_main:
-            names = f"{'process' if len(missing) == 1 else 'processes'} {shorten(list(map(str, missing)), 8)}"
+            noun = "process" if len(missing) == 1 else "processes"
+            names = f"{noun} {shorten([str(rank) for rank in missing], 8)}"
             late = f"MASTER_ADDR: {names} of {place.size} did not join {watch.own.host} in time."
             advice = "Start the same command on every machine, with this one's address; start_timeout allows more time."
             watch.fail(f"{late} {advice}", 2, GRACE_SECONDS)
@@ -333,17 +340,19 @@ def _reach(host: str, address: str, port: int, deadline: float) -> socket.socket
         time.sleep(1)
 
 
-def set_rendezvous(place: World, environment: MutableMapping[str, str]) -> list[Problem]:
-    """Set the variables that `env://` reads; returns a problem for every variable that only the user can set."""
+def set_rendezvous(place: World, environment: MutableMapping[str, str], report: Problems) -> None:
+    """Set the variables that `env://` reads, and report those that only the user can set."""
     values = {name: environment.get(name) or value for name, value in _usual_rendezvous(place, environment).items()}
     environment.update({name: value for name, value in values.items() if value})
     environment.update(zip(LAUNCHERS[0], map(str, astuple(place)), strict=True))
     what = {"MASTER_ADDR": "the address of the machine of process 0", "MASTER_PORT": "a free port there"}
+    for name, value in values.items():
+        if not value:
+            message = f"is not set. {place.size} processes on several machines need {what[name]}."
+            report.error(name, message)
     port = values["MASTER_PORT"]
     if port and not (port.isdecimal() and 0 < int(port) < 1 << 16):
-        return [Problem("MASTER_PORT", f"is {port!r}, not a port: 1 to 65535.")]
-    needed = f"is not set. {place.size} processes on several machines need"
-    return [Problem(name, f"{needed} {what[name]}.") for name, value in values.items() if not value]
+        report.error("MASTER_PORT", f"is {port!r}, not a port: 1 to 65535.")
 
 
 def _usual_rendezvous(place: World, environment: Mapping[str, str]) -> dict[str, str]:

@@ -48,7 +48,8 @@ CUT_OFF = "cannot be reached any more: its machine or the network is down"
 GONE = "exited without reporting an error: it was killed, or it crashed"
 LAUNCHED = "TORCHELASTIC_RUN_ID"  # set by torchrun and accelerate
 # Modules in which a main thread waits for other processes, and the module of checkpoints, which writes files.
-WAITING_IN, WRITING_IN = ("torch.distributed", "torch.autograd"), "torch.distributed.checkpoint"
+WAITING_IN = ("torch.distributed", "torch.autograd")
+WRITING_IN = "torch.distributed.checkpoint"
 EXCHANGING = ("simpletuner.distributed.world", "simpletuner.annexes.processes.joining")
 Failure = tuple[str, int]
 

@@ -17,7 +17,7 @@ from simpletuner.config.publishing import PublishConfig, check_publishing
 from simpletuner.config.records import without_removed
 from simpletuner.config.sources import Arguments
 from simpletuner.distributed.requests import signals_as_interrupt
-from simpletuner.errors import Problems, SimpleTunerError, UserError
+from simpletuner.errors import ConfigError, Problems, SimpleTunerError, UserError
 from simpletuner.planning.checkpoint_folder import find_checkpoints
 from simpletuner.planning.lock import lock_output
 
@@ -49,14 +49,10 @@ def recorded_settings(output_dir: Path, arguments: Arguments) -> tuple[PublishCo
     Raises:
         UserError: the folder contains no run, or a setting is invalid.
     """
-    whole = find_checkpoints(output_dir)[0]
-    recorded = read_json(whole[-1].path / "config.json", Problems()) if whole else None
-    if not isinstance(recorded, dict):
-        found = f"{str(output_dir)!r} is not the output folder of a run: it has no checkpoint."
-        raise UserError(found if output_dir.exists() else absence_of(output_dir))
     problems = arguments.problems
-    recorded = without_removed(recorded, str(whole[-1].path / "config.json"), problems)
-    given, keys = canonical(arguments.layer(), problems), PublishConfig.model_fields.keys()
+    recorded = _recorded(output_dir, problems)
+    given = canonical(arguments.layer(), problems)
+    keys = PublishConfig.model_fields.keys()
     for key in sorted(given.keys() - keys):
         problems.error(key, "has no effect: only settings of the section Publishing are used here.")
     old = {key: recorded[key] for key in keys & recorded.keys()}
@@ -68,3 +64,21 @@ def recorded_settings(output_dir: Path, arguments: Arguments) -> tuple[PublishCo
     problems.extend(problem for problem in of_publishing if problem.fatal)
     problems.raise_if_fatal()
     return settings, recorded
+
+
+def _recorded(output_dir: Path, report: Problems) -> dict[str, Any]:
+    """The settings in the last checkpoint of a run, without what earlier versions had.
+
+    Raises:
+        UserError: there is no checkpoint, or its settings cannot be read.
+    """
+    checkpoints, _ = find_checkpoints(output_dir)
+    if not checkpoints:
+        if not output_dir.exists():
+            raise UserError(absence_of(output_dir))
+        raise UserError(f"{str(output_dir)!r} is not the output folder of a run: it has no checkpoint.")
+    file = checkpoints[-1].path / "config.json"
+    recorded = read_json(file, report, dict)
+    if recorded is None:
+        raise ConfigError(report)
+    return without_removed(recorded, str(file), report)

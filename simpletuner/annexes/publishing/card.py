@@ -3,7 +3,6 @@
 README.md                describes the run; the hub reads its front matter
 simpletuner_config.json  the settings, without secrets and paths of this machine
 assets/                  previews of the step, and a curve of the evaluation loss
-
 """
 
 from __future__ import annotations
@@ -38,7 +37,10 @@ from simpletuner.reporting.wording import size_text
 from simpletuner.weights.lora_names import LORA_FILE
 from simpletuner.weights.original import OriginalTransformer
 
-CARD_FOLDER, README, SETTINGS_FILE, ASSETS = "model_card", "README.md", "simpletuner_config.json", "assets"
+CARD_FOLDER = "model_card"
+README = "README.md"
+SETTINGS_FILE = "simpletuner_config.json"
+ASSETS = "assets"
 MOST_MEDIA = 32  # previews in a gallery
 UNPROMPTED = "unconditional (blank prompt)"  # the hub hides gallery entries without a text
 # The owner in cards of runs that are not uploaded.
@@ -65,8 +67,10 @@ def describe_run(repository: str, plan: Plan, step: int, epoch: int) -> None:
     # Imported here: the import takes as long as starting the command line.
     from huggingface_hub.repocard_data import ModelCardData
 
-    config, negative = plan.config, plan.config.validation.validation_negative_prompt or ""
-    facts, media = card_facts(plan, repository, step, epoch), _named(read_media(plan.output_dir / MEDIA_FILE), step)
+    config = plan.config
+    negative = config.validation.validation_negative_prompt or ""
+    facts = card_facts(plan, repository, step, epoch)
+    media = _named(read_media(plan.output_dir / MEDIA_FILE), step)
     chosen = {key: value for key, value in config.flat.items() if config.is_explicit(key) and key not in PRIVATE}
     settings = public_settings(chosen)
     # Equal for runs with equal settings, regardless of their names.
@@ -106,10 +110,12 @@ def move_card(output_dir: Path, repository: str) -> None:
 def _named(media: Sequence[MediaRecord], step: int) -> dict[str, MediaRecord]:
     """The previews of a step by their names in `assets/`: image_<prompt>_<number>."""
     previews = [record for record in media if record.step == step]
-    prompts, counts = list(dict.fromkeys(record.short_name for record in previews)), Counter[str]()
+    prompts = list(dict.fromkeys(record.short_name for record in previews))
+    counts: Counter[str] = Counter()
     named = {}
     for record in previews[:MOST_MEDIA]:
-        number, suffix = counts[record.short_name], Path(record.path).suffix
+        number = counts[record.short_name]
+        suffix = Path(record.path).suffix
         named[f"image_{prompts.index(record.short_name)}_{number}{suffix}"] = record
         counts[record.short_name] += 1
     return named
@@ -136,15 +142,19 @@ def _is_private(value: Any) -> bool:
 
 def draw_curve(points: Sequence[tuple[int, float]]) -> Image.Image:
     """Draw losses by step, with the lowest marked."""
-    (first, _), (last, _), best = points[0], points[-1], min(points, key=lambda point: point[1])
-    span, rise = max(last - first, 1), (max(loss for _, loss in points) - best[1]) or 1.0
+    first, _ = points[0]
+    last, _ = points[-1]
+    best = min(points, key=lambda point: point[1])
+    span = max(last - first, 1)
+    rise = (max(loss for _, loss in points) - best[1]) or 1.0
 
     def at(point: tuple[int, float]) -> tuple[float, float]:
         # Margins of 48 in 960 x 420; y grows downwards.
         return 48 + 864 * (point[0] - first) / span, 372 - 324 * (point[1] - best[1]) / rise
 
     picture = Image.new("RGB", (960, 420), "white")
-    draw, font = ImageDraw.Draw(picture), ImageFont.load_default(16)
+    draw = ImageDraw.Draw(picture)
+    font = ImageFont.load_default(16)
     draw.line([at(point) for point in points], "#2563eb", 3)
     draw.circle(at(best), 6, "#2563eb")
     draw.text((48, 12), f"Evaluation loss, lowest {best[1]:.4g} at step {best[0]:,}", "#111111", font)
@@ -174,12 +184,18 @@ def _render(template: str, values: Mapping[str, Any]) -> str:
 
 def card_facts(plan: Plan, repository: str, step: int, epoch: int) -> dict[str, Any]:
     """The values for the templates."""
-    config, base = plan.config, plan.source["transformer"]
+    config = plan.config
+    base = plan.source["transformer"]
     # A local path is meaningless to other users.
     base_name = plan.flavour.base_model if base.is_local else base.location
     rows = (row for row in read_rows(plan.output_dir / METRICS_FILE) if row["step"] <= step)
     return {
-        **{"plan": plan, "config": config, "repository": repository, "step": step, "epoch": epoch, "base": base_name},
+        "plan": plan,
+        "config": config,
+        "repository": repository,
+        "step": step,
+        "epoch": epoch,
+        "base": base_name,
         "is_lora": config.model.model_type == "lora",
         "learning_rate": learning_rate(config.optimizer, config.model.model_type),
         "optimizer": optimizer_name(config.optimizer, config.precision.mixed_precision),
@@ -194,7 +210,9 @@ def card_facts(plan: Plan, repository: str, step: int, epoch: int) -> dict[str, 
 
 def front_matter(plan: Plan, base: str) -> dict[str, Any]:
     """The front matter, without the gallery."""
-    publish, kind, family = plan.config.publish, plan.config.model.model_type, plan.spec.name
+    publish = plan.config.publish
+    kind = plan.config.model.model_type
+    family = plan.spec.name
     pipeline = PIPELINE_TAGS[plan.flavour.task]
     safety = "safe-for-work" if publish.model_card_safe_for_work else "not-for-all-audiences"
     # The template tag makes the hub show the gallery of a LoRA.
@@ -250,13 +268,14 @@ def example_program(plan: Plan, base: str, result: str, *, alone: bool = False) 
         result: hub id or folder of the LoRA, or of the fine-tuned pipeline.
         alone: for readers who do not have this program.
     """
-    config, is_lora = plan.config, plan.config.model.model_type == "lora"
+    config = plan.config
+    is_lora = config.model.model_type == "lora"
     if is_lora and config.lora.lora_format == "comfyui":
         return ""
-    validation, (model, lora) = config.validation, (base, result) if is_lora else (result, None)
+    validation = config.validation
     usage = Usage(
-        model=model,
-        lora=lora,
+        model=base if is_lora else result,
+        lora=result if is_lora else None,
         task=plan.flavour.task,
         dtype=DTYPE_NAMES[config.precision.mixed_precision],
         prompt=plan.prompts[-1].prompt if plan.prompts else "",

@@ -98,10 +98,11 @@ class Uploads(Companion):
     def on_step_end(self, assembly: Assembly, state: TrainState, report: StepReport) -> None:
         """Upload the latest checkpoint; a checkpoint of the last step is uploaded with the result."""
         # Not in `__call__`, because companions are called after the previews that the card shows.
-        due, self._due = self._due, None
+        due = self._due
+        self._due = None
         if due is not None and self._is_pushed(due) and due.step < assembly.settings.total_steps:
-            saved, epoch = due, state.epoch
-            self._add(lambda: self._send(saved.path, saved.step, epoch, [saved.path], self.hub), saved.path)
+            send = partial(self._send, due.path, due.step, state.epoch, [due.path], self.hub)
+            self._add(send, due.path)
             if not self.publish.push_to_hub_background:
                 self.join()
 
@@ -148,13 +149,16 @@ class Uploads(Companion):
             UserError: the run has neither.
         """
         regular = self._regular()
-        step = next(filter(None, (result_step(self.output_dir, kind) for kind in ("lora", "full"))), None)
-        if step is None and not regular:
-            raise UserError(f"{str(self.output_dir)!r} contains no result and no checkpoint to upload.")
-        folder, step = (regular[-1].path, regular[-1].step) if step is None else (self.output_dir, step)
+        folder = self.output_dir
+        step = result_step(folder, "lora") or result_step(folder, "full")
+        if not step:
+            if not regular:
+                raise UserError(f"{str(self.output_dir)!r} contains no result and no checkpoint to upload.")
+            folder = regular[-1].path
+            step = regular[-1].step
         if self.repository:
             move_card(self.output_dir, self.repository)
-        self._add(lambda: self._send(folder, step, 0, self._pushed(regular), self.hub))
+        self._add(partial(self._send, folder, step, 0, self._pushed(regular), self.hub))
         self.join()
 
     def join(self) -> None:
@@ -380,7 +384,8 @@ def open_uploads(plan: Plan, hub: Hub | None, events: EventStream) -> Uploads:
     Args:
         hub: the result of `open_hub`.
     """
-    publish, tracking = plan.config.publish, plan.config.tracking
+    publish = plan.config.publish
+    tracking = plan.config.tracking
     if hub is not None:
         repository = hub.repository
     else:

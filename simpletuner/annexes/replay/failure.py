@@ -24,7 +24,9 @@ from simpletuner.planning.length import data_origin
 from simpletuner.planning.plans import Plan
 from simpletuner.redaction import HIDDEN, redact_settings
 
-FOLDER, FAILURE_FILE, CONFIG_FILE = "failures", "failure.json", "config.json"
+FOLDER = "failures"
+FAILURE_FILE = "failure.json"
+CONFIG_FILE = "config.json"
 
 
 @dataclass(frozen=True)
@@ -62,7 +64,9 @@ def read_failure(folder: Path) -> Failure:
     except (OSError, ValidationError) as error:
         why = f"cannot be read ({error.strerror})" if isinstance(error, OSError) else "is damaged"
         # Of a run's folder, its failures; of a misspelt failure, those beside it.
-        near = {file for each in (folder, folder / FOLDER, folder.parent) for file in each.glob(f"*/{FAILURE_FILE}")}
+        near: set[Path] = set()
+        for place in (folder, folder / FOLDER, folder.parent):
+            near.update(place.glob(f"*/{FAILURE_FILE}"))
         names = shorten([str(file.parent) for file in sorted(near - {path})])
         hint = f"did you mean {names}?" if names else "failed runs write it to <output_dir>/failures."
         raise UserError(f"--replay: {str(path)!r} {why}; {hint}") from None
@@ -84,7 +88,8 @@ def prepare(folder: Path, arguments: Arguments) -> tuple[Failure, Plan]:
     settings = [("resume_from_checkpoint", failure.checkpoint if kept else "latest"), *arguments.settings]
     base = _settings_of(folder / CONFIG_FILE, arguments.problems)
     plan = plan_that_fits(replace(arguments, settings=settings, base=base)).plan
-    if (launch := plan.config.launch).num_processes > 1:
+    launch = plan.config.launch
+    if launch.num_processes > 1:
         size = launch.data_processes * plan.config.schedule.train_batch_size
         whole = " sequence_parallel_size=1" if launch.sequence_parallel_size > 1 else ""
         raise UserError(f"--replay runs in one process; add num_processes=1{whole} train_batch_size={size}.")
