@@ -135,7 +135,7 @@ def put_checkpoint(output_dir: Path, config: str) -> None:
 def test_publish_says_where_recorded_settings_are_damaged(tmp_path: Path) -> None:
     put_checkpoint(tmp_path, '{"seed": ')
 
-    with pytest.raises(ConfigError, match="checkpoint-1/config.json: is not valid JSON"):
+    with pytest.raises(ConfigError, match=r"checkpoint-1/config\.json: is not valid JSON"):
         recorded_settings(tmp_path, Arguments())
 
 

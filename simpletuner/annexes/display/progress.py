@@ -1,4 +1,4 @@
-"""Progress of a run: phases, then training steps.
+"""The progress of a run as plain lines: phases, then training steps.
 
 A display subscribes to the run's events. This module prints plain lines; `terminal.py` draws a live display. The run
 continues if the terminal or pipe closes.

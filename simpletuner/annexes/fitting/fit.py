@@ -1,4 +1,4 @@
-"""Finds settings that fit: the smallest change for an error message, and the choice of `offload: auto`.
+"""The error of a run that does not fit into memory, with the smallest change that fits; and `offload: auto`.
 
 Both walk one ordered list (`possible_changes`): changes that only cost time come first, changes of results last.
 """

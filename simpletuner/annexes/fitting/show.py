@@ -1,4 +1,4 @@
-"""Shows a plan: model, data, device, settings and cost.
+"""The text and JSON of `simpletuner plan`: model, data, device, settings and cost.
 
 As text for users, and as one JSON document for programs (`simpletuner plan --json`).
 """

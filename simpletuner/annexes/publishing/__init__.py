@@ -1,1 +1,1 @@
-"""Uploads and model cards."""
+"""Uploads to the hub, and model cards."""

@@ -1,4 +1,4 @@
-"""Publishes the result of a run that has ended, with its recorded settings and those of the command line."""
+"""`simpletuner publish`: uploads the result of a run that has ended, or the rest of an upload that failed."""
 
 from __future__ import annotations
 

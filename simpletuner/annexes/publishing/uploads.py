@@ -1,4 +1,7 @@
-"""Uploads a run and runs the user's scripts, in order, in a thread. A failure never ends the run."""
+"""Uploads checkpoints and results to the hub, and runs the user's scripts; a failure never ends the run.
+
+Both are done in order, in a thread.
+"""
 
 from __future__ import annotations
 

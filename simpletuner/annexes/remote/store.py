@@ -1,4 +1,4 @@
-"""The download folder of a remote dataset.
+"""The download folder of a remote dataset: which files are there, which failed, and when they are tried again.
 
 `downloads.jsonl` records the name and version of every downloaded file, so that no file is downloaded twice and a
 killed download resumes. `failed.jsonl` lists failed downloads, which are retried only on request.

@@ -1,4 +1,4 @@
-"""Downloads from untrusted http(s) URLs.
+"""Downloads from untrusted http(s) URLs, and refuses addresses of the local network.
 
 A shared table could contain URLs of the local network. Every host is resolved once, all its addresses are checked, and
 the connection goes to a checked address, so neither a redirect nor DNS rebinding can reach another one.

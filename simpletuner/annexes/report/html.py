@@ -1,4 +1,7 @@
-"""HTML pages from Jinja templates in this folder, or of another annex as `annex/name`; all texts are escaped."""
+"""HTML pages from Jinja templates: curves, grids of previews, thumbnails; all texts are escaped.
+
+A template is one of this folder, or of another annex as `annex/name`.
+"""
 
 from __future__ import annotations
 

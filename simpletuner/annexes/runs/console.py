@@ -1,4 +1,4 @@
-"""The output of a command in its log."""
+"""The end of `console.log`: what a command printed, and its errors."""
 
 from __future__ import annotations
 
