@@ -1,7 +1,4 @@
-"""The text and JSON of `simpletuner plan`: model, data, device, settings and cost.
-
-As text for users, and as one JSON document for programs (`simpletuner plan --json`).
-"""
+"""The text and JSON of `simpletuner plan`: model, data, device, settings and cost."""
 
 from __future__ import annotations
 
