@@ -29,6 +29,7 @@ from simpletuner.budget.device import this_cpu
 from simpletuner.budget.estimate import Step
 from simpletuner.budget.workload import Parts, kernels_on
 from simpletuner.distributed.world import Value, World, launched
+from simpletuner.errors import Problems
 from simpletuner.models.cost import BatchShape
 from simpletuner.models.registry import FAMILIES
 
@@ -140,7 +141,9 @@ def scale(case: Case, device: str, size: str, samples: int) -> Iterator[Line]:
     place = launched(os.environ) or World()
     connected: AbstractContextManager[World] = nullcontext(place)
     if place.size > 1:
-        set_rendezvous(place, os.environ)
+        report = Problems()
+        set_rendezvous(place, os.environ, report)
+        report.raise_if_fatal()
         connected = _measured(place)
     with connected as world:
         yield from _lines(case, device, size, samples, world)
