@@ -48,9 +48,11 @@ from simpletuner.planning.build import plan_training
 from simpletuner.planning.entries import list_entries, make_catalogue
 from simpletuner.planning.plans import Plan
 from simpletuner.reporting.events import EventStream, PhaseStarted, RunningPhase
+from simpletuner.run.settings import assembly_settings
 from simpletuner.training.assemble import assemble
 from simpletuner.training.loader import BatchLoader
-from simpletuner.training.state import Assembly, TrainingSpec
+from simpletuner.training.settings import TrainingSpec
+from simpletuner.training.state import Assembly
 from simpletuner.training.step import optimizer_step
 from tests.tiny import make_checkpoint
 from tests.workspace import DATASETS, Workspace
@@ -242,7 +244,9 @@ def _assembly(size: str, device: str) -> Assembly:
     precision = "no" if device == "cpu" else "bf16"
     config = make_config(size, mixed_precision=precision, gradient_checkpointing=True, learning_rate=RATE)
     intent = TrainingSpec(lora_targets=lora_targets(size), seed=0, total_steps=100_000, learning_rate=RATE)
-    assembly = assemble(config, intent, RandomAdapter(config, size, device), [], make_accelerator(device))
+    assembly = assemble(
+        assembly_settings(config, intent), RandomAdapter(config, size, device), [], make_accelerator(device)
+    )
     assembly.transformer.train()
     return assembly
 

@@ -36,7 +36,6 @@ from simpletuner.speed.measure import host_to_device_bytes, matmul_flops
 from simpletuner.techniques.base import Technique
 from simpletuner.techniques.tread import Tread
 from simpletuner.timing import fastest
-from simpletuner.training.noise import add_noise
 
 GIGABYTE = 1e9
 STEPS = 3  # that count, of each variant: one of Lite takes up to 3 s on an H100
@@ -302,7 +301,7 @@ def _predict(variant: Variant) -> None:
     """One forward pass of the model."""
     assembly = variant.assembly
     batch = next(variant.loader).to(assembly.accelerator.device)
-    noisy = assembly.adapter.prepare(add_noise(assembly, batch, 0, 0))
+    noisy = assembly.adapter.prepare(assembly.noise.add(batch, 0, 0))
     assembly.adapter.predict(assembly.transformer, noisy)
 
 

@@ -25,7 +25,7 @@ from simpletuner.config.load import Layer, resolve
 from simpletuner.config.schema import RunConfig
 from simpletuner.diffusion.batch import Batch
 from simpletuner.errors import Problems
-from simpletuner.models.adapter import FamilyAdapter, load_adapter
+from simpletuner.models.adapter import AdapterSettings, FamilyAdapter, load_adapter
 from simpletuner.models.cost import STOCK, FamilyCost, Kernels, TransformerCost
 from simpletuner.models.registry import FAMILIES
 from simpletuner.models.source import ModelSource
@@ -287,12 +287,17 @@ def lora_targets(size: str) -> list[str]:
     return list(FAMILIES[SHAPES[size].family].lora_targets)
 
 
+def adapter_settings(config: RunConfig) -> AdapterSettings:
+    """The settings of an adapter, as a run selects them."""
+    return AdapterSettings(config.text, config.caching, config.family, config.validation.validation_noise_scheduler)
+
+
 def RandomAdapter(config: RunConfig, size: str, device: str) -> FamilyAdapter:
     """The family's own adapter; loading its transformer makes one of random weights on the device."""
     spec = FAMILIES[SHAPES[size].family]
     flavour = spec.flavour(SHAPES[size].flavour)
-    source = ModelSource.from_config(spec, flavour, config)
-    adapter: Any = load_adapter(spec)(config, flavour, source)
+    source = ModelSource.from_settings(spec, flavour, config.flat)
+    adapter: Any = load_adapter(spec)(adapter_settings(config), flavour, source)
     load = adapter.load_transformer
 
     def load_random(dtype: torch.dtype, *, empty: bool = False) -> nn.Module:

@@ -25,6 +25,7 @@ from safetensors.torch import save_file
 from benchmarks.models import (
     SHAPES,
     SIZES,
+    adapter_settings,
     cost_of,
     dtype_of,
     hollow_transformer,
@@ -43,8 +44,9 @@ from simpletuner.models.adapter import load_adapter
 from simpletuner.models.cost import BatchShape
 from simpletuner.models.registry import FAMILIES
 from simpletuner.models.source import ModelSource
+from simpletuner.run.settings import assembly_settings
 from simpletuner.training.assemble import assemble
-from simpletuner.training.state import TrainingSpec
+from simpletuner.training.settings import TrainingSpec
 from simpletuner.weights.files import INDEX_SUFFIX
 from simpletuner.weights.part import DIFFUSERS_WEIGHTS
 
@@ -204,10 +206,10 @@ def assemble_it(config: RunConfig, size: str) -> Any:
     """The assembly of a run."""
     spec = FAMILIES[SHAPES[size].family]
     flavour = spec.flavour(SHAPES[size].flavour)
-    source = ModelSource.from_config(spec, flavour, config)
-    adapter = load_adapter(spec)(config, flavour, source)
+    source = ModelSource.from_settings(spec, flavour, config.flat)
+    adapter = load_adapter(spec)(adapter_settings(config), flavour, source)
     intent = TrainingSpec(lora_targets=lora_targets(size), seed=0, total_steps=1, learning_rate=1e-4)
-    return assemble(config, intent, adapter, [], make_accelerator("cpu"))
+    return assemble(assembly_settings(config, intent), adapter, [], make_accelerator("cpu"))
 
 
 def planned(config: RunConfig, size: str) -> tuple[float, float, float]:

@@ -38,9 +38,11 @@ from simpletuner.models.kandinsky5 import nabla
 from simpletuner.models.registry import FAMILIES
 from simpletuner.reporting.events import EventStream
 from simpletuner.reporting.record import RunRecord
+from simpletuner.run.settings import assembly_settings
 from simpletuner.training.assemble import assemble
 from simpletuner.training.recorder import Recorder
-from simpletuner.training.state import TrainingSpec, TrainState
+from simpletuner.training.settings import TrainingSpec
+from simpletuner.training.state import TrainState
 from simpletuner.training.step import optimizer_step
 from simpletuner.training.update import build_optimizer
 
@@ -72,7 +74,9 @@ class _Memory:
 def ours(size: str, device: str, config: RunConfig, batch: Batch, record: Path | None = None) -> Callable[[], None]:
     """One `optimizer_step`; with a folder to `record` in also what is written and shown of it."""
     intent = TrainingSpec(lora_targets=lora_targets(size), seed=0, total_steps=100_000, learning_rate=RATE)
-    assembly = assemble(config, intent, RandomAdapter(config, size, device), [], make_accelerator(device))
+    assembly = assemble(
+        assembly_settings(config, intent), RandomAdapter(config, size, device), [], make_accelerator(device)
+    )
     assembly.transformer.train()
     loader: Any = _Memory(batch)
     state = TrainState()

@@ -15,10 +15,12 @@ from benchmarks.models import RandomAdapter, lora_targets, make_accelerator, mak
 from simpletuner.diffusion.batch import Batch
 from simpletuner.distributed.world import World
 from simpletuner.reporting.events import StepReport
+from simpletuner.run.settings import assembly_settings
 from simpletuner.techniques.base import Technique
 from simpletuner.training import assemble as assembling
 from simpletuner.training.assemble import assemble
-from simpletuner.training.state import Assembly, TrainingSpec
+from simpletuner.training.settings import TrainingSpec
+from simpletuner.training.state import Assembly
 from simpletuner.training.step import optimizer_step
 
 RATE = 1e-4
@@ -84,7 +86,7 @@ class Variant:
         intent = TrainingSpec(lora_targets=lora_targets(size), seed=0, total_steps=100_000, learning_rate=RATE)
         adapter = RandomAdapter(config, size, device)
         accelerator = assembling.make_accelerator() if world.size > 1 else make_accelerator(device)
-        self.assembly: Assembly = assemble(config, intent, adapter, techniques, accelerator, world)
+        self.assembly: Assembly = assemble(assembly_settings(config, intent), adapter, techniques, accelerator, world)
         self.assembly.transformer.train()
         self.loader: Any = OneBatch(make_batch(size, samples, latents), device)
         self.steps = 0

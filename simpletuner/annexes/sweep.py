@@ -41,13 +41,15 @@ from simpletuner.planning.plans import AnyPlan, Plan, SamplePlan
 from simpletuner.planning.resume import package_versions
 from simpletuner.reporting.events import EVALUATION, PREVIEWS, EventStream, RunningPhase
 from simpletuner.reporting.metrics import METRICS_FILE, file_dimensions, read_rows
-from simpletuner.run.session import encoded_prompts, render_settings
+from simpletuner.run.session import encoded_prompts
+from simpletuner.run.settings import render_settings, transformer_settings
 from simpletuner.run.train import prepare_machine
 from simpletuner.speed.attention import activate_attention
 from simpletuner.training.assemble import load_for_sampling, make_accelerator
 from simpletuner.training.lora_hooks import applied_loras
+from simpletuner.validation.encoded_prompt import EncodedPrompt
 from simpletuner.validation.eval_loss import even_sigmas, sample_losses
-from simpletuner.validation.renderer import EncodedPrompt, Renderer
+from simpletuner.validation.renderer import Renderer
 
 CELLS = "cells"  # folder of a sweep's renders
 # Settings that determine a render, besides prompt, size and seed.
@@ -228,7 +230,7 @@ class SweepRenderer:
             gc.collect()
             source = self.plan.source.with_transformer(weights.transformer)
             self.adapter = build_adapter(replace(self.plan, source=source))
-            self.transformer = load_for_sampling(self.plan.config, self.adapter, self.device)
+            self.transformer = load_for_sampling(transformer_settings(self.plan.config), self.adapter, self.device)
             self.loaded = weights
         return self.transformer
 
@@ -250,7 +252,7 @@ def recipe(
     seed = plan.seed if validation.validation_seed is None else validation.validation_seed
     frames = validation.validation_num_video_frames if plan.frame_rate else 1
     return {
-        "prompt": prompt.prompt.prompt, "source_image": prompt.picture, "width": size[0], "height": size[1],
+        "prompt": prompt.prompt.prompt, "source_image": prompt.picture_hash, "width": size[0], "height": size[1],
         "frames": frames, "frame_rate": plan.frame_rate, "seed": seed + index, "index": index,
         **{key: values[key] for key in SETTINGS}, "shift": plan.config.sampling_shift,
         "model": f"{plan.spec.name}/{plan.flavour.name}",

@@ -24,8 +24,7 @@ import httpx
 
 from simpletuner.annexes.figures import still
 from simpletuner.annexes.payloads import Payload, Payloads
-from simpletuner.config.schema import RunConfig
-from simpletuner.config.webhooks import Hook
+from simpletuner.config.webhooks import Hook, WebhookConfig
 from simpletuner.redaction import hide
 from simpletuner.reporting.events import Event, EventStream
 from simpletuner.reporting.metrics import MIME
@@ -251,11 +250,14 @@ def still_jpeg(path: Path) -> bytes:
 
 
 @contextmanager
-def delivered(config: RunConfig, folder: Path, events: EventStream, job_id: str) -> Iterator[None]:
-    """Send the events of a run to its webhooks; pending messages are delivered within `TIMEOUT` or `PATIENCE`."""
-    project = config.tracking.tracker_project_name
-    settings = config.webhooks
-    deliveries = []
+def delivered(settings: WebhookConfig, project: str, folder: Path, events: EventStream, job_id: str) -> Iterator[None]:
+    """Send the events of a run to its webhooks; pending messages are delivered within `TIMEOUT` or `PATIENCE`.
+
+    Args:
+        project: the prefix of messages of webhooks that have none.
+        folder: the output folder, to which the paths of previews are relative.
+    """
+    deliveries: list[Delivery] = []
     for hook in settings.hooks:
         payloads = Payloads(settings.webhook_reporting_interval, job_id)
         named = hook if hook.message_prefix is not None else replace(hook, message_prefix=project)

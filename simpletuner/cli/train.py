@@ -190,7 +190,9 @@ def recorded_events(plan: Plan, world: World, shown: AbstractContextManager[Even
             # The client of webhooks takes 0.1 s to import, and most runs have none.
             from simpletuner.annexes.webhooks import delivered
 
-            stack.enter_context(delivered(plan.config, plan.output_dir, events, payloads.job_id))
+            config = plan.config
+            project = config.tracking.tracker_project_name
+            stack.enter_context(delivered(config.webhooks, project, plan.output_dir, events, payloads.job_id))
         events.subscribe("The watch", world.follow(events.stop, ended), ends_run=Exception)
         yield events
 

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 from simpletuner.config.datasets import CACHE_KINDS, FIXED_PROMPTS, MASKS, PATH_KEYS, DatasetConfig, without_effect
 from simpletuner.config.paths import similar_path
 from simpletuner.config.remote import SOURCES, check_source
-from simpletuner.config.schema import CachingConfig, DatasetDefaults, RunConfig
+from simpletuner.config.schema import CachingConfig, DatasetDefaults
 from simpletuner.data.discovery import Scan, is_readable
 from simpletuner.data.file_index import load_index
 from simpletuner.errors import Problems, not_one_of
@@ -64,29 +64,6 @@ class DataContext:
     collect: Collect | None = None
     seed: int | None = None
     caching: CachingConfig = field(default_factory=CachingConfig)
-
-    @classmethod
-    def of(cls, config: RunConfig, spec: FamilySpec, task: Task, collect: Collect | None = None) -> DataContext:
-        """Select the settings of a run that concern datasets."""
-        run = config.run
-        cache = Path(run.cache_dir or f"{run.output_dir}/cache")
-        return cls(
-            defaults=config.datasets,
-            spec=spec,
-            task=task,
-            latent_root=Path(run.cache_dir_vae or cache / "vae").expanduser() / spec.name,
-            text_root=Path(run.cache_dir_text or cache / "text").expanduser() / spec.name,
-            download_root=cache.expanduser(),
-            output_dir=Path(run.output_dir).expanduser(),
-            frame_rate=config.validation.framerate or spec.frame_rate if spec.media == "video" else None,
-            train_batch_size=config.schedule.train_batch_size,
-            gradient_accumulation_steps=config.schedule.gradient_accumulation_steps,
-            num_processes=config.launch.data_processes,
-            collect=collect,
-            # 0 and -1 request a new seed in every run, see `DataContext.seed`.
-            seed=run.seed if run.seed is not None and run.seed > 0 else None,
-            caching=config.caching,
-        )
 
     def fill(self, entry: DatasetConfig) -> DatasetConfig:
         """The entry with all defaults filled in except `repeats`, where None means that the user did not set it."""

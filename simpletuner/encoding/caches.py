@@ -17,14 +17,13 @@ from simpletuner.caching.catalogue import (
 )
 from simpletuner.caching.entry import DamagedEntryError, entry_path, read_entry
 from simpletuner.data.dataset import Dataset, Failures, check_amount, summarise_rejected, without_failures
-from simpletuner.data.entries import DataContext
 from simpletuner.distributed.world import World
 from simpletuner.encoding.decoding import ChangedFileError
 from simpletuner.encoding.download import fetch
 from simpletuner.encoding.encoders import Encoding, build_adapter
 from simpletuner.encoding.quarantine import quarantine
 from simpletuner.errors import Problems, UserError
-from simpletuner.planning.entries import Listing, list_entries, make_catalogue
+from simpletuner.planning.entries import Listing, data_context, list_entries, make_catalogue
 from simpletuner.planning.length import check_schedule, plan_length
 from simpletuner.planning.plans import AnyPlan, Plan, SamplePlan
 from simpletuner.reporting.events import EventStream
@@ -201,7 +200,7 @@ def without_undecodable(plan: AnyPlan, failures: Failures, world: World) -> AnyP
     datasets = without_failures(plan.datasets, failures)
     world.main_only(lambda: save_indexes(datasets))
     problems = Problems()
-    context = DataContext.of(plan.config, plan.spec, plan.flavour.task)
+    context = data_context(plan.config, plan.spec, plan.flavour.task)
     reduced = replace(plan, datasets=[check_amount(dataset, context, problems) for dataset in datasets])
     if problems.are_fatal:
         raise UserError("\n".join(str(problem) for problem in problems if problem.fatal))

@@ -22,7 +22,7 @@ from simpletuner.caching.catalogue import (
     TextEntry,
 )
 from simpletuner.config.precision import quantisation, text_encoder_dtype, vae_dtype
-from simpletuner.config.schema import RunConfig
+from simpletuner.config.schema import OffloadConfig, PrecisionConfig
 from simpletuner.data.dataset import Failures
 from simpletuner.data.entries import ProgressBar
 from simpletuner.distributed.world import Value, World
@@ -35,6 +35,7 @@ from simpletuner.memory.offload.attach import LayerQuantiser, Offload
 from simpletuner.memory.precision import DTYPES
 from simpletuner.memory.quantisation.layers import quantise
 from simpletuner.models.adapter import (
+    AdapterSettings,
     Encoder,
     EncoderQuantiser,
     FamilyAdapter,
@@ -134,7 +135,8 @@ class Encoding(Generic[AnyPlan]):
 
     def load_text_encoder(self) -> TextEncoder:
         """Load the text encoder in the configured precision, onto the device or streamed to it."""
-        return load_encoder(self.adapter.load_text_encoder, self.plan.config, self.device)
+        config = self.plan.config
+        return load_encoder(self.adapter.load_text_encoder, config.precision, config.offload, self.device)
 
     def load_latent_encoder(self) -> LatentEncoder:
         """Load the VAE's encoder in the configured precision, onto the device or streamed to it."""
@@ -238,11 +240,14 @@ class FeatureJob(EncodingJob[None]):
 
 
 def load_encoder(
-    load: Callable[[torch.device, torch.dtype, EncoderQuantiser], AnyEncoder], config: RunConfig, device: torch.device
+    load: Callable[[torch.device, torch.dtype, EncoderQuantiser], AnyEncoder],
+    precision: PrecisionConfig,
+    offload: OffloadConfig,
+    device: torch.device,
 ) -> AnyEncoder:
     """Load a text encoder in the configured precision, onto the device or streamed to it."""
-    precision, dtype = config.precision, DTYPES[text_encoder_dtype(config.precision)]
-    streams, waiting = config.offload.group_offload_text_encoder, dict[nn.Module, LayerQuantiser]()
+    dtype = DTYPES[text_encoder_dtype(precision)]
+    streams, waiting = offload.group_offload_text_encoder, dict[nn.Module, LayerQuantiser]()
 
     def quantise_encoder(model: nn.Module, layers: str, *, encoder: int) -> None:
         name = precision.text_encoder_1_precision if encoder == 1 else precision.text_encoder_2_precision
@@ -257,11 +262,19 @@ def load_encoder(
     # Loaded on the CPU, since it may not fit on the device; quantised during packing.
     encoder = load(torch.device("cpu"), dtype, quantise_encoder)
     for model in encoder.models:
-        Offload(config.offload, device).attach_to_stacks(model, waiting.get(model))
+        Offload(offload, device).attach_to_stacks(model, waiting.get(model))
     encoder.device = device
     return encoder
 
 
 def build_adapter(plan: PreviewPlan) -> FamilyAdapter:
     """The family adapter for the plan's checkpoint."""
-    return load_adapter(plan.spec)(plan.config, plan.flavour, plan.source, plan.sizes[0] if plan.sizes else None)
+    config = plan.config
+    settings = AdapterSettings(
+        text=config.text,
+        caching=config.caching,
+        options=config.family,
+        solver=config.validation.validation_noise_scheduler,
+    )
+    use_size = plan.sizes[0] if plan.sizes else None
+    return load_adapter(plan.spec)(settings, plan.flavour, plan.source, use_size)

@@ -18,7 +18,7 @@ from PIL import ImageOps
 from PIL.Image import Image, Resampling
 from torch import Tensor, nn
 
-from simpletuner.config.schema import RunConfig
+from simpletuner.config.schema import CachingConfig, FamilyOptions, TextConfig
 from simpletuner.config.types import Size
 from simpletuner.diffusion.batch import NoisyBatch, TextEmbeds
 from simpletuner.models import loading
@@ -276,11 +276,28 @@ class PreviewPipeline(ABC):
         return lambda: frames
 
 
+@dataclass(frozen=True)
+class AdapterSettings:
+    """The settings of a run that concern its model family.
+
+    Attributes:
+        text: how captions are encoded.
+        caching: how the VAE encodes.
+        options: options of all families.
+        solver: value of `validation_noise_scheduler`.
+    """
+
+    text: TextConfig
+    caching: CachingConfig
+    options: FamilyOptions
+    solver: str | None
+
+
 class FamilyAdapter(ABC):
     """One checkpoint of one family.
 
     Args:
-        config: config of the run, of which settings for captions, the VAE and the family are kept.
+        settings: settings for captions, the VAE, the family and the sampler.
         source: locations of the components.
         use_size: (width, height) for sampling from the result; None if unknown.
 
@@ -290,8 +307,6 @@ class FamilyAdapter(ABC):
         encoder_class: wraps the VAE.
         text_encoder: `module:Class` of a `TextEncoder`, called with (adapter, device, dtype, quantise). It imports
             transformers' models, which a run with full caches never needs.
-        options: options of all families.
-        solver: value of `validation_noise_scheduler`.
         dtype: dtype of the loaded transformer.
     """
 
@@ -300,10 +315,17 @@ class FamilyAdapter(ABC):
     encoder_class: type[LatentEncoder]
     text_encoder: str
 
-    def __init__(self, config: RunConfig, flavour: Flavour, source: ModelSource, use_size: Size | None = None) -> None:
-        self.source, self.flavour, self.task, self.use_size = source, flavour, flavour.task, use_size
-        self.text, self.caching, self.options = config.text, config.caching, config.family
-        self.solver = config.validation.validation_noise_scheduler
+    def __init__(
+        self, settings: AdapterSettings, flavour: Flavour, source: ModelSource, use_size: Size | None = None
+    ) -> None:
+        self.text = settings.text
+        self.caching = settings.caching
+        self.options = settings.options
+        self.solver = settings.solver
+        self.source = source
+        self.flavour = flavour
+        self.task = flavour.task
+        self.use_size = use_size
         self.spec = self.spec.for_flavour(flavour.name)
         self.dtype = torch.float32
 

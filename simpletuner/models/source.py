@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 from simpletuner.config.paths import absence_of, home_path, similar_path
-from simpletuner.config.schema import RunConfig
 from simpletuner.errors import Problems, shorten
 from simpletuner.models.spec import FamilySpec, Flavour, OriginalWeights
 from simpletuner.weights.files import Shape, Shapes
@@ -28,18 +27,25 @@ class ModelSource:
     parts: dict[str, Part]
 
     @classmethod
-    def from_config(cls, spec: FamilySpec, flavour: Flavour, config: RunConfig) -> ModelSource:
-        """Parts at the configured base path, else in the flavour's repository, unless a key overrides them."""
-        model, settings = config.model, config.flat
-        base = _base(flavour, model.pretrained_model_name_or_path)
+    def from_settings(cls, spec: FamilySpec, flavour: Flavour, settings: Mapping[str, Any]) -> ModelSource:
+        """Parts at the configured base path, else in the flavour's repository, unless a key overrides them.
+
+        Args:
+            settings: values by key, such as `RunConfig.flat`; families have keys of their own for some parts.
+        """
+        base = _base(flavour, settings[MODEL_KEY])
         published = tuple(known.repository for known in spec.flavours)
         parts = {}
         for role, component in spec.components.items():
-            override = settings[component.override] if component.override else None
-            folder = model.pretrained_transformer_subfolder if role == "transformer" else component.folder
-            key = component.override if override and component.override else MODEL_KEY
-            location = override or base
-            parts[role] = Part(role, key, location, folder, model.revision, model.variant, published)
+            folder = component.folder
+            if role == "transformer":
+                folder = settings["pretrained_transformer_subfolder"]
+            key = MODEL_KEY
+            location = base
+            if component.override and settings[component.override]:
+                key = component.override
+                location = settings[key]
+            parts[role] = Part(role, key, location, folder, settings["revision"], settings["variant"], published)
         if flavour.original and parts["transformer"].location == flavour.repository:
             parts["transformer"] = _original_transformer(parts["transformer"], flavour.original)
         return cls(parts)

@@ -19,7 +19,6 @@ from simpletuner.config.sources import Arguments, dataset_file
 from simpletuner.config.types import Size
 from simpletuner.data.build import build_datasets
 from simpletuner.data.dataset import Dataset
-from simpletuner.data.entries import DataContext
 from simpletuner.data.sample import Sample
 from simpletuner.data.schedule import Origin
 from simpletuner.errors import ConfigError, Problems, did_you_mean
@@ -29,6 +28,7 @@ from simpletuner.models.source import ModelSource
 from simpletuner.models.spec import FamilySpec, Flavour
 from simpletuner.planning import checks, effects
 from simpletuner.planning.checkpoint_folder import Checkpoint
+from simpletuner.planning.entries import data_context
 from simpletuner.planning.environment import as_launched, as_rendered, check_environment
 from simpletuner.planning.length import check_schedule, data_origin, plan_length
 from simpletuner.planning.plans import Length, Model, Plan, PreviewPlan, Survey, make_sampler
@@ -227,7 +227,7 @@ def survey_datasets(arguments: Arguments) -> Survey:
     launched = read_settings(arguments, report)
     model, entries = find_model(launched, "survey", report)
     report.extend(checks.worth_reporting(checks.findings(model, "survey"), model.config))
-    context = DataContext.of(model.config, model.spec, model.flavour.task, arguments.collect)
+    context = data_context(model.config, model.spec, model.flavour.task, arguments.collect)
     found = Problems()
     datasets = build_datasets(entries, context, found)
     ids = {dataset.id for dataset in datasets}
@@ -267,7 +267,7 @@ def _model(
     """The model of a family, with the pixel grid that its checkpoint needs unless the user set one."""
     flavour = find_flavour(config, spec, report)
     flavour, entries = settle_task(flavour, entries, has_picture=bool(rendering.pictures))
-    source = ModelSource.from_config(spec, flavour, config).with_transformer(rendering.transformer)
+    source = ModelSource.from_settings(spec, flavour, config.flat).with_transformer(rendering.transformer)
     spec = spec.for_checkpoint(flavour, source)
     if not config.is_explicit("aspect_bucket_alignment"):
         # Written into the config, since datasets take what they leave unset from it.
@@ -288,7 +288,7 @@ def plan_previews(model: Model, rendering: Rendering, report: Problems) -> Previ
 
 def list_datasets(model: Model, entries: list[DatasetConfig], arguments: Arguments, report: Problems) -> list[Dataset]:
     """The datasets, with all their files listed and measured."""
-    context = DataContext.of(model.config, model.spec, model.flavour.task, arguments.collect)
+    context = data_context(model.config, model.spec, model.flavour.task, arguments.collect)
     datasets = build_datasets(entries, context, report) if entries else []
     if not any(dataset.config.is_trained for dataset in datasets) and not report.are_fatal:
         report.error("data_backend_config", "names no dataset to train on.")

@@ -23,11 +23,13 @@ from simpletuner.caching.catalogue import (
 from simpletuner.caching.keys import EncoderIdentity, checkpoint_identity
 from simpletuner.config.datasets import DatasetConfig
 from simpletuner.config.precision import text_encoder_dtype, text_encoder_storage, vae_dtype
+from simpletuner.config.schema import RunConfig
 from simpletuner.config.techniques.preservation import PreservationConfig
 from simpletuner.data.dataset import Dataset
-from simpletuner.data.entries import DataContext, text_entry_of
+from simpletuner.data.entries import Collect, DataContext, text_entry_of
 from simpletuner.data.sample import Sample
 from simpletuner.models.source import ModelSource
+from simpletuner.models.spec import FamilySpec, Task
 from simpletuner.planning.environment import driver
 from simpletuner.planning.plans import SamplePlan
 
@@ -102,12 +104,35 @@ def latent_storage(plan: SamplePlan, dataset: Dataset) -> Storage:
     return "ondemand" if plan.config.caching.vae_cache_ondemand else "ahead"
 
 
+def data_context(config: RunConfig, spec: FamilySpec, task: Task, collect: Collect | None = None) -> DataContext:
+    """The settings of a run that concern datasets."""
+    run = config.run
+    cache = Path(run.cache_dir or f"{run.output_dir}/cache")
+    return DataContext(
+        defaults=config.datasets,
+        spec=spec,
+        task=task,
+        latent_root=Path(run.cache_dir_vae or cache / "vae").expanduser() / spec.name,
+        text_root=Path(run.cache_dir_text or cache / "text").expanduser() / spec.name,
+        download_root=cache.expanduser(),
+        output_dir=Path(run.output_dir).expanduser(),
+        frame_rate=config.validation.framerate or spec.frame_rate if spec.media == "video" else None,
+        train_batch_size=config.schedule.train_batch_size,
+        gradient_accumulation_steps=config.schedule.gradient_accumulation_steps,
+        num_processes=config.launch.data_processes,
+        collect=collect,
+        # 0 and -1 request a new seed in every run, see `DataContext.seed`.
+        seed=run.seed if run.seed is not None and run.seed > 0 else None,
+        caching=config.caching,
+    )
+
+
 def text_folder(plan: SamplePlan, dataset: Dataset | None = None) -> Path:
     """The text cache of a dataset, or of the prompts (None): the folder of its entry, else the family's default."""
     entry = text_entry_of(dataset.config if dataset else DatasetConfig(id="prompts"), plan.text_caches)
     if entry is not None and entry.cache_dir:
         return Path(entry.cache_dir).expanduser()
-    return DataContext.of(plan.config, plan.spec, plan.flavour.task).text_root
+    return data_context(plan.config, plan.spec, plan.flavour.task).text_root
 
 
 def machine_folder(plan: SamplePlan) -> Path:

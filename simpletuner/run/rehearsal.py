@@ -10,10 +10,11 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
+from torch.optim import Optimizer
 
 from simpletuner.budget.advice import less_for_steps
 from simpletuner.budget.budget import Budget
@@ -21,6 +22,7 @@ from simpletuner.budget.device import gigabytes
 from simpletuner.diffusion.batch import Batch
 from simpletuner.errors import UserError, is_out_of_memory
 from simpletuner.run.session import Session
+from simpletuner.techniques.base import Technique
 from simpletuner.training.losses import Losses, StepNumbers
 from simpletuner.training.sharding import local
 from simpletuner.training.state import Assembly, random_states, restore_random_states
@@ -45,10 +47,11 @@ def rehearse(session: Session, validation: ValidationRunner, budget: Budget) -> 
     def micro_step() -> None:
         rehearse_micro_step(assembly, session.reader(planned))
 
-    with unchanged(assembly):
-        yield _measure(assembly, budget, title, "training", micro_step)
+    optimizer = assembly.optimizer
+    with unchanged(optimizer, assembly.techniques):
+        yield _measure(optimizer, budget, title, "training", micro_step)
     if validation.prompts:
-        yield _measure(assembly, budget, "a preview", "rendering previews", lambda: validation.rehearse(assembly))
+        yield _measure(optimizer, budget, "a preview", "rendering previews", lambda: validation.rehearse(assembly))
 
 
 def rehearse_micro_step(assembly: Assembly, batch: Batch, global_step: int = 0, micro_step: int = 0) -> Losses:
@@ -59,10 +62,10 @@ def rehearse_micro_step(assembly: Assembly, batch: Batch, global_step: int = 0, 
     return StepNumbers(losses).to_host().losses
 
 
-def _measure(assembly: Assembly, budget: Budget, title: str, phase: str, act: Callable[[], object]) -> str:
+def _measure(optimizer: Optimizer, budget: Budget, title: str, phase: str, act: Callable[[], object]) -> str:
     """Rehearse one peak; returns a line with the expected and, on a GPU, the measured memory."""
     expected = max((part.device for part in budget.phases if part.name.startswith(phase)), default=0.0)
-    on_gpu = assembly.accelerator.device.type == "cuda"
+    on_gpu = any(weight.is_cuda for group in optimizer.param_groups for weight in group["params"])
     if on_gpu:
         torch.cuda.reset_peak_memory_stats()
     try:
@@ -79,35 +82,35 @@ def _measure(assembly: Assembly, budget: Budget, title: str, phase: str, act: Ca
         return f"Rehearsed {title}: not measured, planned {gigabytes(expected)}"
     peak = float(torch.cuda.max_memory_allocated())
     if phase == "training":  # after the backward pass, with its gradients
-        peak = max(peak, torch.cuda.memory_allocated() + budget.model.update_bytes * _numbers(assembly))
+        peak = max(peak, torch.cuda.memory_allocated() + budget.model.update_bytes * _numbers(optimizer))
     # Without the optimizer state, the rehearsal would promise memory that step 1 takes.
-    peak += coming_state(assembly, budget)
+    peak += coming_state(optimizer, budget)
     torch.cuda.reset_peak_memory_stats()
     return f"Rehearsed {title}: {gigabytes(peak)}, planned {gigabytes(expected)}"
 
 
-def coming_state(assembly: Assembly, budget: Budget) -> float:
+def coming_state(optimizer: Optimizer, budget: Budget) -> float:
     """Bytes that the optimizer will allocate in its first step; 0 for a resumed run and for state in host memory."""
-    if assembly.optimizer.state or budget.config.offload.offload_optimizer_state:
+    if optimizer.state or budget.config.offload.offload_optimizer_state:
         return 0.0
-    return budget.model.state_bytes * _numbers(assembly)
+    return budget.model.state_bytes * _numbers(optimizer)
 
 
-def _numbers(assembly: Assembly) -> int:
+def _numbers(optimizer: Optimizer) -> int:
     """Number of elements that the optimizer updates in this process."""
-    return sum(local(weight).numel() for group in assembly.optimizer.param_groups for weight in group["params"])
+    return sum(local(weight).numel() for group in optimizer.param_groups for weight in group["params"])
 
 
 @contextmanager
-def unchanged(assembly: Assembly) -> Iterator[None]:
+def unchanged(optimizer: Optimizer, techniques: Sequence[Technique]) -> Iterator[None]:
     """A context that restores random states and the techniques' state on exit, and clears the gradients."""
     states = random_states()
     # Some techniques change state in the forward pass, such as CREPA's moving average.
-    kept = [copy.deepcopy(technique.state_dict()) for technique in assembly.techniques]
+    kept = [copy.deepcopy(technique.state_dict()) for technique in techniques]
     try:
         yield
     finally:
-        assembly.optimizer.zero_grad(set_to_none=True)
-        for technique, state in zip(assembly.techniques, kept, strict=True):
+        optimizer.zero_grad(set_to_none=True)
+        for technique, state in zip(techniques, kept, strict=True):
             technique.load_state_dict(state)
         restore_random_states(states)

@@ -2,37 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from datetime import UTC, datetime
 from functools import partial
-from typing import Any
 
 from accelerate import Accelerator
-from PIL.Image import Image
 from torch import Tensor
 
 from simpletuner.budget.budget import Budget, find_rounds, saves_in_background, steps_per_epoch
 from simpletuner.budget.device import DeviceRates
 from simpletuner.caching.catalogue import Catalogue
-from simpletuner.config.optimizers import peak_learning_rate
 from simpletuner.config.precision import transformer_dtype
-from simpletuner.config.types import Size
-from simpletuner.data.sample import Sample
-from simpletuner.diffusion.batch import TextEmbeds
 from simpletuner.distributed.world import World
 from simpletuner.encoding.caches import CacheFiller
-from simpletuner.encoding.decoding import prepared_picture
 from simpletuner.encoding.read import BatchReader
 from simpletuner.memory.precision import DTYPES
 from simpletuner.planning.entries import evaluated, feature_kinds, preview_sources
 from simpletuner.planning.plans import Plan, SamplePlan
 from simpletuner.planning.resume import identify
-from simpletuner.redaction import redact_settings, redact_texts
+from simpletuner.redaction import redact_settings
 from simpletuner.reporting.events import EventStream
 from simpletuner.reporting.record import Recorded
 from simpletuner.run.companions import Companion
+from simpletuner.run.settings import assembly_settings, render_settings, training_spec
 from simpletuner.techniques.load import make_techniques
 from simpletuner.training.assemble import assemble
 from simpletuner.training.checkpoints import CheckpointWriter, load_checkpoint
@@ -40,16 +33,15 @@ from simpletuner.training.ema import Ema
 from simpletuner.training.guard import stop_if_result_not_finite
 from simpletuner.training.loader import BatchLoader
 from simpletuner.training.loop import Callback
-from simpletuner.training.noise import add_noise, with_noise
 from simpletuner.training.recorder import EmaUpdater, Recorder, RequestHandler
-from simpletuner.training.state import Assembly, TrainingSpec, TrainState
+from simpletuner.training.state import Assembly, TrainState
 from simpletuner.training.step import predict_now
 from simpletuner.training.trained import Publication
+from simpletuner.training.weight_note import WeightNote
 from simpletuner.validation.background import DecodingThread
+from simpletuner.validation.encoded_prompt import EncodedPrompt
 from simpletuner.validation.eval_loss import EvaluationLoss
-from simpletuner.validation.renderer import EncodedPrompt, RenderSettings
 from simpletuner.validation.runner import ValidationRunner, previews_are_due
-from simpletuner.weights.lora_names import ARCHITECTURE, STEP_NOTE
 
 
 @dataclass(frozen=True)
@@ -78,35 +70,39 @@ class Session:
         events = encoding.events
         with events.phase("Loading the transformer", stage="init_load_base_model"):
             techniques = make_techniques(plan.techniques)
-            assembly = assemble(config, training_spec(plan), encoding.adapter, techniques, accelerator, world)
+            settings = assembly_settings(config, training_spec(plan))
+            assembly = assemble(settings, encoding.adapter, techniques, accelerator, world)
         # Starts from the initial weights; `load_checkpoint` replaces the average of a resumed run.
         if config.ema.use_ema:
             assembly.trained.ema = Ema(assembly.parameters, config.ema, accelerator.device)
         dropout, features = config.text.caption_dropout_probability, feature_kinds(plan)
         reader = BatchReader(caches.catalogue, dropout, plan.seed, encoding.restore, encoding.encode, features)
-        loader = BatchLoader(plan.sampler(assembly.world), reader, config.caching, caches.follow, pin=True)
+        loader = BatchLoader(
+            plan.sampler(assembly.world),
+            reader,
+            config.caching,
+            caches.follow,
+            pin=True,
+            noise=assembly.noise,
+            # Noise depends on the number of the micro-batch in the run, not in this session.
+            count=plan.steps_done * assembly.settings.accumulation,
+        )
         if plan.resume is not None:
             state = load_checkpoint(plan.resume, assembly, loader, same_data=plan.same_data)
         else:
             state = TrainState(plan.steps_done)
-        # Drawing noise is slow, so the prefetch thread does it ahead of the step.
-        loader.complete = partial(with_noise, assembly)
-        # Noise depends on the number of the micro-batch in the run, not in this session.
-        loader.count = state.global_step * assembly.settings.accumulation
         return cls(plan, events, caches.catalogue, assembly, reader, loader, state)
 
 
-def training_spec(plan: Plan) -> TrainingSpec:
-    """The plan's decisions that training depends on."""
-    offsets = {data.id: offset for data in plan.trained if (offset := data.config.timestep_sampling_offset)}
-    rate = peak_learning_rate(plan.config)
-    return TrainingSpec(plan.lora_targets, plan.seed, plan.length.total_steps, rate, offsets)
-
-
 def build_callbacks(
-    session: Session, validation: ValidationRunner, recorded: Recorded, budget: Budget, rates: DeviceRates | None,
-    companions: Sequence[Companion], thread: ThreadPoolExecutor,
-) -> list[Callback]:  # fmt: skip
+    session: Session,
+    validation: ValidationRunner,
+    recorded: Recorded,
+    budget: Budget,
+    rates: DeviceRates | None,
+    companions: Sequence[Companion],
+    thread: ThreadPoolExecutor,
+) -> list[Callback]:
     """The callbacks of a run, in calling order; see `Callback` for the reasons.
 
     Args:
@@ -136,11 +132,11 @@ def build_callbacks(
         identity=identify(plan),
         settings=redact_settings(config.flat),
         events=events,
-        note=lambda state: weight_note(plan, state),
+        note=weight_note(plan),
+        previews=validation,
+        users=companions,
         in_background=saves_in_background(budget) and session.assembly.trained.sharers.size == 1,
         thread=thread,
-        before=validation.settle,
-        in_use=lambda: [path for companion in companions for path in companion.in_use],
     )
     requests = RequestHandler(
         plan.output_dir,
@@ -190,43 +186,19 @@ def epochs_before_step(session: Session) -> int:
     return loader.epochs_done
 
 
-def render_settings(plan: SamplePlan) -> RenderSettings:
-    """How the previews and samples of a plan are rendered."""
-    return RenderSettings(
-        validation=plan.config.validation,
-        offload=plan.config.offload,
-        shift=plan.config.sampling_shift,
-        keep_vae_loaded=plan.config.caching.keep_vae_loaded,
-        frame_rate=plan.frame_rate,
-    )
-
-
 def encoded_prompts(plan: SamplePlan, catalogue: Catalogue, reader: BatchReader) -> list[EncodedPrompt]:
-    """Every prompt with every source picture; pictures are fitted to the size of a preview."""
-
-    def embeds(text: str, picture: Sample | None, negative: bool, size: Size) -> TextEmbeds:
-        fitted = None if picture is None else picture.fitted(size)
-        return reader.read(catalogue.text(None, text, fitted, negative=negative))
-
+    """Every prompt with every source picture."""
     negative_text = plan.config.validation.validation_negative_prompt or ""
     pictures = preview_sources(plan)
-    return [
-        EncodedPrompt(
-            # The short name is part of file names, and pictures of one prompt must not overwrite each other.
-            prompt=prompt if len(pictures) == 1 else replace(prompt, short_name=f"{prompt.short_name}-{index}"),
-            embeds=partial(embeds, prompt.prompt, picture, False),
-            negative=partial(embeds, negative_text, picture, True),
-            source=None if picture is None else partial(fitted_picture, picture),
-            picture="" if picture is None else picture.content,
-        )
-        for prompt in plan.prompts
-        for index, picture in enumerate(pictures)
-    ]
-
-
-def fitted_picture(sample: Sample, size: Size) -> Image:
-    """A source picture fitted to the size of a preview."""
-    return prepared_picture(sample.fitted(size))
+    prompts: list[EncodedPrompt] = []
+    for prompt in plan.prompts:
+        for index, picture in enumerate(pictures):
+            named = prompt
+            if len(pictures) > 1:
+                # The short name is part of file names, and pictures of one prompt must not overwrite each other.
+                named = replace(prompt, short_name=f"{prompt.short_name}-{index}")
+            prompts.append(EncodedPrompt(named, negative_text, picture, catalogue, reader))
+    return prompts
 
 
 def publish_result(session: Session) -> str:
@@ -240,7 +212,8 @@ def publish_result(session: Session) -> str:
     if not assembly.writes:
         return ""
     dtype, shift = DTYPES[transformer_dtype(plan.config.precision)], plan.config.sampling_shift
-    note, predict = weight_note(plan, session.state), partial(predict_once, session)
+    note = weight_note(plan).at(session.state.global_step, session.state.epoch)
+    predict = partial(predict_once, session)
     publication = Publication(assembly.adapter, plan.source, dtype, shift, note, predict)
     with assembly.sampling_weights():
         stop_if_result_not_finite(assembly.all_parameters, assembly.trained.ema)
@@ -252,36 +225,16 @@ def predict_once(session: Session) -> Tensor:
     assembly, loader = session.assembly, session.loader
     assembly.transformer.eval()
     batch = session.reader(loader.sampler.batches(loader.epoch)[0]).to(assembly.accelerator.device)
-    return predict_now(assembly, assembly.adapter.prepare(add_noise(assembly, batch, 0, 0)))
+    return predict_now(assembly, assembly.adapter.prepare(assembly.noise.add(batch, 0, 0)))
 
 
-def weight_note(plan: Plan, state: TrainState) -> Mapping[str, str]:
-    """Header entries of weight files: model, run, step and the user's comment."""
+def weight_note(plan: Plan) -> WeightNote:
+    """What the headers of a run's weight files say."""
     kind = "/lora" if plan.config.model.model_type == "lora" else ""
-    note = {
-        "modelspec.sai_model_spec": "1.0.0",
-        ARCHITECTURE: f"{plan.spec.name}/{plan.flavour.name}{kind}",
-        "modelspec.implementation": "diffusers",
-        "modelspec.title": plan.title,
-        "modelspec.date": datetime.now(UTC).date().isoformat(),
-        "modelspec.resolution": str(plan.sizes[0]),
-        STEP_NOTE: str(state.global_step),
-    }
-    trigger = plan.config.publish.trigger
-    if trigger:
-        note["modelspec.trigger_phrase"] = trigger
-        # Kandinsky's official program puts it directly before the prompt.
-        note["trigger"] = f"{trigger.rstrip(', ')}, "
-    comment: Any = plan.config.publish.modelspec_comment
-    if comment:
-        text = comment if isinstance(comment, str) else "\n".join(map(str, comment))
-        values = {
-            "{current_step}": str(state.global_step),
-            "{current_epoch}": str(state.epoch),
-            "{timestamp}": datetime.now(UTC).isoformat(timespec="seconds"),
-        }
-        for placeholder, value in values.items():
-            text = text.replace(placeholder, value)
-        note["modelspec.description"] = text
-    # Weight files are shared, so a secret in a run's name or comment must not be in them.
-    return redact_texts(note)
+    return WeightNote(
+        architecture=f"{plan.spec.name}/{plan.flavour.name}{kind}",
+        title=plan.title,
+        size=plan.sizes[0],
+        trigger=plan.config.publish.trigger,
+        comment=plan.config.publish.modelspec_comment,
+    )

@@ -26,9 +26,10 @@ from accelerate.utils import DistributedDataParallelKwargs
 from torch import distributed, nn
 from torch.optim import Optimizer
 
+from simpletuner.config.lora import LoraConfig
 from simpletuner.config.optimizers import trained_precision
-from simpletuner.config.precision import quantisation, transformer_dtype, vae_dtype
-from simpletuner.config.schema import OffloadConfig, PrecisionConfig, RunConfig
+from simpletuner.config.precision import quantisation, transformer_dtype
+from simpletuner.config.schema import OffloadConfig, PrecisionConfig
 from simpletuner.config.speed import bf16_modulation, compile_backend, keeps_attention, plain_math
 from simpletuner.diffusion.seeds import seeded, step_seed
 from simpletuner.distributed.world import World
@@ -55,8 +56,9 @@ from simpletuner.training.lora import add_lora, start_from
 from simpletuner.training.meter import count_flops
 from simpletuner.training.release import GradientRelease, HostState
 from simpletuner.training.replicas import replicate, replicate_whole
+from simpletuner.training.settings import AssemblySettings, TrainingSpec, TransformerSettings
 from simpletuner.training.sharding import shard
-from simpletuner.training.state import Assembly, StepSettings, TrainingSpec
+from simpletuner.training.state import Assembly
 from simpletuner.training.trained import Trained
 from simpletuner.training.update import build_optimizer
 from simpletuner.weights.published_lora import find_lora
@@ -77,93 +79,114 @@ def make_accelerator() -> Accelerator:
 
 
 def assemble(
-    config: RunConfig,
-    spec: TrainingSpec,
+    settings: AssemblySettings,
     adapter: FamilyAdapter,
     techniques: Sequence[Technique],
     accelerator: Accelerator,
     world: World = World(),
 ) -> Assembly:
     """Load the transformer and prepare it for training."""
-    device, precision = accelerator.device, config.precision
-    sharded = config.launch.fsdp_enable and world.size > 1
-    trained, packed = _load(config, spec, adapter, device, world, world if sharded else World())
-    transformer, is_lora = trained.transformer, config.model.model_type == "lora"
-    layout, dtype = adapter.block_layout(transformer), DTYPES[transformer_dtype(precision)]
-    fast = _use_fast_blocks(transformer, config, adapter, device)
-    _checkpoint_and_compile(transformer, layout, fast, config, device)
-    group = _share_tokens(layout, fast, config, world)
-    load_vae = partial(adapter.load_latent_encoder, device, DTYPES[vae_dtype(precision, config.caching)])
-    site = Site(
-        adapter, transformer, layout, device, dtype, techniques, trained.disabled, HiddenStates(layout, group),
-        load_vae, world, sharded,
-    )  # fmt: skip
-    modules, wrapped = _attach(techniques, site, spec.seed, accelerator)
+    launch = settings.transformer.launch
+    device = accelerator.device
+    dtype = DTYPES[transformer_dtype(settings.transformer.precision)]
+    is_lora = settings.lora is not None
+    sharded = launch.fsdp_enable and world.size > 1
+    trained, packed = _load(settings, adapter, device, world, world if sharded else World())
+    transformer = trained.transformer
+    layout = adapter.block_layout(transformer)
+    fast = _use_fast_blocks(transformer, settings.transformer, adapter, device)
+    _checkpoint_and_compile(transformer, layout, fast, settings.transformer, device)
+    group = _share_tokens(layout, fast, launch.sequence_parallel_size, world)
+    hidden = HiddenStates(layout, group)
+    load_vae = partial(adapter.load_latent_encoder, device, DTYPES[settings.vae_dtype])
+    disabled = trained.disabled
+    site = Site(adapter, transformer, layout, device, dtype, techniques, disabled, hidden, load_vae, world, sharded)
+    modules, wrapped = _attach(techniques, site, settings.step.seed, accelerator)
     if sharded:
-        shard(transformer, layout.blocks, config.launch, device, world, keep_trained=is_lora)
+        shard(transformer, layout.blocks, launch, device, world, keep_trained=is_lora)
     else:
-        place_model(transformer, blocks_to_stream(layout, config.offload), device)
-    parameters, ratio = trained.parameters(), config.lora.lora_plus_ratio
-    # LoRA+ (Hayou et al., arXiv:2402.12354): B matrices at a multiple of the learning rate.
-    faster = [weight for name, weight in parameters.items() if ratio is not None and ".lora_B." in name]
-    optimizer = build_optimizer(
-        parameters.values(), config.optimizer, precision.mixed_precision, spec.learning_rate, modules, faster, ratio
-    )
+        place_model(transformer, blocks_to_stream(layout, settings.transformer.offload), device)
+    parameters = trained.parameters()
+    optimizer = _build_optimizer(settings, parameters, modules)
     # FSDP2 reduces the gradients of sharded weights. A LoRA is whole in every process and needs DDP.
     prepared = transformer if sharded and not is_lora else replicate(transformer, accelerator, sharded=sharded)
-    streamer = None if sharded else _stream(transformer, layout, config, device, world, packed)
+    streamer = None if sharded else _stream(transformer, layout, settings.transformer, device, world, packed)
     if streamer is not None and fast is not None:
         fast.outside_checkpoint = RememberedPlaces(streamer)
     return Assembly(
-        adapter, accelerator, prepared, trained, parameters, optimizer,
+        adapter=adapter,
+        accelerator=accelerator,
+        transformer=prepared,
+        trained=trained,
+        parameters=parameters,
+        optimizer=optimizer,
         # Only float16 gradients underflow without a loss scale.
         scaler=torch.amp.GradScaler(device.type, enabled=dtype == torch.float16),
-        settings=StepSettings.of(config, spec),
-        hidden=site.hidden,
+        settings=settings.step,
+        hidden=hidden,
         techniques=list(techniques),
         modules=modules,
         wrapped_modules=wrapped,
         streamer=streamer,
         sample_flops=count_flops(transformer, adapter.spec.cost, trained.adapters, techniques),
         take_tiles=layout.take_tiles,
-        release=_release(config, parameters, optimizer, device),
+        release=_release(settings, parameters, optimizer, device),
         world=world,
-        processes_per_sample=config.launch.sequence_parallel_size,
+        processes_per_sample=launch.sequence_parallel_size,
         is_sharded=sharded,
-    )  # fmt: skip
+    )
+
+
+def _build_optimizer(
+    settings: AssemblySettings, parameters: Mapping[str, nn.Parameter], modules: Mapping[str, nn.Module]
+) -> Optimizer:
+    # LoRA+ (Hayou et al., arXiv:2402.12354): B matrices at a multiple of the learning rate.
+    ratio = None if settings.lora is None else settings.lora.lora_plus_ratio
+    faster = [weight for name, weight in parameters.items() if ratio is not None and ".lora_B." in name]
+    return build_optimizer(
+        parameters.values(),
+        settings.step.optimizer,
+        settings.transformer.precision.mixed_precision,
+        settings.step.learning_rate,
+        modules,
+        faster,
+        ratio,
+    )
 
 
 def _release(
-    config: RunConfig, parameters: Mapping[str, nn.Parameter], optimizer: Optimizer, device: torch.device
+    settings: AssemblySettings, parameters: Mapping[str, nn.Parameter], optimizer: Optimizer, device: torch.device
 ) -> GradientRelease | None:
-    if not config.optimizer.optimizer_release_gradients:
+    config = settings.step.optimizer
+    if not config.optimizer_release_gradients:
         return None
-    host = HostState(optimizer, device) if config.offload.offload_optimizer_state else None
-    return GradientRelease(parameters, optimizer, config.optimizer, host)
+    host = HostState(optimizer, device) if settings.transformer.offload.offload_optimizer_state else None
+    return GradientRelease(parameters, optimizer, config, host)
 
 
 def _load(
-    config: RunConfig, spec: TrainingSpec, adapter: FamilyAdapter, device: torch.device, world: World, sharers: World
+    settings: AssemblySettings, adapter: FamilyAdapter, device: torch.device, world: World, sharers: World
 ) -> tuple[Trained, list[WeightImage]]:
     """Load the transformer with its trained weights, and the images of the blocks that will stream.
 
     Args:
         sharers: the processes that will shard its weights.
     """
-    trained_dtype = DTYPES[trained_precision(config.optimizer, config.precision)]
-    load = partial(load_frozen, config, adapter, device, world, sharers=sharers)
+    trained_dtype = DTYPES[trained_precision(settings.step.optimizer, settings.transformer.precision)]
+    load = partial(load_frozen, settings.transformer, adapter, device, world, sharers=sharers)
+    lora = settings.lora
     with large_tensors_apart():
-        if config.model.model_type != "lora":
+        if lora is None:
             transformer, _ = load(adapted=r".+", dtype=trained_dtype)
             return FullModel(transformer.requires_grad_(True), sharers), []
         # A kind configured by a file may adapt any layer.
-        adapted = r".+" if adapter_kind(config.lora).layers else spec.lora_targets
-        transformer, packed = load(adapted=adapted, on_host=config.lora.starts_from_base)
-        return _add_adapter(transformer, config, spec, adapter.spec, trained_dtype), packed
+        adapted = r".+" if adapter_kind(lora).layers else settings.step.lora_targets
+        transformer, packed = load(adapted=adapted, on_host=lora.starts_from_base)
+        return _add_adapter(transformer, lora, settings.step, adapter.spec, trained_dtype), packed
 
 
 def load_frozen(
-    config: RunConfig,
+    settings: TransformerSettings,
     adapter: FamilyAdapter,
     device: torch.device,
     world: World = World(),
@@ -186,21 +209,26 @@ def load_frozen(
     Returns:
         the transformer, and the images of the blocks that will stream, in order; see `Offload.stream`.
     """
-    dtype = dtype or DTYPES[transformer_dtype(config.precision)]
-    stored = quantisation(config.precision.base_model_precision)
+    precision = settings.precision
+    dtype = dtype or DTYPES[transformer_dtype(precision)]
+    stored = quantisation(precision.base_model_precision)
+    layers = adapter.spec.quantised_layers
     transformer = adapter.load_transformer(dtype, empty=True).requires_grad_(False)
-    layout, images = adapter.block_layout(transformer), []
-    in_bf16 = bf16_modulation(config.speed) and _adapts_only(transformer, adapted, adapter.spec.quantised_layers)
+    layout = adapter.block_layout(transformer)
+    in_bf16 = bf16_modulation(settings.speed) and _adapts_only(transformer, adapted, layers)
     weights = DeferredWeights(transformer, adapter.source["transformer"], dtype)
-    offload, moving = Offload(config.offload, device, world), blocks_to_stream(layout, config.offload)
-    streamed, staying = offload.groups(moving), [[block] for block in layout.blocks if block not in moving]
+    offload = Offload(settings.offload, device, world)
+    moving = blocks_to_stream(layout, settings.offload)
+    streamed = offload.groups(moving)
+    staying = [[block] for block in layout.blocks if block not in moving]
+    images: list[WeightImage] = []
     for modules in [*streamed, *staying, [transformer]]:
         weights.fill(modules)
         if stored is not None:
-            via, layers = config.precision.quantize_via, adapter.spec.quantised_layers
-            quantise(transformer, layers, stored, via=via, accelerator=device, within=modules)
-        for module in modules if in_bf16 else ():
-            adapter.store_modulation_in_bf16(module)
+            quantise(transformer, layers, stored, via=precision.quantize_via, accelerator=device, within=modules)
+        if in_bf16:
+            for module in modules:
+                adapter.store_modulation_in_bf16(module)
         if modules in streamed:
             images.append(offload.pack(modules))
         elif modules in staying and sharers.size > 1:
@@ -216,21 +244,23 @@ def _adapts_only(transformer: nn.Module, adapted: Targets, layers: str) -> bool:
     return all(re.fullmatch(layers, name) for name in matching_modules(names, adapted))
 
 
-def load_for_sampling(config: RunConfig, adapter: FamilyAdapter, device: torch.device) -> nn.Module:
+def load_for_sampling(settings: TransformerSettings, adapter: FamilyAdapter, device: torch.device) -> nn.Module:
     """Load a transformer for sampling only: frozen, quantised, with fast blocks, placed and streamed as in training."""
     with large_tensors_apart():
-        transformer, packed = load_frozen(config, adapter, device)
+        transformer, packed = load_frozen(settings, adapter, device)
     transformer.eval()
-    _use_fast_blocks(transformer, config, adapter, device)
+    _use_fast_blocks(transformer, settings, adapter, device)
     layout = adapter.block_layout(transformer)
-    place_model(transformer, blocks_to_stream(layout, config.offload), device)
-    _stream(transformer, layout, config, device, World(), packed)
+    place_model(transformer, blocks_to_stream(layout, settings.offload), device)
+    _stream(transformer, layout, settings, device, World(), packed)
     return transformer
 
 
 def blocks_to_stream(layout: BlockLayout, config: OffloadConfig) -> list[nn.Module]:
     """The blocks whose weights do not stay on the device."""
-    return streamed_blocks(layout.blocks, config.group_offload_resident_blocks) if config.enable_group_offload else []
+    if not config.enable_group_offload:
+        return []
+    return streamed_blocks(layout.blocks, config.group_offload_resident_blocks)
 
 
 def _attach(
@@ -255,61 +285,68 @@ def _attach(
 
 
 def _add_adapter(
-    transformer: nn.Module, config: RunConfig, spec: TrainingSpec, family: FamilySpec, dtype: torch.dtype
+    transformer: nn.Module, config: LoraConfig, spec: TrainingSpec, family: FamilySpec, dtype: torch.dtype
 ) -> Trained:
-    add, seed = adapter_kind(config.lora).add, step_seed(spec.seed, 0, 0, 0, "lora")
+    seed = step_seed(spec.seed, 0, 0, 0, "lora")
+    add = adapter_kind(config).add
     if add is not None:
-        return pkgutil.resolve_name(add)(transformer, config.lora, spec.lora_targets, family, seed=seed, dtype=dtype)
-    lora = add_lora(transformer, config.lora, spec.lora_targets, seed=seed, dtype=dtype)
-    if config.lora.init_lora is not None:
-        path = find_lora(config.lora.init_lora)  # one of the hub is on this machine by now
-        start_from(lora, path or Path(config.lora.init_lora))
+        return pkgutil.resolve_name(add)(transformer, config, spec.lora_targets, family, seed=seed, dtype=dtype)
+    lora = add_lora(transformer, config, spec.lora_targets, seed=seed, dtype=dtype)
+    if config.init_lora is not None:
+        path = find_lora(config.init_lora)  # one of the hub is on this machine by now
+        start_from(lora, path or Path(config.init_lora))
     return lora
 
 
 def _use_fast_blocks(
-    transformer: nn.Module, config: RunConfig, adapter: FamilyAdapter, device: torch.device
+    transformer: nn.Module, settings: TransformerSettings, adapter: FamilyAdapter, device: torch.device
 ) -> FastBlocks | None:
     """Enable quantised matmuls and the family's fast blocks; None if the blocks remain those of diffusers."""
-    if config.precision.quantized_matmul:
+    precision = settings.precision
+    if precision.quantized_matmul:
         use_quantised_products(transformer)
-    if bf16_modulation(config.speed):
+    if bf16_modulation(settings.speed):
         adapter.store_modulation_in_bf16(transformer)
-    if device.type == "cuda" and not config.precision.disable_tf32:
+    if device.type == "cuda" and not precision.disable_tf32:
         keep_full_float32(transformer)
-    fast = adapter.use_fast_blocks(transformer) if plain_math(config.speed) else None
+    fast = adapter.use_fast_blocks(transformer) if plain_math(settings.speed) else None
     if fast is not None:
-        fast.self_attention.kernel = attention_kernel(config.precision.attention_mechanism)
+        fast.self_attention.kernel = attention_kernel(precision.attention_mechanism)
     return fast
 
 
 def _checkpoint_and_compile(
-    transformer: nn.Module, layout: BlockLayout, fast: FastBlocks | None, config: RunConfig, device: torch.device
+    transformer: nn.Module,
+    layout: BlockLayout,
+    fast: FastBlocks | None,
+    settings: TransformerSettings,
+    device: torch.device,
 ) -> None:
     """Checkpoint blocks, then compile them.
 
     With `quantized_matmul`, the first visual block logs the error of its gradients, uncompiled.
     """
     dropout = any(isinstance(module, nn.Dropout) and module.p > 0 for module in transformer.modules())
-    keeps, inputs_leave = keeps_attention(config.speed), config.offload.offload_block_inputs
+    keeps = keeps_attention(settings.speed)
+    inputs_leave = settings.offload.offload_block_inputs
     enable_checkpointing(
         transformer,
         layout,
-        config.precision,
+        settings.precision,
         dropout=dropout,
         block_inputs=BlockInputs(device) if inputs_leave else None,
         keep=fast.self_attention if fast is not None and keeps else None,
     )
-    comparison = _product_comparison(layout.visual_blocks[0], fast, config.precision)
-    backend = compile_backend(config.speed, config.launch, device.type)
+    comparison = _product_comparison(layout.visual_blocks[0], fast, settings.precision)
+    backend = compile_backend(settings.speed, settings.launch, device.type)
     if backend is not None:
         # The last functions of checkpointed blocks can recompute themselves if the output of attention is kept, inputs
         # stay on the device, and no generator state is restored.
         inside = keeps and not inputs_leave and not dropout
-        sampling = config.validation.validation_torch_compile
-        if config.speed.speed == "reference":
+        if settings.speed.speed == "reference":
             layout = replace(layout, compiled=None)  # diffusers' code
-        compile_blocks(layout, fast, backend, config.launch, sampling=sampling, recomputing=inside)
+        sampling = settings.compiles_previews
+        compile_blocks(layout, fast, backend, settings.launch, sampling=sampling, recomputing=inside)
     if comparison is not None:
         comparison.install()
 
@@ -325,25 +362,31 @@ def _product_comparison(block: nn.Module, fast: FastBlocks | None, precision: Pr
 
 
 def _share_tokens(
-    layout: BlockLayout, fast: FastBlocks | None, config: RunConfig, world: World
+    layout: BlockLayout, fast: FastBlocks | None, processes_per_sample: int, world: World
 ) -> SequenceGroup | None:
     """Enable sequence parallelism if configured."""
-    if config.launch.sequence_parallel_size == 1:
+    if processes_per_sample == 1:
         return None
     if fast is None or layout.rope is None:  # `check_sequence` refuses such runs
         raise ValueError("these blocks do not support sequence parallelism")
-    group = SequenceGroup.connect(world, config.launch.sequence_parallel_size)
+    group = SequenceGroup.connect(world, processes_per_sample)
     fast.self_attention.group = group
     TokenSplit(group, layout.rope).attach(layout.visual_blocks)
     return group
 
 
 def _stream(
-    transformer: nn.Module, layout: BlockLayout, config: RunConfig, device: torch.device, world: World,
+    transformer: nn.Module,
+    layout: BlockLayout,
+    settings: TransformerSettings,
+    device: torch.device,
+    world: World,
     packed: list[WeightImage],
-) -> Streamer | None:  # fmt: skip
-    if not config.offload.enable_group_offload:
+) -> Streamer | None:
+    if not settings.offload.enable_group_offload:
         return None
+    streamed = blocks_to_stream(layout, settings.offload)
     # Without recomputation, autograd saves weights that are evicted before the backward pass.
-    streamed, keeps_saved = blocks_to_stream(layout, config.offload), not config.precision.checkpoints_all
-    return Offload(config.offload, device, world).attach(transformer, streamed, keeps_saved=keeps_saved, packed=packed)
+    keeps_saved = not settings.precision.checkpoints_all
+    offload = Offload(settings.offload, device, world)
+    return offload.attach(transformer, streamed, keeps_saved=keeps_saved, packed=packed)

@@ -16,35 +16,37 @@ from __future__ import annotations
 import logging
 import struct
 import time
-from collections.abc import Callable, Collection, Generator, Mapping
+from collections.abc import Collection, Generator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, closing, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from pickle import UnpicklingError
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
+from torch import nn
 
 from simpletuner.atomic import build_folder, open_atomically, write_json
 from simpletuner.config.optimizers import OPTIMIZERS
 from simpletuner.config.schema import CheckpointConfig
 from simpletuner.errors import UserError, is_out_of_memory
 from simpletuner.models.blocks import DEVICE_FAILURES
-from simpletuner.planning import checkpoint_folder as manifest
+from simpletuner.planning import checkpoint_folder
 from simpletuner.planning.checkpoint_folder import ROLLING, STATE_FOLDER, Checkpoint, Identity, Line, Manifest, Progress
 from simpletuner.reporting.events import CheckpointSaved, EventStream, StepReport
 from simpletuner.reporting.intervals import Interval
-from simpletuner.training.drafts import Draft, copy_drafts
+from simpletuner.training.drafts import CopiedDrafts, Draft
 from simpletuner.training.guard import refuse_not_finite, stop_if_result_not_finite
 from simpletuner.training.loader import BatchLoader
 from simpletuner.training.loop import Callback
 from simpletuner.training.optimizer_state import load_state
 from simpletuner.training.sharding import is_part, load_shards, shard_moments, without_shards
 from simpletuner.training.state import Assembly, TrainState, random_states, restore_random_states
+from simpletuner.training.weight_note import WeightNote
 
 logger = logging.getLogger(__name__)
 
@@ -67,7 +69,7 @@ def load_checkpoint(checkpoint: Checkpoint, assembly: Assembly, loader: BatchLoa
         UserError: the checkpoint is damaged or edited, holds NaN or infinity, or has other trained layers or another
             optimizer.
     """
-    if damaged := manifest.damaged_files(checkpoint):
+    if damaged := checkpoint_folder.damaged_files(checkpoint):
         raise UserError(f"{checkpoint.path} is damaged: {', '.join(damaged)}. Choose an earlier checkpoint.")
     try:
         return _restore(checkpoint, assembly, loader, same_data=same_data)
@@ -83,7 +85,7 @@ def load_checkpoint(checkpoint: Checkpoint, assembly: Assembly, loader: BatchLoa
 def _restore(checkpoint: Checkpoint, assembly: Assembly, loader: BatchLoader, *, same_data: bool) -> TrainState:
     folder, saved = checkpoint.path / STATE_FOLDER, checkpoint.manifest
     assembly.trained.load(checkpoint.path)
-    _load_modules(assembly, folder)
+    _load_modules(assembly.modules, folder)
     # To the CPU first, since the optimizer moves its state to the device of its parameters.
     parameters = [parameter for group in assembly.optimizer.param_groups for parameter in group["params"]]
     # Memory-mapped if its tensors are copied elsewhere, one at a time.
@@ -115,10 +117,10 @@ def _restore(checkpoint: Checkpoint, assembly: Assembly, loader: BatchLoader, *,
     return TrainState(step, epoch, loader.epochs_done)
 
 
-def _load_modules(assembly: Assembly, folder: Path) -> None:
+def _load_modules(modules: Mapping[str, nn.Module], folder: Path) -> None:
     """Restore the weights of techniques; newly enabled techniques start now, disabled ones are ignored."""
     saved = {path.name.removesuffix(MODULE_SUFFIX): path for path in sorted(folder.glob(f"*{MODULE_SUFFIX}"))}
-    for name, module in assembly.modules.items():
+    for name, module in modules.items():
         if name not in saved:
             logger.warning("%s was off in %s and starts now.", name, folder.parent)
             continue
@@ -128,7 +130,7 @@ def _load_modules(assembly: Assembly, folder: Path) -> None:
             module.load_state_dict(weights)
         except RuntimeError as error:
             raise UserError(f"{saved[name]} does not fit: {error}") from None
-    for name in saved.keys() - assembly.modules.keys():
+    for name in saved.keys() - modules.keys():
         logger.warning("%s was on in %s and is off now; its weights are not used.", name, folder.parent)
 
 
@@ -136,6 +138,49 @@ def _save_state(path: Path, content: Any) -> None:
     with open_atomically(path) as file:
         # Written directly to the file: the state of a full fine-tune may not fit into memory twice.
         torch.save(content, file)
+
+
+class Previews(Protocol):
+    """Previews that may still be decoded in the background."""
+
+    def settle(self) -> None:
+        """Wait until all of them are on disk."""
+
+
+class CheckpointUser(Protocol):
+    """May use the folders of checkpoints while the run goes on, such as an upload."""
+
+    @property
+    def in_use(self) -> Collection[Path]:
+        """Checkpoints that must not be removed now."""
+
+
+@dataclass
+class UnfinishedCheckpoint:
+    """A checkpoint whose folder has a temporary name.
+
+    Attributes:
+        manifest: describes the checkpoint, but for its files.
+        copies: the files that are still to be written; None if all are.
+        building: renames the folder on exit, or removes it after an error.
+    """
+
+    folder: Path
+    manifest: Manifest
+    copies: CopiedDrafts | None
+    building: ExitStack
+
+    def complete(self) -> None:
+        """Write the copies, hash and flush all files, and rename the folder; removes it if that fails.
+
+        Needs neither the weights nor other processes.
+        """
+        with self.building:
+            if self.copies is not None:
+                for draft in self.copies.wait():
+                    draft.write_into(self.folder)
+            files = checkpoint_folder.describe_files(self.folder)
+            checkpoint_folder.write_manifest(self.folder, replace(self.manifest, files=files))
 
 
 @dataclass
@@ -147,9 +192,9 @@ class CheckpointWriter(Callback):
 
     Attributes:
         thread: a pool of one worker.
-        before: waits for data that must be on disk before the checkpoint, since a resumed run does not write it again.
-        note: header entries of weight files for a state of the run.
-        in_use: returns checkpoints that must not be removed now.
+        note: header entries of weight files.
+        previews: must be on disk before the checkpoint, since a resumed run does not render them again.
+        users: may use checkpoints, which then must not be removed.
         in_background: host memory has room for a copy of the checkpoint, and weights are not sharded.
         in_shards: every process writes its shards of the state; otherwise the main process gathers them.
         saved_step: step of the newest checkpoint.
@@ -161,11 +206,11 @@ class CheckpointWriter(Callback):
     identity: Identity
     settings: Mapping[str, Any]
     events: EventStream
-    note: Callable[[TrainState], Mapping[str, str]]
-    in_use: Callable[[], Collection[Path]] = tuple
+    note: WeightNote
+    previews: Previews | None = None
+    users: Sequence[CheckpointUser] = ()
     in_shards: bool = True
     in_background: bool = False
-    before: Callable[[], object] = lambda: None
     thread: ThreadPoolExecutor = field(default_factory=partial(ThreadPoolExecutor, 1))
     saved_step: int | None = field(default=None, init=False)
     _completing: Future[CheckpointSaved] | None = field(default=None, init=False)
@@ -194,10 +239,11 @@ class CheckpointWriter(Callback):
         """Save the last complete step. Previews that cannot be completed are rendered when the run continues."""
         if self.saved_step is None:  # before the first step
             return
-        previews = self.before
-        self.before = lambda: None
-        with suppress(Exception):  # whatever fails there must not keep the weights from being saved
-            previews()
+        previews = self.previews
+        self.previews = None
+        if previews is not None:
+            with suppress(Exception):  # whatever fails there must not keep the weights from being saved
+                previews.settle()
         self.on_train_end(assembly, state)
 
     def save(self, assembly: Assembly, state: TrainState, *, rolling: bool = False) -> None:
@@ -209,37 +255,37 @@ class CheckpointWriter(Callback):
         if self.saved_step == state.global_step or not assembly.writes:
             return
         self._settle()
-        self.before()
+        if self.previews is not None:
+            self.previews.settle()
         path = self.output_dir / f"checkpoint-{state.global_step}{ROLLING if rolling else ''}"
         started, step = time.monotonic(), state.global_step
         shared = assembly.trained.sharers.size > 1
         # Not if processes write together: if one fails, all others would wait for it forever.
         with nullcontext() if shared else assembly.world.undisturbed():
-            complete = self.write(path, assembly, state)
+            unfinished = self.write(path, assembly, state)
         self.saved_step = step
-        if complete is None:
+        if unfinished is None:
             return
 
         def finish() -> CheckpointSaved:
             with assembly.world.undisturbed():
-                complete()
+                unfinished.complete()
             return CheckpointSaved(path, step, time.monotonic() - started)
 
         self._completing = self.thread.submit(finish)
 
-    def write(self, final: Path, assembly: Assembly, state: TrainState) -> Callable[[], None] | None:
+    def write(self, final: Path, assembly: Assembly, state: TrainState) -> UnfinishedCheckpoint | None:
         """Write or copy the files of a checkpoint. Collective if the trained weights are sharded.
 
         Returns:
-            in the main process, a function that completes the checkpoint or, if it fails, removes the files. It writes
-            the copies and hashes and flushes all files, and needs neither the weights nor other processes.
+            the checkpoint, to be completed, in the main process; None in all others.
 
         Raises:
             NonFiniteError: a weight is NaN or infinite; nothing is written.
             DiskFullError: no space left; earlier checkpoints are kept.
         """
         stop_if_result_not_finite(assembly.all_parameters, assembly.trained.ema)
-        arrived: Callable[[], list[Draft]] = list
+        copies: CopiedDrafts | None = None
         sharers = assembly.trained.sharers
         with ExitStack() as building:
             folder = sharers.on_main(lambda: building.enter_context(build_folder(final)))
@@ -247,22 +293,22 @@ class CheckpointWriter(Callback):
             # Closed promptly, since the moving average may replace the weights until then.
             with closing(self._drafts(assembly, state, folder)) as drafts:
                 if self.in_background:
-                    arrived = copy_drafts(drafts, assembly.accelerator.device)
+                    copies = CopiedDrafts(drafts, assembly.accelerator.device)
                 else:
                     for draft in drafts:
                         sharers.on_main(partial(draft.write_into, folder))
             written = building.pop_all()
-        progress = Progress(self.loader.index, self.loader.epochs_done, assembly.settings.total_steps)
-        line = manifest.read_line(self.output_dir) or Line()
-        describe = partial(Manifest, state.global_step, state.epoch, self.identity, progress=progress, forks=line.forks)
-
-        def complete() -> None:
-            with written:  # renames the folder on exit
-                for draft in arrived():
-                    draft.write_into(folder)
-                manifest.write_manifest(folder, describe(manifest.describe_files(folder)))
-
-        return sharers.main_only(lambda: complete)
+        line = checkpoint_folder.read_line(self.output_dir) or Line()
+        described = Manifest(
+            step=state.global_step,
+            epoch=state.epoch,
+            identity=self.identity,
+            files={},
+            progress=Progress(self.loader.index, self.loader.epochs_done, assembly.settings.total_steps),
+            forks=line.forks,
+        )
+        unfinished = UnfinishedCheckpoint(folder, described, copies, written)
+        return sharers.main_only(lambda: unfinished)
 
     def _drafts(self, assembly: Assembly, state: TrainState, folder: Path) -> Generator[Draft]:
         """The files except the manifest. Collective if the trained weights are sharded.
@@ -271,7 +317,7 @@ class CheckpointWriter(Callback):
             folder: folder for shards, which are written immediately.
         """
         ema = assembly.trained.ema
-        yield from assembly.trained.drafts(self.note(state))
+        yield from assembly.trained.drafts(self.note.at(state.global_step, state.epoch))
         content = {
             "global_step": state.global_step,
             "epoch": state.epoch,
@@ -300,5 +346,6 @@ class CheckpointWriter(Callback):
         rolling = saved.path.name.endswith(ROLLING)
         limit = self.config.checkpoints_rolling_total_limit if rolling else self.config.checkpoints_total_limit
         # Only now, since the new checkpoint could have failed, and in this thread, where uploads select theirs.
-        removed = manifest.prune(self.output_dir, limit, rolling=rolling, in_use=self.in_use())
+        in_use = [path for user in self.users for path in user.in_use]
+        removed = checkpoint_folder.prune(self.output_dir, limit, rolling=rolling, in_use=in_use)
         self.events.publish(replace(saved, removed=removed))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -41,21 +40,20 @@ class Draft:
         return cls(name, lambda path, content: save_file(content, path, header), tensors)
 
 
-def copy_drafts(drafts: Iterable[Draft], device: torch.device) -> Callable[[], list[Draft]]:
-    """Copy the content of drafts to host memory, since training changes the originals.
+class CopiedDrafts:
+    """Drafts whose content is copied to host memory, since training changes the originals."""
 
-    Returns:
-        a function that waits for the copies, callable from any thread.
-    """
-    copies = [replace(draft, content=replaced(draft.content, _to_host)) for draft in drafts]
-    copied = torch.cuda.current_stream(device).record_event() if device.type == "cuda" else None
-    return partial(_arrived, copies, copied)
+    def __init__(self, drafts: Iterable[Draft], device: torch.device) -> None:
+        self._copies = [replace(draft, content=replaced(draft.content, _to_host)) for draft in drafts]
+        self._copied: torch.cuda.Event | None = None
+        if device.type == "cuda":
+            self._copied = torch.cuda.current_stream(device).record_event()
 
-
-def _arrived(copies: list[Draft], copied: torch.cuda.Event | None) -> list[Draft]:
-    if copied is not None:
-        copied.synchronize()
-    return copies
+    def wait(self) -> list[Draft]:
+        """The copies once they are complete; callable from any thread."""
+        if self._copied is not None:
+            self._copied.synchronize()
+        return self._copies
 
 
 def _to_host(path: str, tensor: Tensor) -> Tensor:

@@ -22,6 +22,7 @@ import torch
 from simpletuner.config.schema import CachingConfig
 from simpletuner.data.sampler import PlannedBatch, Sampler
 from simpletuner.diffusion.batch import Batch
+from simpletuner.training.noise import NoiseSource
 
 ReadBatch = Callable[[PlannedBatch], Batch]
 Item = TypeVar("Item")
@@ -38,8 +39,9 @@ class BatchLoader:
         prepare_epoch: called in the loop's thread before the first batch of each epoch is read, to fill the caches
             with new random crops.
         pin: pin the memory of batches, so that uploads do not block.
-        complete: (batch, number of earlier micro-batches in the run) -> batch; called in the background.
-        count: micro-batches of the run so far; set when a run starts or resumes.
+        noise: draws the noise of batches ahead of the step, in the background, since that is slow; None leaves it to
+            the step.
+        count: micro-batches of the run so far.
         epoch: epoch of the last batch yielded, counted from 1.
         index: number of batches yielded in that epoch.
     """
@@ -49,10 +51,10 @@ class BatchLoader:
     config: CachingConfig
     prepare_epoch: Callable[[int], None]
     pin: bool
-    complete: Callable[[Batch, int], Batch] = lambda batch, number: batch
+    noise: NoiseSource | None = None
+    count: int = 0
     epoch: int = 1
     index: int = 0
-    count: int = 0
     _supply: Generator[Batch] | None = None
 
     def __iter__(self) -> BatchLoader:
@@ -109,7 +111,9 @@ class BatchLoader:
 
         def make(index: int) -> Batch:
             # Planned here, by the reading thread.
-            batch = self.complete(self.read(batches[index]), before + index)
+            batch = self.read(batches[index])
+            if self.noise is not None:
+                batch = self.noise.draw_ahead(batch, before + index)
             return batch.pin_memory() if self.pin and torch.cuda.is_available() else batch
 
         # One batch ahead even without prefetching, so that reading overlaps with the step.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from itertools import chain
@@ -12,14 +12,19 @@ from typing import Any
 from torch import nn
 
 from simpletuner.diffusion.batch import Batch
+from simpletuner.memory.offload.streamer import Streamer
 from simpletuner.models.cost import NO_ADAPTERS, Adapters, BatchShape, FamilyCost, Kernels, Work
+from simpletuner.models.spec import FamilySpec
 from simpletuner.reporting.events import StepReport
 from simpletuner.techniques.base import Technique
 from simpletuner.timing import HostClock
 from simpletuner.training.loader import BatchLoader
 from simpletuner.training.losses import Losses
-from simpletuner.training.state import Assembly, SampleFlops
 from simpletuner.weights.files import Shape
+
+# (tokens, text tokens) -> FLOPs of training on one sample, without recomputation, and with block-sparse attention
+# counted as if it visited all tiles.
+SampleFlops = Callable[[int, int], Work]
 
 
 class StepMeter:
@@ -27,36 +32,43 @@ class StepMeter:
 
     Args:
         step: number of the step, counted from 1.
+        streamer: copies weights to the device during the step; None without streaming.
 
     Attributes:
         waiting_for_data: clock that runs while the step waits for data.
     """
 
-    def __init__(self, assembly: Assembly, step: int) -> None:
-        self._assembly, self._step = assembly, step
+    def __init__(self, step: int, streamer: Streamer | None) -> None:
+        self._step = step
+        self._streamer = streamer
         self._started = time.perf_counter()
         self._work = Work()
         self._shapes: list[tuple[int, ...]] = []
-        self._passes = assembly.passes
         self.waiting_for_data = HostClock()
-        if assembly.streamer is not None:
-            assembly.streamer.waited()  # discard the waits of previews since the last step
+        if streamer is not None:
+            streamer.waited()  # discard the waits of previews since the last step
 
-    def count(self, batch: Batch) -> None:
-        """Count a micro-batch."""
+    def count(self, batch: Batch, work: Work) -> None:
+        """Count a micro-batch and its share of work in this process."""
         self._shapes.append(tuple(batch.latents.shape))
-        self._work += batch_work(self._assembly, batch).times(1 / self._assembly.processes_per_sample)
+        self._work += work
 
     def report(
-        self, loader: BatchLoader, losses: Losses, metrics: Mapping[str, float], tiles: Mapping[int, tuple[float, int]]
+        self,
+        loader: BatchLoader,
+        losses: Losses,
+        metrics: Mapping[str, float],
+        tiles: Mapping[int, tuple[float, int]],
+        passes: int,
     ) -> StepReport:
         """The report of the step, which ends now.
 
         Args:
             losses: losses of all processes.
             tiles: (tile pairs visited by block-sparse attention, all tile pairs), by tokens of a sample.
+            passes: forward passes of the step.
         """
-        assembly, work = self._assembly, self._work
+        work = self._work
         visited, pairs = (sum(counts) for counts in zip(*tiles.values(), strict=True)) if tiles else (1, 1)
         return StepReport(
             step=self._step,
@@ -64,22 +76,25 @@ class StepMeter:
             metrics=metrics,
             seconds=time.perf_counter() - self._started,
             data_seconds=self.waiting_for_data.read(),
-            weights_seconds=None if assembly.streamer is None else assembly.streamer.waited(),
+            weights_seconds=None if self._streamer is None else self._streamer.waited(),
             timesteps=[*chain.from_iterable(micro.timesteps for micro in losses)],
             epochs_done=loader.epochs_done,
             flops=replace(work, sparse=work.sparse * visited / pairs).total or None,
             shapes=tuple(sorted(self._shapes)),
-            passes=assembly.passes - self._passes,
+            passes=passes,
             densities={tokens: visited / pairs for tokens, (visited, pairs) in tiles.items()},
         )
 
 
-def batch_work(assembly: Assembly, batch: Batch) -> Work:
+def batch_work(batch: Batch, spec: FamilySpec, sample_flops: SampleFlops | None) -> Work:
     """Model FLOPs of a micro-batch; zero if the family's cost is unknown."""
-    if assembly.sample_flops is None:
-        return Work()
-    tokens = assembly.adapter.spec.tokens(*batch.latent_size)
-    return sum((assembly.sample_flops(tokens, len(embeds["prompt_embeds"])) for embeds in batch.embeds), Work())
+    work = Work()
+    if sample_flops is None:
+        return work
+    tokens = spec.tokens(*batch.latent_size)
+    for embeds in batch.embeds:
+        work += sample_flops(tokens, len(embeds["prompt_embeds"]))
+    return work
 
 
 # Cache size for a few bucket shapes, each with a few hundred caption lengths.

@@ -5,7 +5,8 @@ Every random number is derived from its position in the run: (seed, global step,
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 from torch import Tensor
 
@@ -13,48 +14,61 @@ from simpletuner.diffusion.batch import Batch, NoisyBatch
 from simpletuner.diffusion.flow import choose_shift, make_noisy, sample_noise, sample_sigmas
 from simpletuner.diffusion.seeds import Place, seed_device
 from simpletuner.distributed.world import World
-from simpletuner.training.state import Assembly
+from simpletuner.models.spec import FamilySpec
+from simpletuner.techniques.base import Technique
+from simpletuner.training.settings import StepSettings
 
 
-def add_noise(assembly: Assembly, batch: Batch, global_step: int, micro_step: int) -> NoisyBatch:
-    """Draw sigmas and noise for this position in the run, and seed the device's generator for dropout."""
-    settings, flow = assembly.settings, assembly.settings.flow
-    place = place_of(assembly, len(batch.names), global_step, micro_step)
-    seed_device(batch.latents.device, place.forward_seed)
-    spec = assembly.adapter.spec
-    tokens = spec.tokens(*batch.latent_size)
-    shift = choose_shift(flow, tokens, spec.auto_shift, shift_is_explicit=settings.shift_is_explicit)
-    sigmas = sample_sigmas(place, flow, shift, settings.timestep_offsets.get(batch.dataset_id, 0.0))
-    noise = batch.noise
-    # Noise drawn for another position would silently change the run.
-    if noise is None or batch.place != place:
-        noise = _noise(assembly, batch, place)
-    noisy = make_noisy(batch, sigmas, noise, settings.loss, place)
-    # Read here, on the CPU; reading them later would synchronise.
-    return replace(noisy, host_sigmas=tuple(sigmas.tolist()))
+@dataclass(frozen=True)
+class NoiseSource:
+    """Draws the noise of a run's micro-batches.
 
-
-def with_noise(assembly: Assembly, batch: Batch, number: int) -> Batch:
-    """The batch with its noise as `add_noise` would draw it; slow, so it is called ahead in the background.
-
-    Args:
-        number: number of earlier micro-batches in the run.
+    Attributes:
+        world: the processes that train on other samples.
+        techniques: may deal the drawn noise to the samples in another way.
     """
-    place = place_of(assembly, len(batch.names), *divmod(number, assembly.settings.accumulation))
-    return replace(batch, noise=_noise(assembly, batch, place), place=place)
 
+    settings: StepSettings
+    spec: FamilySpec
+    world: World
+    techniques: Sequence[Technique]
 
-def _noise(assembly: Assembly, batch: Batch, place: Place) -> Tensor:
-    """The noise of a micro-batch, as its techniques deal it."""
-    noise = sample_noise(batch.latents, place.generators("noise"))
-    for technique in assembly.techniques:
-        noise = technique.deal(batch, noise, place)
-    return noise
+    def add(self, batch: Batch, global_step: int, micro_step: int) -> NoisyBatch:
+        """Draw sigmas and noise for this position in the run, and seed the device's generator for dropout."""
+        settings = self.settings
+        place = self.place(len(batch.names), global_step, micro_step)
+        seed_device(batch.latents.device, place.forward_seed)
+        tokens = self.spec.tokens(*batch.latent_size)
+        shift = choose_shift(settings.flow, tokens, self.spec.auto_shift, shift_is_explicit=settings.shift_is_explicit)
+        offset = settings.timestep_offsets.get(batch.dataset_id, 0.0)
+        sigmas = sample_sigmas(place, settings.flow, shift, offset)
+        noise = batch.noise
+        # Noise drawn for another position would silently change the run.
+        if noise is None or batch.place != place:
+            noise = self._draw(batch, place)
+        noisy = make_noisy(batch, sigmas, noise, settings.loss, place)
+        # Read here, on the CPU; reading them later would synchronise.
+        return replace(noisy, host_sigmas=tuple(sigmas.tolist()))
 
+    def draw_ahead(self, batch: Batch, number: int) -> Batch:
+        """The batch with its noise as `add` would draw it; slow, so it is called ahead in the background.
 
-def place_of(assembly: Assembly, count: int, global_step: int, micro_step: int) -> Place:
-    """The position in the run of a micro-batch of `count` samples."""
-    settings = assembly.settings
-    # With shared noise, every process draws as if it were alone.
-    world = World() if settings.shared_noise else assembly.data_parallel
-    return Place(settings.seed, global_step, micro_step, world.slots(count), world.size * count)
+        Args:
+            number: number of earlier micro-batches in the run.
+        """
+        global_step, micro_step = divmod(number, self.settings.accumulation)
+        place = self.place(len(batch.names), global_step, micro_step)
+        return replace(batch, noise=self._draw(batch, place), place=place)
+
+    def place(self, count: int, global_step: int, micro_step: int) -> Place:
+        """The position in the run of a micro-batch of `count` samples."""
+        # With shared noise, every process draws as if it were alone.
+        world = World() if self.settings.shared_noise else self.world
+        return Place(self.settings.seed, global_step, micro_step, world.slots(count), world.size * count)
+
+    def _draw(self, batch: Batch, place: Place) -> Tensor:
+        """The noise of a micro-batch, as its techniques deal it."""
+        noise = sample_noise(batch.latents, place.generators("noise"))
+        for technique in self.techniques:
+            noise = technique.deal(batch, noise, place)
+        return noise

@@ -111,31 +111,32 @@ class RequestHandler(Callback):
     def on_train_start(self, assembly: Assembly, state: TrainState) -> None:
         # Only the main process takes the file; its watch forwards the stop to all others.
         if assembly.world.is_main:
-            self.events.stop.look_at(lambda: self._is_asked_to_stop(assembly, state))
+            total_steps = assembly.settings.total_steps
+            self.events.stop.look_at(lambda: self._is_asked_to_stop(state, total_steps))
 
     def on_step_end(self, assembly: Assembly, state: TrainState, report: StepReport) -> None:
+        total_steps = assembly.settings.total_steps
         # The main process looks for all: a file could appear between two looks, and requests are collective.
         for request in assembly.world.on_main(partial(take_requests, self.output_dir)):
             if request == "stop":
-                self._stop(assembly, state, "as requested.")
+                self._stop(state, total_steps, "as requested.")
             elif request == "stop_at_epoch_end":
                 self.ends_with_epoch = True
                 self.events.say(f"The run will stop at the end of epoch {report.epoch}, as requested.")
             else:
                 self.actions[request](assembly, state)
         if self.ends_with_epoch and report.epochs_done > state.epochs_done:
-            self._stop(assembly, state, f"epoch {report.epochs_done} is complete.")
+            self._stop(state, total_steps, f"epoch {report.epochs_done} is complete.")
         if self.least_free and (free := shutil.disk_usage(self.output_dir).free / 1e9) < self.least_free:
             threshold = f"disk_low_threshold is {self.least_free:g} GB."
-            self._stop(assembly, state, f"{str(self.output_dir)!r} has {free:.1f} GB free and {threshold}")
+            self._stop(state, total_steps, f"{str(self.output_dir)!r} has {free:.1f} GB free and {threshold}")
 
-    def _is_asked_to_stop(self, assembly: Assembly, state: TrainState) -> bool:
+    def _is_asked_to_stop(self, state: TrainState, total_steps: int) -> bool:
         """Polled between steps and, during previews, between sampling steps."""
         if asked := take_request(self.output_dir, "stop"):
-            self._stop(assembly, state, "as requested.")
+            self._stop(state, total_steps, "as requested.")
         return asked
 
-    def _stop(self, assembly: Assembly, state: TrainState, reason: str) -> None:
+    def _stop(self, state: TrainState, total_steps: int, reason: str) -> None:
         self.events.stop.request()
-        total = assembly.settings.total_steps
-        self.events.publish(StateChanged("stopping", state.global_step, total, f"Stopping, {reason}"))
+        self.events.publish(StateChanged("stopping", state.global_step, total_steps, f"Stopping, {reason}"))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,23 +14,17 @@ from accelerate import Accelerator
 from torch import nn
 from torch.optim import Optimizer
 
-from simpletuner.config.loss import LossConfig
-from simpletuner.config.optimizers import optimizer_name
-from simpletuner.config.schema import FlowConfig, OptimizerConfig, OptimizerName, RunConfig
 from simpletuner.distributed.world import World
 from simpletuner.memory.offload.streamer import Streamer
 from simpletuner.models.adapter import FamilyAdapter, TileCounts
-from simpletuner.models.cost import Work
-from simpletuner.models.lora_layers import Targets
 from simpletuner.reporting.events import StepReport
 from simpletuner.techniques.base import HiddenStates, Technique
+from simpletuner.training.meter import SampleFlops
+from simpletuner.training.noise import NoiseSource
 from simpletuner.training.release import GradientRelease
+from simpletuner.training.settings import StepSettings
 from simpletuner.training.trained import Trained
 from simpletuner.training.update import sampling_weights
-
-# (tokens, text tokens) -> FLOPs of training on one sample, without recomputation, and with block-sparse attention
-# counted as if it visited all tiles.
-SampleFlops = Callable[[int, int], Work]
 
 
 @dataclass
@@ -52,59 +46,6 @@ class TrainState:
     data_before: dict[str, Any] | None = None
     techniques_before: list[Technique] = field(default_factory=list)
     report: StepReport | None = None
-
-
-@dataclass(frozen=True)
-class TrainingSpec:
-    """The plan's decisions that training depends on.
-
-    Attributes:
-        lora_targets: modules that get a LoRA.
-        seed: seed of the run; drawn by the plan if the user set none.
-        total_steps: optimizer steps of the whole run.
-        learning_rate: peak rate, after `lr_scale` and `lr_scale_sqrt`.
-        timestep_offsets: non-zero `timestep_sampling_offset` by dataset id.
-    """
-
-    lora_targets: Targets
-    seed: int
-    total_steps: int
-    learning_rate: float
-    timestep_offsets: Mapping[str, float] = field(default_factory=dict)
-
-
-@dataclass(frozen=True, kw_only=True)
-class StepSettings(TrainingSpec):
-    """The settings of a step.
-
-    Attributes:
-        accumulation: micro-steps per optimizer step.
-        shift_is_explicit: the user set `flow_schedule_shift`.
-        shared_noise: all processes draw the same random numbers.
-        optimizer_name: the chosen optimizer, or the default one.
-    """
-
-    accumulation: int
-    shift_is_explicit: bool
-    shared_noise: bool
-    flow: FlowConfig
-    loss: LossConfig
-    optimizer: OptimizerConfig
-    optimizer_name: OptimizerName
-
-    @classmethod
-    def of(cls, config: RunConfig, spec: TrainingSpec) -> StepSettings:
-        """The step settings of a run."""
-        return cls(
-            **vars(spec),
-            accumulation=config.schedule.gradient_accumulation_steps,
-            shift_is_explicit=config.is_explicit("flow_schedule_shift"),
-            shared_noise=not config.run.seed_for_each_device,
-            flow=config.flow,
-            loss=config.loss,
-            optimizer=config.optimizer,
-            optimizer_name=optimizer_name(config.optimizer, config.precision.mixed_precision),
-        )
 
 
 @dataclass
@@ -155,6 +96,11 @@ class Assembly:
     def data_parallel(self) -> World:
         """The world in which every member trains on other samples."""
         return self.world.data_parallel(self.processes_per_sample)
+
+    @property
+    def noise(self) -> NoiseSource:
+        """Draws the noise of this process's micro-batches."""
+        return NoiseSource(self.settings, self.adapter.spec, self.data_parallel, self.techniques)
 
     @property
     def module_parameters(self) -> dict[str, nn.Parameter]:

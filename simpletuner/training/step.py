@@ -14,6 +14,7 @@ from itertools import chain
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 from simpletuner.config.rates import learning_rate_at
 from simpletuner.diffusion.batch import Batch, NoisyBatch
@@ -23,8 +24,8 @@ from simpletuner.reporting.events import StepReport
 from simpletuner.training import guard
 from simpletuner.training.loader import BatchLoader
 from simpletuner.training.losses import Losses, MicroLoss, StepNumbers, loss_divisor
-from simpletuner.training.meter import StepMeter
-from simpletuner.training.noise import add_noise
+from simpletuner.training.meter import StepMeter, batch_work
+from simpletuner.training.settings import StepSettings
 from simpletuner.training.state import Assembly
 from simpletuner.training.update import RATE_RATIO, SEED
 
@@ -41,13 +42,16 @@ def optimizer_step(assembly: Assembly, loader: BatchLoader, global_step: int) ->
             released.
     """
     settings, accelerator = assembly.settings, assembly.accelerator
-    meter = StepMeter(assembly, global_step + 1)
+    meter = StepMeter(global_step + 1, assembly.streamer)
+    passes_before = assembly.passes
     losses = Losses()
-    rate = _prepare_groups(assembly, global_step)
+    rate = _prepare_groups(assembly.optimizer, settings, global_step)
     for micro_step in range(settings.accumulation):
         with meter.waiting_for_data.running():
             batch = next(loader).to(accelerator.device, non_blocking=True)
-        meter.count(batch)
+        # The processes of a sample share its work.
+        work = batch_work(batch, assembly.adapter.spec, assembly.sample_flops)
+        meter.count(batch, work.times(1 / assembly.processes_per_sample))
         # The backward pass waits for all processes; the watch names this step if one is missing.
         with assembly.world.exchanging(f"Step {global_step + 1}"), assembly.updating():
             run_micro_step(assembly, batch, global_step, micro_step, losses)
@@ -86,15 +90,14 @@ def optimizer_step(assembly: Assembly, loader: BatchLoader, global_step: int) ->
     assembly.optimizer.zero_grad(set_to_none=True)
     gradient_size = numbers.sizes[0]
     metrics = everyone.means(assembly.techniques) | gradient_size | {"learning_rate": rate, "epoch": loader.epoch}
-    return meter.report(loader, everyone, metrics, numbers.tiles)
+    return meter.report(loader, everyone, metrics, numbers.tiles, assembly.passes - passes_before)
 
 
-def _prepare_groups(assembly: Assembly, global_step: int) -> float:
+def _prepare_groups(optimizer: Optimizer, settings: StepSettings, global_step: int) -> float:
     """Set the rate of every parameter group, and the seed of stochastic rounding; returns the step's rate."""
-    settings = assembly.settings
     learning_rate = learning_rate_at(global_step, settings.optimizer, settings.learning_rate, settings.total_steps)
     # A function of the step: torch's schedulers have state to save and restore.
-    for group in assembly.optimizer.param_groups:
+    for group in optimizer.param_groups:
         group["lr"] = learning_rate * group.get(RATE_RATIO, 1.0)
         # By step, so that a resumed run rounds like an uninterrupted one.
         if SEED in group:
@@ -138,7 +141,7 @@ def _backward(assembly: Assembly, loss: Tensor, losses: Losses) -> None:
 def noisy_batch(assembly: Assembly, batch: Batch, global_step: int, micro_step: int) -> NoisyBatch:
     """The noisy batch to train on at this position in the run."""
     # The adapter first: techniques must see the clean first frame of i2v, and its weight of 0 in the loss.
-    noisy = assembly.adapter.prepare(add_noise(assembly, batch, global_step, micro_step))
+    noisy = assembly.adapter.prepare(assembly.noise.add(batch, global_step, micro_step))
     for technique in assembly.techniques:
         noisy = technique.before_forward(noisy, partial(predict_now, assembly))
     return noisy
@@ -175,7 +178,7 @@ def predict(assembly: Assembly, noisy: NoisyBatch) -> Tensor:
 
 def predict_now(assembly: Assembly, noisy: NoisyBatch) -> Tensor:
     """The model's current prediction without gradients and dropout, for techniques."""
-    # Dropout would draw from the generator that `add_noise` seeded for the training pass.
+    # Dropout would draw from the generator that `NoiseSource.add` seeded for the training pass.
     assembly.transformer.eval()
     with torch.no_grad():
         prediction = predict(assembly, noisy)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import wraps
 from pathlib import Path
@@ -17,31 +17,12 @@ from torch import nn
 from simpletuner.atomic import open_atomically
 from simpletuner.config.schema import OffloadConfig, ValidationConfig
 from simpletuner.config.types import Size
-from simpletuner.diffusion.batch import TextEmbeds
 from simpletuner.memory.offload.attach import Offload
 from simpletuner.models.adapter import FamilyAdapter, PreviewPipeline, PreviewRequest
 from simpletuner.models.decoding import decode_in
-from simpletuner.planning.prompts import ValidationPrompt
+from simpletuner.validation.encoded_prompt import EncodedPrompt
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class EncodedPrompt:
-    """A prompt with its embeddings, and the source picture for i2i and i2v.
-
-    Embeddings and picture are functions of the preview's size, since the source picture is fitted to it and may be part
-    of the prompt.
-
-    Attributes:
-        picture: SHA-256 of the source picture; empty without one.
-    """
-
-    prompt: ValidationPrompt
-    embeds: Callable[[Size], TextEmbeds]
-    negative: Callable[[Size], TextEmbeds]
-    source: Callable[[Size], Image] | None = None
-    picture: str = ""
 
 
 @dataclass(frozen=True)
@@ -110,7 +91,7 @@ class Renderer:
             guidance_scale=float(validation.validation_guidance),
             seed=seed,
             seed_device=torch.device("cuda" if on_gpu else "cpu"),
-            source=prompt.source(size) if prompt.source else None,
+            source=prompt.source(size),
             num_frames=validation.validation_num_video_frames if is_clip else 1,
             batched=bool(validation.validation_batched_guidance),
         )

@@ -26,11 +26,13 @@ from simpletuner.models.adapter import PreviewPipeline, PreviewRequest
 from simpletuner.reporting.events import PREVIEWS, EventStream, MediaRendered, PhaseStarted, StepReport
 from simpletuner.reporting.intervals import Interval
 from simpletuner.reporting.metrics import MediaRecord
+from simpletuner.training.ema import Ema
 from simpletuner.training.guard import stop_if_result_not_finite
 from simpletuner.training.loop import Callback
 from simpletuner.training.state import Assembly, TrainState
+from simpletuner.validation.encoded_prompt import EncodedPrompt
 from simpletuner.validation.quiet import quiet, weights_to_use
-from simpletuner.validation.renderer import EncodedPrompt, Renderer, RenderSettings
+from simpletuner.validation.renderer import Renderer, RenderSettings
 from simpletuner.validation.sketch import ColourMap, GrowingPreview, discard_unfinished
 
 if TYPE_CHECKING:
@@ -180,9 +182,11 @@ class ValidationRunner(Callback):
         world = assembly.world
         # Compared without paths, which contain the actual number of frames (`768x512@61`).
         rendered_before = {replace(record, path="") for record in self.already_rendered}
-        previews = [
-            preview for preview in self._previews(assembly, step, stage) if preview.record not in rendered_before
-        ]
+        seed = assembly.settings.seed
+        previews: list[Preview] = []
+        for preview in self._previews(assembly.trained.ema, seed, step, stage):
+            if preview.record not in rendered_before:
+                previews.append(preview)
         # A request, or the end of the run, may follow an interval in the same step.
         if not previews or self._rendered_at == step:
             return
@@ -202,14 +206,14 @@ class ValidationRunner(Callback):
         finally:
             self._release()
 
-    def _previews(self, assembly: Assembly, step: int, stage: Stage) -> Iterator[Preview]:
+    def _previews(self, average: Ema | None, run_seed: int, step: int, stage: Stage) -> Iterator[Preview]:
         """All previews of one round."""
         averaged = [False]  # an untrained model has no other weights
         if stage != "benchmark_base_model":
-            averaged = weights_to_use(assembly.trained.ema, self.ema_validation)
+            averaged = weights_to_use(average, self.ema_validation)
         indices = range(self.config.num_validation_images)
         for ema, prompt, size, index in itertools.product(averaged, self.prompts, self.sizes, indices):
-            seed = self._seed(assembly.settings.seed, step, index)
+            seed = self._seed(run_seed, step, index)
             yield Preview(step, stage, prompt, size, index, seed, ema)
 
     def _render_all(
@@ -238,9 +242,12 @@ class ValidationRunner(Callback):
         request = self.renderer.request(preview.prompt, preview.size, preview.seed)
         # Advancing by 0 checks for a stop request, so that a long clip can be interrupted between sampling steps.
         request = replace(request, between_steps=lambda: bar.advance(0, preview.name))
-        if self.config.validation_preview and assembly.world.is_main:
-            request = replace(request, watch=self._growing(assembly, preview, request))
         pipeline = self._pipeline(assembly)
+        if self.config.validation_preview and assembly.world.is_main:
+            # Fitted on first use, since it takes several passes of the VAE.
+            if self._colours is None:
+                self._colours = ColourMap.fit(pipeline.encoder, assembly.adapter.spec)
+            request = replace(request, watch=self._growing(self._colours, preview, request))
         # Sharded processes render every preview together, and the main process writes it.
         writes = assembly.world.is_main or not assembly.is_sharded
         write = partial(self._write, preview, writes)
@@ -256,13 +263,10 @@ class ValidationRunner(Callback):
             self.renderer.write(frames, self.output_dir / record.path)
         return record
 
-    def _growing(self, assembly: Assembly, preview: Preview, request: PreviewRequest) -> GrowingPreview:
+    def _growing(self, colours: ColourMap, preview: Preview, request: PreviewRequest) -> GrowingPreview:
         """The writer of sketches during sampling."""
-        # Fitted on first use, since it takes several passes of the VAE.
-        if self._colours is None:
-            self._colours = ColourMap.fit(self._pipeline(assembly).encoder, assembly.adapter.spec)
         return GrowingPreview(
-            colours=self._colours,
+            colours=colours,
             every=self.config.validation_preview_steps,
             total=request.num_inference_steps,
             media=preview.record,

@@ -67,7 +67,7 @@ def budget(
     family = {"t2i": "kandinsky5-image", "t2v": "kandinsky5-video", "2b-": "sanavideo"}[flavour[:3]]
     workload = Workload([bucket], [], encodes_text, [], 0.0)
     spec, settled = FAMILIES[family], config(family, **settings)
-    source = ModelSource.from_config(spec, spec.flavour(flavour), settled)
+    source = ModelSource.from_settings(spec, spec.flavour(flavour), settled.flat)
     plan = Plan(
         config=settled,
         spec=spec,

@@ -234,7 +234,7 @@ def test_the_end_reaches_a_slow_receiver(tmp_path: Path, monkeypatch: pytest.Mon
     with served(Receiver(late=0.4)) as slow:
         target = {"webhook_type": "raw", "callback_url": slow.url}
         config, events = Draft(tmp_path / "config.json", {"webhook_config": target}).config, EventStream()
-        with delivered(config, tmp_path, events, "job"):
+        with delivered(config.webhooks, "project", tmp_path, events, "job"):
             for number in range(20):
                 events.publish(Notice(str(number)))
             events.publish(StateChanged("finished", 50, 50, "done"))

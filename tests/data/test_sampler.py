@@ -17,6 +17,7 @@ from simpletuner.data.dataset import Dataset
 from simpletuner.data.discovery import Folder
 from simpletuner.data.sample import Sample
 from simpletuner.data.sampler import PlannedBatch, Sampler
+from simpletuner.diffusion.batch import Batch
 from simpletuner.distributed.world import World
 from simpletuner.errors import UserError
 from simpletuner.training.loader import BatchLoader
@@ -83,7 +84,12 @@ def test_order_is_a_function_of_seed_and_epoch() -> None:
 def planned_by(datasets: list[Dataset]) -> BatchLoader:
     """A loader that hands out the planned batches themselves."""
     sampler = Sampler(datasets, seed=3)
-    return BatchLoader(sampler, lambda planned: cast(Any, planned), CachingConfig(), lambda epoch: None, pin=False)
+    return BatchLoader(sampler, as_planned, CachingConfig(), lambda epoch: None, pin=False)
+
+
+def as_planned(planned: PlannedBatch) -> Any:
+    """The planned batch in place of its tensors."""
+    return planned
 
 
 def test_batches_are_made_on_the_gpu_of_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -119,12 +125,18 @@ def test_a_restart_anywhere_goes_on_exactly() -> None:
 
 
 def test_batches_are_numbered_through_epochs_and_restarts() -> None:
+    class Numbers:
+        def draw_ahead(self, batch: Batch, number: int) -> Any:
+            return number
+
     seen: list[Any] = []
     state: dict[str, Any] = {"epoch": 1, "position": 0}
     for start, end in ((0, 17), (17, 30)):
-        loader = planned_by([make_dataset({"1.0": 9, "1.5": 7})])
+        sampler = Sampler([make_dataset({"1.0": 9, "1.5": 7})], seed=3)
+        loader = BatchLoader(
+            sampler, as_planned, CachingConfig(), lambda epoch: None, False, cast(Any, Numbers()), start
+        )
         loader.load_state_dict(state)
-        loader.count, loader.complete = start, lambda batch, number: cast(Any, number)
         seen += [next(loader) for _ in range(start, end)]
         state = loader.state_dict()
         loader.close()

@@ -43,7 +43,8 @@ from simpletuner.reporting.events import (
     PhaseAdvanced,
     PhaseStarted,
 )
-from simpletuner.run.session import encoded_prompts, render_settings, training_spec
+from simpletuner.run.session import encoded_prompts
+from simpletuner.run.settings import assembly_settings, render_settings, training_spec
 from simpletuner.training.assemble import assemble, make_accelerator
 from simpletuner.training.ema import Ema
 from simpletuner.training.state import Assembly, TrainState
@@ -180,7 +181,8 @@ def everything(process: Process) -> dict[str, Any]:
 
 def build(process: Process, filler: CacheFiller) -> tuple[Assembly, ValidationRunner, EvaluationLoss]:
     plan, config = filler.plan, filler.plan.config
-    assembly = assemble(config, training_spec(plan), filler.encoding.adapter, [], make_accelerator(), process.world)
+    settings = assembly_settings(config, training_spec(plan))
+    assembly = assemble(settings, filler.encoding.adapter, [], make_accelerator(), process.world)
     assembly.trained.ema = Ema(assembly.parameters, config.ema, CPU)
     with torch.no_grad():
         for name, parameter in assembly.parameters.items():

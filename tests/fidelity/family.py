@@ -15,6 +15,7 @@ from PIL import Image
 from simpletuner.config.load import Layer, resolve
 from simpletuner.config.schema import RunConfig
 from simpletuner.errors import Problems
+from simpletuner.models.adapter import AdapterSettings
 from simpletuner.models.kandinsky5.image import Kandinsky5ImageAdapter
 from simpletuner.models.kandinsky5.loading import load_processor
 from simpletuner.models.kandinsky5.spec import KANDINSKY5_IMAGE
@@ -42,8 +43,13 @@ def make_adapter(checkpoint: Path, task: str = "t2i", **settings: Any) -> Kandin
     """The adapter of a tiny checkpoint."""
     config = make_config(checkpoint, task, **settings)
     flavour = KANDINSKY5_IMAGE.flavour(f"{task}-lite-sft")
-    source = ModelSource.from_config(KANDINSKY5_IMAGE, flavour, config)
-    return Kandinsky5ImageAdapter(config, flavour, source)
+    source = ModelSource.from_settings(KANDINSKY5_IMAGE, flavour, config.flat)
+    return Kandinsky5ImageAdapter(adapter_settings(config), flavour, source)
+
+
+def adapter_settings(config: RunConfig) -> AdapterSettings:
+    """The settings of an adapter, as a run selects them."""
+    return AdapterSettings(config.text, config.caching, config.family, config.validation.validation_noise_scheduler)
 
 
 def stock_pipeline(checkpoint: Path, task: str, size: tuple[int, int], template: Any) -> Any:

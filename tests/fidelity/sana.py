@@ -18,7 +18,7 @@ from simpletuner.errors import Problems
 from simpletuner.models.sanavideo.spec import LTX2, SANA_VIDEO
 from simpletuner.models.sanavideo.video import SanaVideoAdapter
 from simpletuner.models.source import ModelSource
-from tests.fidelity.family import picture
+from tests.fidelity.family import adapter_settings, picture
 
 SIZE, FRAMES, LATENT_FRAMES = (96, 64), 9, 3  # width, height; frames
 PROMPT = "A RED ball rolls down the hill, seen from far away "
@@ -46,8 +46,8 @@ def make_sana_adapter(checkpoint: Path, **settings: Any) -> SanaVideoAdapter:
     """The adapter of a tiny checkpoint."""
     config = make_sana_config(checkpoint, **settings)
     flavour = SANA_VIDEO.flavour(flavour_of(checkpoint))
-    source = ModelSource.from_config(SANA_VIDEO, flavour, config)
-    return SanaVideoAdapter(config, flavour, source)
+    source = ModelSource.from_settings(SANA_VIDEO, flavour, config.flat)
+    return SanaVideoAdapter(adapter_settings(config), flavour, source)
 
 
 def stock_pipeline(checkpoint: Path, task: str) -> Any:

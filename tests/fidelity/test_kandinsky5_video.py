@@ -27,7 +27,7 @@ from simpletuner.models.kandinsky5.templates import OFFICIAL
 from simpletuner.models.kandinsky5.video import Kandinsky5VideoAdapter
 from simpletuner.models.source import ModelSource
 from tests.closeness import MODEL, SAMPLING, VAE, assert_close, limit
-from tests.fidelity.family import CPU, Recorder, picture, zeros
+from tests.fidelity.family import CPU, Recorder, adapter_settings, picture, zeros
 from tests.tiny import PIPELINES, make_checkpoint
 
 SIZE, FRAMES = (96, 64), 17
@@ -50,8 +50,8 @@ def make_video_adapter(
     problems = Problems()
     config = resolve([Layer("test", list(values.items()))], problems)
     assert config is not None, problems
-    source = ModelSource.from_config(KANDINSKY5_VIDEO, flavour, config)
-    return Kandinsky5VideoAdapter(config, flavour, source, size)
+    source = ModelSource.from_settings(KANDINSKY5_VIDEO, flavour, config.flat)
+    return Kandinsky5VideoAdapter(adapter_settings(config), flavour, source, size)
 
 
 def source_for(task: str) -> Image | None:

@@ -16,13 +16,14 @@ from simpletuner.models.adapter import TextRequest
 from simpletuner.models.lora_checks import check_lora_file
 from simpletuner.models.lora_layers import linear_modules, matching_modules
 from simpletuner.models.sanavideo.spec import SANA_VIDEO
+from simpletuner.run.settings import assembly_settings
 from simpletuner.speed.recomputation import enable_checkpointing
 from simpletuner.training.assemble import assemble, make_accelerator
 from simpletuner.training.lora import rounding_error
 from simpletuner.training.lora_files import verify_file
 from simpletuner.training.lora_hooks import applied_loras
-from simpletuner.training.noise import add_noise
-from simpletuner.training.state import Assembly, TrainingSpec
+from simpletuner.training.settings import TrainingSpec
+from simpletuner.training.state import Assembly
 from tests.closeness import MODEL, assert_all_close, assert_close
 from tests.fidelity.family import CPU
 from tests.fidelity.sana import make_sana_adapter, make_sana_config, stock_pipeline
@@ -55,7 +56,9 @@ def noisy_batch(checkpoint: Path, mode: str, dtype: torch.dtype = torch.float32)
 def make_assembly(checkpoint: Path, targets: Any = None, **settings: Any) -> Assembly:
     config = make_sana_config(checkpoint, **{"mixed_precision": "no", "learning_rate": 1e-2, **settings})
     intent = TrainingSpec(lora_targets=targets or DEFAULT, seed=3, total_steps=10, learning_rate=1e-2)
-    assembly = assemble(config, intent, make_sana_adapter(checkpoint, **settings), [], make_accelerator())
+    assembly = assemble(
+        assembly_settings(config, intent), make_sana_adapter(checkpoint, **settings), [], make_accelerator()
+    )
     assembly.transformer.train()
     return assembly
 
@@ -128,7 +131,7 @@ def test_sigmas_are_the_models_own(sana_checkpoint: Path, settings: dict[str, An
     assembly = make_assembly(sana_checkpoint, disable_segmented_timestep_sampling=True, **settings)
     latents = torch.zeros(4000, 16, 1, 2, 2)
     batch = Batch(latents, [], ["x"] * len(latents))
-    sigmas = add_noise(assembly, batch, 0, 0).sigmas.sort().values
+    sigmas = assembly.noise.add(batch, 0, 0).sigmas.sort().values
     shares = (torch.arange(len(latents)) + 0.5) / len(latents)
     expected = shift_sigmas(torch.sigmoid(torch.special.ndtri(shares)), 3.0)
     assert (sigmas - expected).abs().max() < 0.05

@@ -14,13 +14,15 @@ from simpletuner.budget.device import read_rates
 from simpletuner.data.sampler import PlannedBatch
 from simpletuner.diffusion.batch import Batch
 from simpletuner.models.loading import full_linear
+from simpletuner.run.settings import assembly_settings
 from simpletuner.speed import attention
 from simpletuner.speed.measure import device_rates
 from simpletuner.training import step
 from simpletuner.training.assemble import assemble
 from simpletuner.training.loader import BatchLoader
 from simpletuner.training.losses import Losses
-from simpletuner.training.state import Assembly, TrainingSpec
+from simpletuner.training.settings import TrainingSpec
+from simpletuner.training.state import Assembly
 from tests.fidelity.family import make_adapter, make_config
 from tests.memory.test_products import draw, layer
 from tests.training.assembly import make_batch
@@ -57,7 +59,9 @@ def assembled(checkpoint: Path, device: str = "cuda", **settings: Any) -> Assemb
     settings = {"mixed_precision": "no", "learning_rate": 1e-2, **settings}
     intent = TrainingSpec(lora_targets=["to_query", "to_key", "to_value"], seed=3, total_steps=10, learning_rate=1e-2)
     accelerator = Accelerator(mixed_precision="no", cpu=device == "cpu")
-    assembly = assemble(make_config(checkpoint, **settings), intent, make_adapter(checkpoint), [], accelerator)
+    assembly = assemble(
+        assembly_settings(make_config(checkpoint, **settings), intent), make_adapter(checkpoint), [], accelerator
+    )
     assembly.transformer.train()
     return assembly
 

@@ -25,7 +25,7 @@ from simpletuner.diffusion.batch import Batch, upload
 from simpletuner.memory.offload import attach, copiers
 from simpletuner.memory.offload.block_inputs import BlockInputs
 from simpletuner.speed.recomputation import enable_checkpointing
-from simpletuner.training.drafts import Draft, copy_drafts, page_locked_copy
+from simpletuner.training.drafts import CopiedDrafts, Draft, page_locked_copy
 from simpletuner.training.loader import BatchLoader
 from simpletuner.training.release import GradientRelease, HostState
 from simpletuner.validation.background import DecodingThread
@@ -151,10 +151,10 @@ def saved(gpu: LyingGpu) -> None:
     with pytest.MonkeyPatch.context() as patch:
         # Here a GPU's tensors say that they are on the CPU.
         patch.setattr("simpletuner.training.drafts._to_host", lambda path, tensor: page_locked_copy(tensor))
-        arrived = copy_drafts([draft], GPU)
+        copies = CopiedDrafts([draft], GPU)
     for each in weights.values():
         each.mul_(2)
-    Reader(gpu).submit(lambda: [copy.write_into(Path()) for copy in arrived()]).result()
+    Reader(gpu).submit(lambda: [copy.write_into(Path()) for copy in copies.wait()]).result()
     assert all(each.isfinite().all() for each in written)
 
 

@@ -19,6 +19,7 @@ from simpletuner.memory.offload import attach
 from simpletuner.memory.precision import check_device
 from simpletuner.memory.quantisation.layers import QuantisedLinear, pack, use_quantised_products
 from simpletuner.memory.quantisation.scaled_rows import FEW, ScaledRows
+from simpletuner.run.settings import transformer_settings
 from simpletuner.speed.compile import FirstGradients
 from simpletuner.training.assemble import load_for_sampling
 from tests.closeness import distance
@@ -208,7 +209,7 @@ def test_the_comparison_leaves_no_trace(
 
 def test_sampling_multiplies_as_training_does(t2i_checkpoint: Path) -> None:
     config = make_config(t2i_checkpoint, base_model_precision="int8", quantized_matmul=True)
-    model = load_for_sampling(config, make_adapter(t2i_checkpoint), CPU)
+    model = load_for_sampling(transformer_settings(config), make_adapter(t2i_checkpoint), CPU)
     layers = [each for each in model.modules() if isinstance(each, QuantisedLinear)]
     assert layers
     assert all(each.form == ScaledRows(rounds_inputs=True, rounds_gradients=True) for each in layers)

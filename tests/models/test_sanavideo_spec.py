@@ -155,7 +155,8 @@ class TestCheckpoint:
             (folder / part / source.name).symlink_to(source)
         (folder / part / "config.json").unlink()
         (folder / part / "config.json").write_text(json.dumps(config))
-        damaged = ModelSource.from_config(SANA_VIDEO, FLAVOUR, settle(pretrained_model_name_or_path=str(folder))[0])
+        config_of_folder = settle(pretrained_model_name_or_path=str(folder))[0]
+        damaged = ModelSource.from_settings(SANA_VIDEO, FLAVOUR, config_of_folder.flat)
         assert not found_by(damaged.check)
         return [
             *found_by(SANA_VIDEO.checks.checkpoint, FLAVOUR, damaged),

@@ -28,7 +28,7 @@ BASE = "pretrained_model_name_or_path"
 def source(**keys: str) -> ModelSource:
     values = {"model_type": "lora", "model_family": "kandinsky5-image", **keys}
     config = resolve([Layer("test", list(values.items()))], Problems())
-    return ModelSource.from_config(KANDINSKY5_IMAGE, KANDINSKY5_IMAGE.flavour(None), config)
+    return ModelSource.from_settings(KANDINSKY5_IMAGE, KANDINSKY5_IMAGE.flavour(None), config.flat)
 
 
 def problems(**keys: str) -> list[str]:

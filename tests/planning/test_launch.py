@@ -123,7 +123,7 @@ def test_processes_divide_heads_and_machines(
     launch = {"num_processes": processes, "num_machines": machines, "sequence_parallel_size": size}
     settled = config(model_family=family.name, model_flavour=flavour, **launch)
     chosen = family.flavour(flavour)
-    source = ModelSource.from_config(family, chosen, settled)
+    source = ModelSource.from_settings(family, chosen, settled.flat)
     model = Model(config=settled, spec=family, flavour=chosen, source=source)
     assert list(map(str, found_by(check_sequence, model))) == ([f"sequence_parallel_size: {error}"] if error else [])
 

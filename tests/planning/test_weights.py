@@ -53,7 +53,7 @@ def plan_of(folder: Path, family: str) -> str:
     flavour = spec.flavours[0]
     values = {"model_type": "lora", "model_family": family, "pretrained_model_name_or_path": str(folder)}
     config = resolve([Layer("test", list(values.items()))], Problems())
-    source = ModelSource.from_config(spec, flavour, config)
+    source = ModelSource.from_settings(spec, flavour, config.flat)
     report = Problems()
     if source.check(report):
         check_parts(spec, flavour, source, report)

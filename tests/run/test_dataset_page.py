@@ -17,6 +17,7 @@ from simpletuner.config.sources import parse_arguments
 from simpletuner.models.adapter import load_adapter
 from simpletuner.planning.build import survey_datasets
 from tests.clips import Clip
+from tests.fidelity.family import adapter_settings
 from tests.pictures import photograph
 from tests.workspace import DATASETS, Workspace
 
@@ -108,7 +109,7 @@ def test_captions_are_cut_where_the_encoder_cuts_them(
     workspace.write_datasets([{**DATASETS[0], "dataset_type": kind}, DATASETS[1]])
     with workspace.inside():
         found = survey_datasets(parse_arguments([]))
-        adapter = load_adapter(found.spec)(found.config, found.flavour, found.source)
+        adapter = load_adapter(found.spec)(adapter_settings(found.config), found.flavour, found.source)
         encoder = adapter.load_text_encoder(torch.device("cpu"), torch.float32)
         read = caption_reader(found)
         for count in range(1, len(LONG.split()) + 1):

@@ -40,7 +40,7 @@ def no_prediction() -> Tensor:
 
 def make_publication(checkpoint: Path, adapter: Any, predict: Callable[[], Tensor] = no_prediction) -> Publication:
     spec = FAMILIES["kandinsky5-image"]
-    source = ModelSource.from_config(spec, spec.flavours[0], make_config(checkpoint))
+    source = ModelSource.from_settings(spec, spec.flavours[0], make_config(checkpoint).flat)
     return Publication(adapter, source, torch.float32, None, {"simpletuner.step": "1"}, predict)
 
 

@@ -93,7 +93,7 @@ class Counting(Technique):
 def test_techniques_forget_it(t2i_checkpoint: Path) -> None:
     assembly = make_assembly(t2i_checkpoint, Counting(TechniqueSpec()))
     (technique,) = assembly.techniques
-    with rehearsal.unchanged(assembly):
+    with rehearsal.unchanged(assembly.optimizer, assembly.techniques):
         technique.seen = 1  # type: ignore[attr-defined]
     assert technique.state_dict() == {"seen": 0}
 
@@ -121,7 +121,7 @@ def test_a_process_allocates_the_state_of_its_part() -> None:
         assembly: Any = SimpleNamespace(optimizer=torch.optim.SGD([torch.nn.Parameter(part)]))
         config = SimpleNamespace(offload=OffloadConfig())
         budget: Any = SimpleNamespace(model=SimpleNamespace(state_bytes=8.0), config=config)
-        assert rehearsal.coming_state(assembly, budget) == 8 * 12
+        assert rehearsal.coming_state(assembly.optimizer, budget) == 8 * 12
     finally:
         distributed.destroy_process_group()
 
@@ -131,13 +131,13 @@ def test_the_optimizer_state_that_is_still_to_come(workspace: Workspace, monkeyp
 
     def look(session: Session, validation: Any, budget: Any) -> Any:
         assembly = session.assembly
-        before = rehearsal.coming_state(assembly, budget)
+        before = rehearsal.coming_state(assembly.optimizer, budget)
         for parameter in assembly.parameters.values():
             parameter.grad = torch.zeros_like(parameter)
         assembly.optimizer.step()
         state = [each for one in assembly.optimizer.state.values() for each in one.values() if each.ndim > 0]
         seen.append((before, float(sum(each.nbytes for each in state))))
-        assert rehearsal.coming_state(assembly, budget) == 0
+        assert rehearsal.coming_state(assembly.optimizer, budget) == 0
         return iter(())
 
     monkeypatch.setattr("simpletuner.run.train.rehearse", look)

@@ -16,10 +16,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from simpletuner.diffusion.batch import Batch
 from simpletuner.models.adapter import FamilyAdapter, TextRequest
 from simpletuner.models.kandinsky5 import nabla
+from simpletuner.run.settings import assembly_settings
 from simpletuner.speed.recomputation import LeftToRecomputation, Recomputed
 from simpletuner.training.assemble import assemble, make_accelerator
 from simpletuner.training.losses import Losses
-from simpletuner.training.state import Assembly, TrainingSpec
+from simpletuner.training.settings import TrainingSpec
+from simpletuner.training.state import Assembly
 from simpletuner.training.step import micro_loss, noisy_batch, run_micro_step
 from tests.fidelity import family
 from tests.fidelity.test_kandinsky5_video import make_video_adapter
@@ -54,7 +56,7 @@ def make_assembly(checkpoint: Path, case: str, targets: Any = None, **settings: 
     intent = TrainingSpec(
         lora_targets=targets or ["to_query", "to_key", "to_value"], seed=3, total_steps=10, learning_rate=1e-2
     )
-    assembly = assemble(config, intent, make_adapter(checkpoint, case), [], make_accelerator())
+    assembly = assemble(assembly_settings(config, intent), make_adapter(checkpoint, case), [], make_accelerator())
     assembly.transformer.train()
     return assembly
 

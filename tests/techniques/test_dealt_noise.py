@@ -10,7 +10,6 @@ from torch import Tensor
 
 from simpletuner.diffusion.batch import Batch
 from simpletuner.diffusion.flow import sample_noise
-from simpletuner.training.noise import add_noise, place_of, with_noise
 from tests.techniques.facing import Facing, FacingSpec
 from tests.training.assembly import make_assembly, make_batch
 
@@ -30,10 +29,10 @@ def facing(batch: Batch, noise: Tensor) -> Tensor:
 
 def test_noise_is_dealt_before_its_offset_is_added(t2i_checkpoint: Path, batch: Batch) -> None:
     assembly = make_assembly(t2i_checkpoint, Facing(FacingSpec()), noise_offset=0.5)
-    place = place_of(assembly, 4, 2, 0)
+    place = assembly.noise.place(4, 2, 0)
     drawn = sample_noise(batch.latents, place.generators("noise"))
 
-    noisy = add_noise(assembly, batch, 2, 0)
+    noisy = assembly.noise.add(batch, 2, 0)
 
     dealt = facing(batch, drawn)
     assert not torch.equal(dealt, drawn)
@@ -45,7 +44,7 @@ def test_noise_is_dealt_before_its_offset_is_added(t2i_checkpoint: Path, batch: 
 def test_noise_dealt_ahead_is_that_of_the_step(t2i_checkpoint: Path, batch: Batch) -> None:
     assembly = make_assembly(t2i_checkpoint, Facing(FacingSpec()), gradient_accumulation_steps=2)
 
-    ahead = with_noise(assembly, batch, number=5)
+    ahead = assembly.noise.draw_ahead(batch, number=5)
 
     assert ahead.noise is not None
-    assert torch.equal(ahead.noise, add_noise(assembly, batch, 2, 1).noise)
+    assert torch.equal(ahead.noise, assembly.noise.add(batch, 2, 1).noise)

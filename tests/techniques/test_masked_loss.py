@@ -19,6 +19,7 @@ from simpletuner.techniques.masked_loss import MaskedLoss
 from simpletuner.techniques.tread import Tread
 from simpletuner.training import step
 from simpletuner.training.losses import Losses
+from simpletuner.training.noise import NoiseSource
 from simpletuner.training.state import Assembly
 from tests.closeness import ROTATION, distance
 from tests.techniques.test_preservation import moved
@@ -64,7 +65,7 @@ def test_unequal_batches_in_one_window_are_one_batch(
     t2i_checkpoint: Path, monkeypatch: pytest.MonkeyPatch, settings: dict[str, float]
 ) -> None:
     """Every sample has the same weight, however its mask and its neighbours are."""
-    monkeypatch.setattr(step, "add_noise", lambda assembly, batch, *place: replace(fixed_noise(batch), place=PLACE))
+    monkeypatch.setattr(NoiseSource, "add", lambda source, batch, *place: replace(fixed_noise(batch), place=PLACE))
     batch = make_batch(t2i_checkpoint, ["a star", "two blue circles", "a hill", "x"], 8)
     mask = (torch.arange(8) < torch.tensor([2, 8, 5, 1])[:, None]).float().view(4, 1, 1, 1, 8).expand(-1, -1, -1, 8, -1)
     whole = replace(batch, loss_mask=mask)

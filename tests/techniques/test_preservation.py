@@ -25,6 +25,7 @@ from simpletuner.techniques.preservation import Preservation
 from simpletuner.techniques.tread import Tread
 from simpletuner.training import step
 from simpletuner.training.losses import Losses
+from simpletuner.training.noise import NoiseSource
 from simpletuner.training.state import Assembly
 from tests.closeness import ROTATION, distance
 from tests.run.test_resume import assert_same_run
@@ -117,11 +118,11 @@ def test_memory_saving_changes_no_gradient(deep: Path, batch: Batch, settings: d
 def test_accumulation_equals_a_larger_batch(deep: Path, batch: Batch, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also of unequal micro-batches, whose samples all have the same weight."""
 
-    def noise(assembly: Assembly, batch: Batch, step: int, micro_step: int) -> NoisyBatch:
+    def noise(source: NoiseSource, batch: Batch, step: int, micro_step: int) -> NoisyBatch:
         place = Place(3, step, micro_step, range(len(batch.names)), len(batch.names))
         return replace(fixed_noise(batch), place=place)
 
-    monkeypatch.setattr(step, "add_noise", noise)
+    monkeypatch.setattr(NoiseSource, "add", noise)
     part = partial(replace, batch)
     pieces = [
         part(latents=batch.latents[cut], embeds=batch.embeds[cut], names=batch.names[cut],

@@ -14,11 +14,13 @@ from torch import Tensor, nn
 from simpletuner.diffusion.batch import Batch, NoisyBatch, TextEmbeds
 from simpletuner.diffusion.flow import make_noisy
 from simpletuner.models.adapter import FamilyAdapter, TextRequest
+from simpletuner.run.settings import assembly_settings
 from simpletuner.techniques.base import HiddenStates, Site, Technique
 from simpletuner.training.assemble import assemble, make_accelerator
 from simpletuner.training.lora import LoraAdapter
 from simpletuner.training.lora_files import write_weights
-from simpletuner.training.state import Assembly, TrainingSpec
+from simpletuner.training.settings import TrainingSpec
+from simpletuner.training.state import Assembly
 from simpletuner.weights.lora_names import LORA_FILE
 from tests.fidelity.family import CPU, make_adapter, make_config
 
@@ -29,7 +31,7 @@ def make_assembly(checkpoint: Path, *techniques: Technique, **settings: Any) -> 
     config = make_config(checkpoint, **settings)
     targets = ["to_query", "to_key", "to_value"]
     intent = TrainingSpec(lora_targets=targets, seed=3, total_steps=10, learning_rate=1e-2)
-    assembly = assemble(config, intent, make_adapter(checkpoint), techniques, make_accelerator())
+    assembly = assemble(assembly_settings(config, intent), make_adapter(checkpoint), techniques, make_accelerator())
     assembly.transformer.train()
     return assembly
 

@@ -15,21 +15,25 @@ from torch import Tensor, nn
 from simpletuner.annexes.processes.joining import connect, set_rendezvous
 from simpletuner.config.schema import CheckpointConfig
 from simpletuner.config.techniques.tread import Route
+from simpletuner.config.types import Size
 from simpletuner.diffusion.batch import Batch
 from simpletuner.distributed.world import World
 from simpletuner.errors import Problems
 from simpletuner.planning.checkpoint_folder import Identity, open_checkpoint
 from simpletuner.planning.techniques.tread import TreadSpec
 from simpletuner.reporting.events import EventStream
+from simpletuner.run.settings import assembly_settings
 from simpletuner.techniques.base import Technique
 from simpletuner.techniques.tread import Tread
 from simpletuner.training import assemble as assembling
 from simpletuner.training import sharding, update
 from simpletuner.training.assemble import assemble, make_accelerator
-from simpletuner.training.checkpoints import CheckpointWriter, load_checkpoint
+from simpletuner.training.checkpoints import CheckpointWriter, UnfinishedCheckpoint, load_checkpoint
 from simpletuner.training.ema import Ema
-from simpletuner.training.state import TrainingSpec, TrainState
+from simpletuner.training.settings import TrainingSpec
+from simpletuner.training.state import TrainState
 from simpletuner.training.step import optimizer_step, predict_now
+from simpletuner.training.weight_note import WeightNote
 from simpletuner.validation.quiet import quiet
 from tests.fidelity.family import CPU, make_adapter, make_config
 from tests.training.assembly import fixed_noise
@@ -111,7 +115,9 @@ class Run:
         adapter = self.case.adapter(self.checkpoint)
         kernel = (lambda *size, **where: "fused") if self.case.fused else update.update_kernel
         with patch.object(assembling, "shard", self.shard), patch.object(update, "update_kernel", kernel):
-            self.assembly: Any = assemble(config, spec, adapter, self.case.techniques(), make_accelerator(), self.world)
+            self.assembly: Any = assemble(
+                assembly_settings(config, spec), adapter, self.case.techniques(), make_accelerator(), self.world
+            )
         self.assembly.trained.ema = self.ema = Ema(self.assembly.parameters, config.ema, CPU)
         # Encoding takes longer than everything else.
         batch = torch.load(self.folder / self.case.batch, weights_only=False)
@@ -155,17 +161,23 @@ class Run:
 
     def save(self, folder: Path, *, in_shards: bool, meanwhile: int = 0) -> None:
         """Save, and train some steps before the checkpoint is complete."""
-        complete: Callable[[], None] | None = None
+        unfinished: UnfinishedCheckpoint | None = None
         if self.assembly.writes:
             identity = Identity("kandinsky5-image", "t2i-lite-sft", "full", 4, 3, "x", {})
             writer = CheckpointWriter(
-                folder, CheckpointConfig(), self.loader, identity, {}, EventStream(print), lambda state: {},
+                folder,
+                CheckpointConfig(),
+                self.loader,
+                identity,
+                {},
+                EventStream(print),
+                WeightNote("kandinsky5-image/t2i-lite-sft", "a run", Size(64, 64)),
                 in_shards=in_shards,
-            )  # fmt: skip
-            complete = writer.write(folder, self.assembly, self.state)
+            )
+            unfinished = writer.write(folder, self.assembly, self.state)
         self.train(meanwhile)
-        if complete is not None:
-            complete()
+        if unfinished is not None:
+            unfinished.complete()
         self.world.barrier()
 
     def load(self, folder: Path) -> None:

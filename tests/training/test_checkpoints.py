@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from simpletuner.config.schema import CheckpointConfig, EmaConfig
+from simpletuner.config.types import Size
 from simpletuner.distributed.world import World
 from simpletuner.errors import DiskFullError, UserError
 from simpletuner.planning import checkpoint_folder as manifest
@@ -33,10 +34,12 @@ from simpletuner.training.ema import Ema
 from simpletuner.training.state import TrainState
 from simpletuner.training.step import optimizer_step
 from simpletuner.training.trained import WEIGHTS_FILE
+from simpletuner.training.weight_note import WeightNote
 from tests.training.assembly import CPU, make_assembly, make_batch
 from tests.training.sharded_run import Batches
 
 IDENTITY = Identity("kandinsky5-image", "t2i-lite-sft", "full", 1, seed=1, datasets="", versions={})
+NOTE = WeightNote("kandinsky5-image/t2i-lite-sft", "a run", Size(64, 64))
 
 
 class Sharers(World):
@@ -51,9 +54,7 @@ def make_writer(folder: Path, assembly: Any, seen: list[Event]) -> CheckpointWri
     assembly.trained.sharers = Sharers(0, 2, 0, 2)
     loader: Any = Batches(None)
     config = CheckpointConfig(checkpoint_step_interval=100)
-    return CheckpointWriter(
-        folder, config, loader, IDENTITY, {}, EventStream(seen.append), lambda state: {}, in_shards=False
-    )
+    return CheckpointWriter(folder, config, loader, IDENTITY, {}, EventStream(seen.append), NOTE, in_shards=False)
 
 
 def test_training_goes_on_while_a_checkpoint_is_completed(
@@ -90,18 +91,16 @@ def test_a_checkpoint_is_written_from_a_copy_while_training_goes_on(
     assembly, seen, go_on = make_assembly(t2i_checkpoint, **settings), list[Event](), threading.Event()
     assembly.trained.ema = ema = Ema(assembly.parameters, EmaConfig(use_ema=True), CPU)
     batches: Any = Batches(make_batch(t2i_checkpoint, ["a star"]))
-    writer = CheckpointWriter(
-        tmp_path, CheckpointConfig(), batches, IDENTITY, {}, EventStream(seen.append), lambda state: {}
-    )
+    writer = CheckpointWriter(tmp_path, CheckpointConfig(), batches, IDENTITY, {}, EventStream(seen.append), NOTE)
 
     def train(step: int) -> None:
         optimizer_step(assembly, batches, step)
         ema.update(step + 1)
 
     train(0)
-    complete, write = writer.write(tmp_path / "checkpoint-0", assembly, TrainState(1)), Draft.write_into
-    assert complete is not None
-    complete()
+    unfinished, write = writer.write(tmp_path / "checkpoint-0", assembly, TrainState(1)), Draft.write_into
+    assert unfinished is not None
+    unfinished.complete()
     monkeypatch.setattr(Draft, "write_into", lambda draft, folder: go_on.wait(5) and write(draft, folder))
     writer.in_background = True
     writer.save(assembly, TrainState(1))
@@ -163,10 +162,10 @@ def lora(t2i_checkpoint: Path) -> Any:
 def test_a_file_that_was_edited_together_with_its_hash_is_said(tmp_path: Path, lora: Any, name: str) -> None:
     (edit, words), batches = FOREIGN[name], Batches(None)
     loader: Any = batches
-    writer = CheckpointWriter(tmp_path, CheckpointConfig(), loader, IDENTITY, {}, EventStream(print), lambda state: {})
-    complete = writer.write(tmp_path / "checkpoint-2", lora, TrainState(2, 1))
-    assert complete is not None
-    complete()
+    writer = CheckpointWriter(tmp_path, CheckpointConfig(), loader, IDENTITY, {}, EventStream(print), NOTE)
+    unfinished = writer.write(tmp_path / "checkpoint-2", lora, TrainState(2, 1))
+    assert unfinished is not None
+    unfinished.complete()
     edit(tmp_path / "checkpoint-2" / STATE_FOLDER)
     write_manifest(tmp_path / "checkpoint-2", Manifest(2, 1, IDENTITY, describe_files(tmp_path / "checkpoint-2")))
     checkpoint = open_checkpoint(tmp_path / "checkpoint-2")

@@ -49,7 +49,7 @@ def test_a_meter_counts_the_same(size: str, routes: list[Route]) -> None:
         step.run_micro_step(assembly, batch, 0, 0, Losses())
     told = assembly.sample_flops(SHAPES[size].tokens, SHAPES[size].caption)
     assert told.total == pytest.approx(meter.get_total_flops(), rel=1e-6)
-    assert batch_work(assembly, batch) == told
+    assert batch_work(batch, assembly.adapter.spec, assembly.sample_flops) == told
 
 
 @pytest.mark.parametrize(("size", "teraflops"), [("lite", 563), ("image", 106), ("pro", 9417), ("sana", 246)])
@@ -98,7 +98,7 @@ def test_tiles_that_block_sparse_attention_skips_are_not_counted(
     assert 0.1 < density < 0.99
     assert report.densities == {512: pytest.approx(density)}
     assert row_of(report)["attention_density"] == round(density, 4)
-    work = batch_work(assembly, batch).times(2)
+    work = batch_work(batch, assembly.adapter.spec, assembly.sample_flops).times(2)
     blocks, width = 2, 32
     assert work.sparse == 2 * 3 * blocks * 4 * 512**2 * width
     assert report.flops == pytest.approx(work.total - (1 - density) * work.sparse)

@@ -23,8 +23,9 @@ from simpletuner.models.adapter import load_adapter
 from simpletuner.models.loading import DeferredWeights
 from simpletuner.models.registry import FAMILIES
 from simpletuner.models.source import ModelSource
+from simpletuner.run.settings import transformer_settings
 from simpletuner.training.assemble import load_frozen
-from tests.fidelity.family import CPU, make_adapter, make_config
+from tests.fidelity.family import CPU, adapter_settings, make_adapter, make_config
 from tests.memory.test_precision import gradients
 from tests.tiny import make_checkpoint
 from tests.training.assembly import make_assembly, make_batch
@@ -56,8 +57,8 @@ def parts(checkpoint: Path, name: str = "kandinsky", **settings: Any) -> tuple[A
     family, flavour = FAMILY.get(name, ("kandinsky5-image", "t2i-lite-sft"))
     config = make_config(checkpoint, model_family=family, model_flavour=flavour, **settings)
     spec = FAMILIES[family]
-    source = ModelSource.from_config(spec, spec.flavour(flavour), config)
-    return config, load_adapter(spec)(config, spec.flavour(flavour), source)
+    source = ModelSource.from_settings(spec, spec.flavour(flavour), config.flat)
+    return config, load_adapter(spec)(adapter_settings(config), spec.flavour(flavour), source)
 
 
 def read_at_once(adapter: Any, config: Any) -> nn.Module:
@@ -87,7 +88,7 @@ def test_weights_are_those_of_from_pretrained(
     settings = {"base_model_precision": precision, "mixed_precision": "bf16", "speed": "reference"}
     config, adapter = parts(checkpoints[name], name, **settings, **(STREAMED if streamed else {}))
     expected = read_at_once(adapter, config)
-    found, images = load_frozen(config, adapter, CPU)
+    found, images = load_frozen(transformer_settings(config), adapter, CPU)
     theirs = {**expected.state_dict(), **dict(expected.named_buffers())}
     ours = {**found.state_dict(), **dict(found.named_buffers())}
     assert [*ours] == [*theirs]
@@ -118,7 +119,7 @@ def test_a_block_is_packed_before_the_next_is_read(t2i_checkpoint: Path, monkeyp
         adapter, "load_transformer", lambda *words, **more: models.append(load(*words, **more)) or models[0]
     )
     monkeypatch.setattr(Offload, "pack", pack)
-    load_frozen(config, adapter, CPU)
+    load_frozen(transformer_settings(config), adapter, CPU)
     assert len(images) == len(adapter.block_layout(models[0]).blocks)
 
 
@@ -137,7 +138,7 @@ def test_a_block_is_on_the_device_before_the_next_is_read(
         read(weights, modules)
 
     monkeypatch.setattr(DeferredWeights, "fill", fill)
-    transformer, _ = load_frozen(config, adapter, torch.device("meta"))
+    transformer, _ = load_frozen(transformer_settings(config), adapter, torch.device("meta"))
     assert len(on_host) == len(adapter.block_layout(transformer).blocks) + 1
     assert not any(on_host)
 
@@ -156,7 +157,7 @@ def test_what_streams_is_in_its_image_alone(t2i_checkpoint: Path, tmp_path: Path
     folder = str(tmp_path) if to_disk else None
     settings = {"base_model_precision": "int8-quanto", "group_offload_to_disk_path": folder, **STREAMED}
     config, adapter = parts(t2i_checkpoint, **settings)
-    transformer, packed = load_frozen(config, adapter, CPU)
+    transformer, packed = load_frozen(transformer_settings(config), adapter, CPU)
     blocks = streamed_blocks(adapter.block_layout(transformer).blocks, 1)
     images = list(packed)
     for block, image in zip(blocks, images, strict=True):
@@ -209,7 +210,8 @@ def test_a_weight_of_the_right_dtype_is_no_copy(checkpoints: dict[str, Path]) ->
     """It is a view of the mapped file, and the island beside it is not; a packed weight maps nothing."""
     for streamed, mapped in ((False, True), (True, False)):
         settings = {"mixed_precision": "bf16", "speed": "reference", "enable_group_offload": streamed}
-        transformer, _ = load_frozen(*parts(checkpoints["bf16"], **settings), CPU)
+        config, adapter = parts(checkpoints["bf16"], **settings)
+        transformer, _ = load_frozen(transformer_settings(config), adapter, CPU)
         for name, is_view in (("self_attention.to_query", mapped), ("visual_modulation.out_layer", False)):
             weight = transformer.get_parameter(f"visual_transformer_blocks.0.{name}.weight")
             assert str(file_behind(weight.data_ptr())).endswith(".safetensors") == is_view

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from simpletuner.config.schema import CheckpointConfig, EmaConfig
+from simpletuner.config.types import Size
 from simpletuner.diffusion.batch import Batch, NoisyBatch
 from simpletuner.distributed.world import Value, World
 from simpletuner.errors import NonFiniteError, UserError
@@ -24,8 +25,9 @@ from simpletuner.training.checkpoints import CheckpointWriter
 from simpletuner.training.ema import Ema
 from simpletuner.training.guard import equalise_samples, stop_if_weights_not_finite
 from simpletuner.training.losses import Losses, loss_divisor
-from simpletuner.training.noise import add_noise
+from simpletuner.training.noise import NoiseSource
 from simpletuner.training.state import Assembly, TrainState
+from simpletuner.training.weight_note import WeightNote
 from tests.training.assembly import fixed_noise, make_assembly, make_batch
 from tests.training.test_step import CAPTIONS, Batches, part
 
@@ -63,7 +65,7 @@ def train_in_plain_torch(assembly: Assembly, window: list[Batch], limit: float, 
     samples = sum(len(batch.names) for batch in window)
     for global_step, rate in enumerate(RATES):
         for micro_step, batch in enumerate(window):
-            noisy = assembly.adapter.prepare(add_noise(assembly, batch, global_step, micro_step))
+            noisy = assembly.adapter.prepare(assembly.noise.add(batch, global_step, micro_step))
             error = assembly.adapter.predict(assembly.transformer, noisy).float() - noisy.target
             (error.square().mean(dim=(1, 2, 3, 4)).sum() / samples).backward()
         if limit and method == "norm":
@@ -105,7 +107,7 @@ def test_dropout_has_the_rate_that_was_asked_for(t2i_checkpoint: Path) -> None:
 @pytest.fixture
 def noise_by_sample(monkeypatch: pytest.MonkeyPatch) -> None:
     """Noise that follows the sample, so that a batch can be cut in two without changing what is learned."""
-    monkeypatch.setattr(step, "add_noise", lambda assembly, batch, *place: fixed_noise(batch))
+    monkeypatch.setattr(NoiseSource, "add", lambda source, batch, *place: fixed_noise(batch))
 
 
 @pytest.mark.usefixtures("noise_by_sample")
@@ -236,7 +238,15 @@ def test_nothing_that_is_not_finite_is_saved(tmp_path: Path, t2i_checkpoint: Pat
     named = {"weight": name, "average": f"EMA of {name}", "module": "Projector.bias"}[part]
     identity = Identity("kandinsky5-image", "t2i-lite-sft", kind, 1, seed=1, datasets="", versions={})
     loader: Any = None  # never asked
-    writer = CheckpointWriter(tmp_path, CheckpointConfig(), loader, identity, {}, EventStream(print), lambda state: {})
+    writer = CheckpointWriter(
+        tmp_path,
+        CheckpointConfig(),
+        loader,
+        identity,
+        {},
+        EventStream(print),
+        WeightNote("kandinsky5-image/t2i-lite-sft", "a run", Size(64, 64)),
+    )
     with pytest.raises(NonFiniteError, match=f"not saved: {re.escape(named)}"):
         writer.write(tmp_path / "checkpoint-1", assembly, TrainState(1))
     assert not list(tmp_path.iterdir())

@@ -24,13 +24,14 @@ from simpletuner.models.lora_layers import weights_of
 from simpletuner.planning.checkpoint_folder import ERRORS
 from simpletuner.planning.techniques.tread import TreadSpec
 from simpletuner.run.rehearsal import rehearse_micro_step
+from simpletuner.run.settings import assembly_settings
 from simpletuner.techniques.tread import Tread
 from simpletuner.training.assemble import assemble, make_accelerator
 from simpletuner.training.ema import Ema
 from simpletuner.training.lora_hooks import applied_loras
 from simpletuner.training.meter import weight_shapes
-from simpletuner.training.noise import add_noise
-from simpletuner.training.state import Assembly, TrainingSpec
+from simpletuner.training.settings import TrainingSpec
+from simpletuner.training.state import Assembly
 from simpletuner.training.step import optimizer_step, predict_now
 from simpletuner.training.trained import AdapterWeights
 from simpletuner.weights.lora_names import LORA_FILE
@@ -88,7 +89,7 @@ def adapter_of(assembly: Assembly) -> ConvertedAdapter:
 
 def predict(assembly: Assembly, checkpoint: Path) -> Tensor:
     assembly.transformer.eval()
-    return predict_now(assembly, add_noise(assembly, make_batch(checkpoint, ["a star"]), 0, 0))
+    return predict_now(assembly, assembly.noise.add(make_batch(checkpoint, ["a star"]), 0, 0))
 
 
 @pytest.mark.parametrize("kind", EVERY)
@@ -158,7 +159,7 @@ def test_published_as_a_stock_lora(
     stock = make_adapter(t2i_checkpoint)
     previews: Any = stock.load_preview_pipeline(stock.load_transformer(torch.float32), torch.device("cpu"), None)
     pipeline = previews.pipeline
-    noisy = add_noise(assembly, make_batch(t2i_checkpoint, ["a star"]), 0, 0)
+    noisy = assembly.noise.add(make_batch(t2i_checkpoint, ["a star"]), 0, 0)
     plain = pipeline.transformer.eval()
     with torch.no_grad(), applied_loras(plain, [(tmp_path, 1.0)], torch.float32, torch.device("cpu")):
         applied = stock.predict(plain, noisy)
@@ -184,7 +185,7 @@ def test_the_native_file_loads_in_peft(t2i_checkpoint: Path, tmp_path: Path, kin
     else:
         stock.add_adapter(LoHaConfig(r=2, alpha=3, target_modules=["to_query", "to_key", "to_value"]))
         set_peft_model_state_dict(stock, {name.removeprefix("transformer."): w for name, w in weights.items()})
-    batch = add_noise(assembly, make_batch(t2i_checkpoint, ["a star"]), 0, 0)
+    batch = assembly.noise.add(make_batch(t2i_checkpoint, ["a star"]), 0, 0)
     with torch.no_grad():
         loaded = assembly.adapter.predict(stock.eval(), batch)
     assert distance({"": loaded}, {"": predict(assembly, t2i_checkpoint)}) < ROTATION
@@ -195,7 +196,7 @@ def test_the_native_file_loads_in_lycoris(t2i_checkpoint: Path, tmp_path: Path, 
     assembly = trained(t2i_checkpoint, kind)
     adapter_of(assembly).native({}).write_into(tmp_path)
     stock: Any = make_adapter(t2i_checkpoint).load_transformer(torch.float32).eval()
-    noisy = add_noise(assembly, make_batch(t2i_checkpoint, ["a star"]), 0, 0)
+    noisy = assembly.noise.add(make_batch(t2i_checkpoint, ["a star"]), 0, 0)
     with torch.no_grad():
         network, _ = create_lycoris_from_weights(0.5, str(tmp_path / "lycoris_weights.safetensors"), stock)
         network.eval().apply_to()
@@ -268,7 +269,7 @@ def kandinsky_video(folder: Path, settings: dict[str, Any]) -> tuple[Assembly, A
 
 def assembled(config: Any, adapter: Any, target: str) -> Assembly:
     intent = TrainingSpec(lora_targets=[target], seed=3, total_steps=10, learning_rate=1e-2)
-    return assemble(config, intent, adapter, [], make_accelerator())
+    return assemble(assembly_settings(config, intent), adapter, [], make_accelerator())
 
 
 @pytest.mark.parametrize("make", [sana, kandinsky_video])

@@ -23,13 +23,14 @@ from simpletuner.diffusion.batch import Batch
 from simpletuner.models.kandinsky5.nabla import sparse_params
 from simpletuner.planning.techniques.masked_loss import MaskedLossSpec
 from simpletuner.planning.techniques.tread import TreadSpec
+from simpletuner.run.settings import assembly_settings
 from simpletuner.techniques.base import Technique
 from simpletuner.techniques.masked_loss import MaskedLoss
 from simpletuner.techniques.tread import Tread
 from simpletuner.training import noise, step
 from simpletuner.training.assemble import assemble
 from simpletuner.training.losses import Losses, MicroLoss
-from simpletuner.training.state import TrainingSpec
+from simpletuner.training.settings import TrainingSpec
 
 GPU = torch.device("meta")
 
@@ -70,7 +71,9 @@ def test_nothing_makes_the_host_wait(
         pytest.skip("Sana's blocks need all tokens")
     config = make_config(size, mixed_precision="bf16", gradient_checkpointing=True, lora_rank=4, **settings)
     intent = TrainingSpec(lora_targets=lora_targets(size), seed=0, total_steps=10, learning_rate=1e-4)
-    assembly = assemble(config, intent, RandomAdapter(config, size, "cpu"), techniques(), make_accelerator("cpu"))
+    assembly = assemble(
+        assembly_settings(config, intent), RandomAdapter(config, size, "cpu"), techniques(), make_accelerator("cpu")
+    )
     assembly.transformer.train().to(GPU)
     batch = make_batch(size, 2)
     first = batch.embeds[0]["prompt_embeds"][:-3]  # of unequal lengths, so that there is a mask
@@ -97,7 +100,9 @@ def test_a_step_reads_losses_and_gradient_sizes_at_once(monkeypatch: pytest.Monk
     """Every other way to read a number of the meta device is an error."""
     config = make_config("tiny", mixed_precision="bf16", lora_rank=4)
     intent = TrainingSpec(lora_targets=lora_targets("tiny"), seed=0, total_steps=10, learning_rate=1e-4)
-    assembly = assemble(config, intent, RandomAdapter(config, "tiny", "cpu"), [], make_accelerator("cpu"))
+    assembly = assemble(
+        assembly_settings(config, intent), RandomAdapter(config, "tiny", "cpu"), [], make_accelerator("cpu")
+    )
     transformer = assembly.transformer.train().to(GPU)
     trained = {name: each for name, each in transformer.named_parameters() if each.requires_grad}
     optimizer = torch.optim.AdamW(trained.values(), foreach=False)

@@ -18,7 +18,6 @@ from simpletuner.distributed.world import World
 from simpletuner.encoding.read import BatchReader
 from simpletuner.planning.techniques.tread import TreadSpec
 from simpletuner.techniques.tread import Tread
-from simpletuner.training.noise import add_noise
 from simpletuner.training.state import Assembly
 from tests.data.test_sampler import make_dataset
 from tests.encoding.test_clips import ENCODER
@@ -78,7 +77,7 @@ def catalogue(tmp_path: Path) -> Catalogue:
 
 def drawn(assembly: Assembly, batch: Batch, tread: Tread, world: World) -> dict[str, Tensor]:
     """Everything that is drawn for the samples of one process at one place of the run."""
-    noisy = add_noise(replace(assembly, world=world), batch, 4, 1)
+    noisy = replace(assembly, world=world).noise.add(batch, 4, 1)
     tread.before_forward(noisy, no_forward)
     kept = tread.kept_tokens(1)
     assert kept is not None
@@ -104,13 +103,13 @@ def test_noise_is_that_of_one_process(t2i_checkpoint: Path, settings: dict[str, 
 def test_shared_noise_is_that_of_the_first_process(t2i_checkpoint: Path) -> None:
     assembly = make_assembly(t2i_checkpoint, seed_for_each_device=False)
     batch = make_batch(t2i_checkpoint, ["a", "b"])
-    first, second = (add_noise(replace(assembly, world=world), batch, 4, 1) for world in TWO)
+    first, second = (replace(assembly, world=world).noise.add(batch, 4, 1) for world in TWO)
     assert torch.equal(first.noise, second.noise)
     assert torch.equal(first.sigmas, second.sigmas)
 
 
 def test_a_batch_of_one_draws_what_it_always_drew(t2i_checkpoint: Path) -> None:
     """Numbers written down: a run with batches of one must give the same result as it did in earlier versions."""
-    noisy = add_noise(make_assembly(t2i_checkpoint), make_batch(t2i_checkpoint, ["a"]), 4, 1)
+    noisy = make_assembly(t2i_checkpoint).noise.add(make_batch(t2i_checkpoint, ["a"]), 4, 1)
     assert noisy.noise.flatten()[:3].tolist() == pytest.approx(EARLIER_NOISE, rel=1e-6)
     assert noisy.sigmas.tolist() == pytest.approx(EARLIER_SIGMAS, rel=1e-6)

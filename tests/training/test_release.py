@@ -223,7 +223,7 @@ def test_a_rehearsal_only_drops_the_gradients(t2i_checkpoint: Path) -> None:
     """Those of a technique's module are kept for the usual update."""
     assembly = full(t2i_checkpoint, **RELEASED)
     before = copy_of(assembly)
-    with unchanged(assembly):
+    with unchanged(assembly.optimizer, assembly.techniques):
         rehearse_micro_step(assembly, make_batch(t2i_checkpoint, ["a star"]))
         assert all(each.grad is None for each in assembly.parameters.values())
     assert_same(copy_of(assembly), before)

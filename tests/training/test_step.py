@@ -18,7 +18,7 @@ from simpletuner.techniques.base import Technique
 from simpletuner.training import step
 from simpletuner.training.guard import clip_gradients, gradient_size, not_finite
 from simpletuner.training.losses import Losses
-from simpletuner.training.noise import add_noise, with_noise
+from simpletuner.training.noise import NoiseSource
 from simpletuner.training.state import Assembly
 from simpletuner.training.update import RATE_RATIO, SEED
 from tests.closeness import ROTATION, distance
@@ -49,7 +49,7 @@ def part(batch: Batch, which: slice) -> Batch:
 @pytest.fixture(autouse=True)
 def noise_by_sample(monkeypatch: pytest.MonkeyPatch) -> None:
     """Noise that follows the sample, so that a batch can be cut in two without changing what is learned."""
-    monkeypatch.setattr(step, "add_noise", lambda assembly, batch, *place: fixed_noise(batch))
+    monkeypatch.setattr(NoiseSource, "add", lambda source, batch, *place: fixed_noise(batch))
 
 
 def weights_after(assembly: Assembly, *batches: Batch) -> dict[str, Tensor]:
@@ -180,25 +180,25 @@ def test_noise_depends_on_the_place_in_the_run_alone(t2i_checkpoint: Path, monke
     monkeypatch.undo()
     assembly = make_assembly(t2i_checkpoint)
     batch = make_batch(t2i_checkpoint, CAPTIONS)
-    first = add_noise(assembly, batch, 4, 0)
+    first = assembly.noise.add(batch, 4, 0)
     torch.randn(100)
-    again = add_noise(assembly, batch, 4, 0)
+    again = assembly.noise.add(batch, 4, 0)
     assert torch.equal(first.noise, again.noise)
     assert torch.equal(first.sigmas, again.sigmas)
     for place in ((5, 0), (4, 1)):
-        other = add_noise(assembly, batch, *place)
+        other = assembly.noise.add(batch, *place)
         assert not torch.equal(other.noise, first.noise)
         assert not torch.equal(other.sigmas, first.sigmas)
     noisier = replace(assembly.settings, timestep_offsets={batch.dataset_id: 1.0})
-    assert (add_noise(replace(assembly, settings=noisier), batch, 4, 0).sigmas > first.sigmas).all()
+    assert (replace(assembly, settings=noisier).noise.add(batch, 4, 0).sigmas > first.sigmas).all()
 
 
 def test_noise_that_is_drawn_ahead_is_the_same(t2i_checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
     assembly = make_assembly(t2i_checkpoint, gradient_accumulation_steps=3)
     batch = make_batch(t2i_checkpoint, CAPTIONS)
-    ahead = with_noise(assembly, batch, 4 * 3 + 1)
+    ahead = assembly.noise.draw_ahead(batch, 4 * 3 + 1)
     for place in ((4, 1), (4, 2), (5, 0)):  # for other places it is not used
-        drawn = add_noise(assembly, ahead, *place).noise
-        assert torch.equal(drawn, add_noise(assembly, batch, *place).noise)
+        drawn = assembly.noise.add(ahead, *place).noise
+        assert torch.equal(drawn, assembly.noise.add(batch, *place).noise)
         assert (drawn is ahead.noise) == (place == (4, 1))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import time
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,7 @@ from simpletuner.errors import DiskFullError
 from simpletuner.models.adapter import PreviewRequest, TextRequest
 from simpletuner.models.kandinsky5.image import StockPipeline
 from simpletuner.reporting.metrics import MediaRecord
-from simpletuner.training.checkpoints import CheckpointWriter
+from simpletuner.training.checkpoints import CheckpointWriter, UnfinishedCheckpoint
 from simpletuner.validation.background import DecodingThread
 from tests.fidelity.family import CPU, make_adapter, picture
 from tests.fidelity.test_kandinsky5_video import make_video_adapter
@@ -81,7 +80,7 @@ def test_training_goes_on_and_a_checkpoint_waits(workspace: Workspace, monkeypat
         steps.append(len(workspace.metrics()))
         return decode(self, latents)
 
-    def look(*inputs: Any) -> Callable[[], None] | None:
+    def look(*inputs: Any) -> UnfinishedCheckpoint | None:
         saved.append(first.exists())
         return write(*inputs)
 

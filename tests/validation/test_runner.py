@@ -22,6 +22,7 @@ from simpletuner.planning.prompts import ValidationPrompt
 from simpletuner.reporting.events import EventStream
 from simpletuner.training.state import TrainState, random_states, restore_random_states
 from simpletuner.validation import quiet, renderer, runner
+from simpletuner.validation.encoded_prompt import EncodedPrompt
 from tests.fidelity.family import CPU, make_config
 from tests.training.assembly import make_assembly
 
@@ -57,10 +58,12 @@ def test_the_vae_is_gone_before_its_memory_is_given_back(
     monkeypatch.setattr(renderer, "torch", SimpleNamespace(cuda=cuda, no_grad=torch.no_grad, device=torch.device))
     settings = {"validation_guidance": 1.0, "validation_num_inference_steps": 2, "validation_seed_source": "cpu"}
     config = make_config(tmp_path, **settings)
+    catalogue: Any = SimpleNamespace(text=lambda *caption, negative: caption)
+    reader: Any = SimpleNamespace(read=lambda entry: {})
     validation = runner.ValidationRunner(
         renderer.RenderSettings(config.validation, config.offload),
         "none",
-        [renderer.EncodedPrompt(ValidationPrompt("a", "a", "a star"), lambda size: {}, lambda size: {})],
+        [EncodedPrompt(ValidationPrompt("a", "a", "a star"), "", None, catalogue, reader)],
         [Size(16, 16)],
         tmp_path,
         EventStream(),

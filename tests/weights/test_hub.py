@@ -62,7 +62,7 @@ def downloaded(hub: FakeHub) -> set[str]:
 def source_of(spec: FamilySpec = KANDINSKY5_IMAGE, **keys: str) -> ModelSource:
     values = {"model_type": "lora", "model_family": spec.name, **keys}
     config = resolve([Layer("test", list(values.items()))], Problems())
-    return ModelSource.from_config(spec, spec.flavour(keys.get("model_flavour")), config)
+    return ModelSource.from_settings(spec, spec.flavour(keys.get("model_flavour")), config.flat)
 
 
 COPIES = (

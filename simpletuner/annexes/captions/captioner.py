@@ -26,7 +26,7 @@ from transformers import GenerationConfig, ProcessorMixin, Qwen2_5_VLForConditio
 from simpletuner.annexes.captions.wording import ENCODER, LENGTHS, Wording, check_captioner
 from simpletuner.atomic import write_atomically
 from simpletuner.config.precision import quantisation, text_encoder_dtype
-from simpletuner.config.schema import RunConfig
+from simpletuner.config.schema import OffloadConfig, PrecisionConfig
 from simpletuner.data.dataset import DatasetFile
 from simpletuner.data.files import MediaError
 from simpletuner.distributed.world import compute_threads
@@ -260,17 +260,22 @@ def open_captioner(survey: Survey, events: EventStream) -> QwenCaptioner:
     device = make_accelerator().device
     with events.phase("Loading the text encoder"):
         captioner: type[QwenCaptioner] = resolve_name(spec.words.captioner or "")
-        return load_encoder(partial(captioner, source), _streamed_if_large(config, source[ENCODER[0]], device), device)
+        offload = _streamed_if_large(config.precision, config.offload, source[ENCODER[0]], device)
+        return load_encoder(partial(captioner, source), config.precision, offload, device)
 
 
-def _streamed_if_large(config: RunConfig, part: Part, device: torch.device) -> RunConfig:
+def _streamed_if_large(
+    precision: PrecisionConfig, offload: OffloadConfig, part: Part, device: torch.device
+) -> OffloadConfig:
     """The settings; with `offload: auto`, they stream an encoder that would fill most of the free device memory."""
-    stored = quantisation(config.precision.text_encoder_1_precision)
-    if config.offload.offload != "auto" or device.type != "cuda" or stored is not None:
-        return config
-    size = sum(map(math.prod, part.weight_shapes().values())) * DTYPES[text_encoder_dtype(config.precision)].itemsize
-    fits = size < SHARE * torch.cuda.mem_get_info(device)[0]
-    return config if fits else config.with_values({"group_offload_text_encoder": True}, "chosen by offload auto")
+    stored = quantisation(precision.text_encoder_1_precision)
+    if offload.offload != "auto" or device.type != "cuda" or stored is not None:
+        return offload
+    numbers = sum(math.prod(shape) for shape in part.weight_shapes().values())
+    size = numbers * DTYPES[text_encoder_dtype(precision)].itemsize
+    if size < SHARE * torch.cuda.mem_get_info(device)[0]:
+        return offload
+    return offload.model_copy(update={"group_offload_text_encoder": True})
 
 
 def longest(survey: Survey, captioner: QwenCaptioner, wording: Wording) -> int:

@@ -20,7 +20,7 @@ from simpletuner.budget.device import gigabytes
 from simpletuner.budget.disk import feature_costs, find_writings
 from simpletuner.caching.catalogue import Entries
 from simpletuner.config.optimizers import learning_rate, peak_learning_rate
-from simpletuner.config.schema import RunConfig
+from simpletuner.config.schema import LaunchConfig, OffloadConfig
 from simpletuner.config.types import typed
 from simpletuner.data.dataset import Dataset
 from simpletuner.data.sample import LedgerEntry
@@ -206,7 +206,8 @@ def budget_lines(budget: Budget) -> Iterator[str]:
     yield f"Estimate for {device.name}, {room}{host} ({'; '.join(filter(None, (device.note, device.hint)))})"
     if launch.num_processes > 1:
         where = counted(launch.num_machines, "machine")
-        yield f"  {launch.num_processes} processes on {where}, one per device, {parallelism(budget.config)}"
+        way = parallelism(launch, budget.config.offload)
+        yield f"  {launch.num_processes} processes on {where}, one per device, {way}"
         if launch.sequence_parallel_size > 1:
             shared = f"the tokens of a sample are shared by {launch.sequence_parallel_size} processes"
             yield f"  {shared}, each of which exchanges {gigabytes(budget.sent.exchanged)} a step"
@@ -288,11 +289,11 @@ def _time_lines(budget: Budget) -> Iterator[str]:
         yield f"  the GPU waits for the host to launch kernels: with train_batch_size {batch} a step takes as long"
 
 
-def parallelism(config: RunConfig) -> str:
+def parallelism(launch: LaunchConfig, offload: OffloadConfig) -> str:
     """How several processes train together: `DDP`, `DDP, streamed` or `FSDP2`."""
-    if config.launch.is_sharded:
+    if launch.is_sharded:
         return "FSDP2"
-    return "DDP, streamed" if config.offload.enable_group_offload else "DDP"
+    return "DDP, streamed" if offload.enable_group_offload else "DDP"
 
 
 def halved_previews(plan: Plan) -> str:
@@ -388,7 +389,7 @@ def _described(budget: Budget) -> dict[str, Any]:
         "processes": {
             "count": launch.num_processes,
             "machines": launch.num_machines,
-            "way": parallelism(budget.config),
+            "way": parallelism(launch, budget.config.offload),
             "sent": asdict(budget.sent),
         },
         "disk": [

@@ -32,6 +32,7 @@ from simpletuner.data.pictures import PICTURE_SUFFIXES
 from simpletuner.distributed.world import usable_cores
 from simpletuner.errors import Problem, Problems, UserError
 from simpletuner.planning.build import settle_task
+from simpletuner.planning.entries import data_context
 from simpletuner.rounding import ceil_div
 
 PAGE = 60
@@ -52,7 +53,7 @@ def datasets_in(saved: Configuration) -> tuple[list[DatasetConfig], DataContext]
         raise Refusal(422, outside)
     names = {"model_family": judgement.spec.name, "output_dir": judgement.config.run.output_dir}
     flavour, entries = settle_task(judgement.flavour, read_datasets(saved.datasets, Problems(), placeholders=names))
-    return entries, DataContext.of(judgement.config, judgement.spec, flavour.task)
+    return entries, data_context(judgement.config, judgement.spec, flavour.task)
 
 
 def opened(request: Request, asked: Mapping[str, Any]) -> Library:

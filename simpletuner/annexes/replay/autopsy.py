@@ -191,7 +191,7 @@ def attempt(assembly: Assembly, reader: BatchReader, planned: PlannedBatch, done
     Raises:
         NonFiniteError: the loss or the gradient is NaN or infinite.
     """
-    with unchanged(assembly), torch.compiler.set_stance("force_eager"):
+    with unchanged(assembly.optimizer, assembly.techniques), torch.compiler.set_stance("force_eager"):
         losses = rehearse_micro_step(assembly, reader(planned), done, micro_step)
         stop_if_losses_not_finite([micro.total for micro in losses], losses.names)
         parameters = assembly.all_parameters
