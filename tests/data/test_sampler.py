@@ -12,6 +12,7 @@ import torch
 
 from simpletuner.config.datasets import DatasetConfig
 from simpletuner.config.schema import CachingConfig
+from simpletuner.config.types import Size
 from simpletuner.data.buckets import BucketRules, PixelGrid
 from simpletuner.data.dataset import Dataset
 from simpletuner.data.discovery import Folder
@@ -22,7 +23,7 @@ from simpletuner.distributed.world import World
 from simpletuner.errors import UserError
 from simpletuner.training.loader import BatchLoader
 
-SIZES = {"1.0": (100, 100), "1.5": (150, 100), "0.67": (100, 150)}
+SIZES = {"1.0": Size(100, 100), "1.5": Size(150, 100), "0.67": Size(100, 150)}
 
 
 def make_dataset(buckets: dict[str, int], repeats: int = 0, id: str = "set", **keys: Any) -> Dataset:
