@@ -54,11 +54,11 @@ from simpletuner.training.loader import BatchLoader
 from simpletuner.training.settings import TrainingSpec
 from simpletuner.training.state import Assembly
 from simpletuner.training.step import optimizer_step
-from tests.tiny import make_checkpoint
-from tests.workspace import DATASETS, Workspace
+from tests.tools.tiny import make_checkpoint
+from tests.tools.workspace import DATASETS, Workspace
 
 try:
-    from tests.clips import write_clip
+    from tests.tools.clips import write_clip
 except ModuleNotFoundError as error:
     sys.exit(f"The package {error.name} is missing; install the extra dev: pip install -e .[dev]")
 

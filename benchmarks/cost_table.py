@@ -48,8 +48,8 @@ from simpletuner.models.cost_table import numbered, product_of
 from simpletuner.models.registry import FAMILIES
 from simpletuner.models.spec import FamilySpec
 from simpletuner.speed.compile import settle_compiler
-from tests.meter import saved_bytes
-from tests.peak import Peak, attention
+from tests.tools.peak_memory import Peak, attention
+from tests.tools.saved_tensors import saved_bytes
 
 # What the quantities are fitted to: products of these numbers of a micro-batch and of the model.
 BYTES_OF = (

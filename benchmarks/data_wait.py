@@ -12,8 +12,8 @@ import torch
 
 from benchmarks.models import write_checkpoint
 from benchmarks.timing import Ratio, arguments, show
-from tests.tiny import TOKENIZERS
-from tests.workspace import DATASETS, Workspace
+from tests.tools.tiny import TOKENIZERS
+from tests.tools.workspace import DATASETS, Workspace
 
 BAR = 0.01
 

@@ -31,8 +31,8 @@ MAKE_FOLDER = """
 import json
 import sys
 from pathlib import Path
-from tests.tiny import make_checkpoint
-from tests.workspace import Workspace
+from tests.tools.tiny import make_checkpoint
+from tests.tools.workspace import Workspace
 folder = Path(sys.argv[1])
 Workspace.create(folder / "run", make_checkpoint(folder / "checkpoint"), pictures=0, **json.loads(sys.argv[2]))
 """

@@ -30,8 +30,8 @@ from simpletuner.models.cost import STOCK, FamilyCost, Kernels, TransformerCost
 from simpletuner.models.registry import FAMILIES
 from simpletuner.models.source import ModelSource
 from simpletuner.weights.part import Part
-from tests.tiny import WIDTH, build_qwen
-from tests.tiny_sana import build_gemma
+from tests.tools.tiny import WIDTH, build_qwen
+from tests.tools.tiny_sana import build_gemma
 
 CHANNELS = 16
 
@@ -349,7 +349,7 @@ def clock_of(device: str) -> Callable[[], float]:
 
 def write_checkpoint(folder: Path, size: str) -> Path:
     """A whole checkpoint whose transformer has a size; its other parts are the tests'."""
-    from tests.tiny import make_checkpoint
+    from tests.tools.tiny import make_checkpoint
 
     make_checkpoint(folder)
     if size != "tiny":

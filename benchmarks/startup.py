@@ -31,8 +31,8 @@ BARS = {"help": 0.25, "step 1": 4.0, "demo to step 1": 4.0}
 MAKE_FOLDER = """
 import sys
 from pathlib import Path
-from tests.tiny import make_checkpoint
-from tests.workspace import Workspace
+from tests.tools.tiny import make_checkpoint
+from tests.tools.workspace import Workspace
 folder = Path(sys.argv[1])
 Workspace.create(folder / "run", make_checkpoint(folder / "checkpoint"), max_train_steps=50)
 """

@@ -23,7 +23,7 @@ from typing import Any
 import pytest
 
 from simpletuner.config.sources import ENV_VARIABLES, EXTRA_ARGUMENTS, LAUNCH_VARIABLES
-from tests.workspace import Workspace
+from tests.tools.workspace import Workspace
 
 # Tiny models gain nothing from threads, and tests must not fight over cores. To see that no test depends on the kernels
 # of one machine, ask for others: OMP_NUM_THREADS=2, MKLDNN=off, and torch's own ATEN_CPU_CAPABILITY=default.
@@ -66,7 +66,7 @@ def pytest_xdist_setupnodes(config: pytest.Config, specs: list[Any]) -> None:
     """xdist starts processes that have imported everything already, unless these are to use a GPU."""
     if wants_gpu(config):
         return
-    from tests.workers import forked_workers
+    from tests.tools.workers import forked_workers
 
     workers = contextlib.ExitStack()
     config.add_cleanup(workers.close)
@@ -118,7 +118,7 @@ def seconds(item: pytest.Item) -> float:
 
 
 def pytest_collection_finish() -> None:
-    import tests.torch_settings  # noqa: F401 - it makes them
+    import tests.tools.torch_settings  # noqa: F401 - it makes them
 
     _freeze_objects()
     gc.callbacks.append(_time_collections)
@@ -153,7 +153,7 @@ def _time_collections(phase: str, info: dict[str, int]) -> None:
 @pytest.fixture(scope="session", autouse=True)
 def _early_forkserver() -> None:
     """Processes of tests are forked from what is imported here, before the first test has left anything behind."""
-    from tests.workers import fork_the_forkserver
+    from tests.tools.workers import fork_the_forkserver
 
     fork_the_forkserver()
 
@@ -198,7 +198,7 @@ def _silent_hub(monkeypatch: pytest.MonkeyPatch) -> None:
 def traced_only(monkeypatch: pytest.MonkeyPatch) -> None:
     """Functions are traced as `torch.compile` traces them, and run as they are; this takes half of the time. What
     backends make of their graphs is for tests/speed."""
-    from tests.torch_settings import trace
+    from tests.tools.torch_settings import trace
 
     monkeypatch.setattr("torch.compile", trace)
 
@@ -206,7 +206,7 @@ def traced_only(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def one_size(monkeypatch: pytest.MonkeyPatch) -> None:
     """See `mark_no_sizes`."""
-    from tests.torch_settings import mark_no_sizes
+    from tests.tools.torch_settings import mark_no_sizes
 
     monkeypatch.setattr("simpletuner.models.blocks.FreeSizes.mark", mark_no_sizes)
 
@@ -214,7 +214,7 @@ def one_size(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def usual_vectors() -> Iterator[None]:
     """For tests that have inductor generate and compile code."""
-    from tests.torch_settings import usual_vectors
+    from tests.tools.torch_settings import usual_vectors
 
     with usual_vectors():
         yield
@@ -223,7 +223,7 @@ def usual_vectors() -> Iterator[None]:
 @pytest.fixture(scope="session")
 def t2i_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A Kandinsky 5 text-to-image checkpoint of random weights."""
-    from tests.tiny import make_checkpoint
+    from tests.tools.tiny import make_checkpoint
 
     return make_checkpoint(tmp_path_factory.mktemp("t2i"), "t2i")
 
@@ -231,7 +231,7 @@ def t2i_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def i2i_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A Kandinsky 5 image-to-image checkpoint of random weights."""
-    from tests.tiny import make_checkpoint
+    from tests.tools.tiny import make_checkpoint
 
     return make_checkpoint(tmp_path_factory.mktemp("i2i"), "i2i")
 
@@ -239,7 +239,7 @@ def i2i_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def sana_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A Sana Video checkpoint of random weights."""
-    from tests.tiny_sana import make_sana_checkpoint
+    from tests.tools.tiny_sana import make_sana_checkpoint
 
     return make_sana_checkpoint(tmp_path_factory.mktemp("sana"))
 

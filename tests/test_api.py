@@ -15,7 +15,7 @@ import simpletuner
 import simpletuner.planning.build
 from simpletuner.errors import ConfigError
 from simpletuner.reporting.events import CheckpointSaved, Event, StepReport
-from tests.workspace import CONFIG, DATASETS, Workspace
+from tests.tools.workspace import CONFIG, DATASETS, Workspace
 
 Capture = pytest.CaptureFixture[str]
 

@@ -1,4 +1,4 @@
-"""What is added to the program has all of its parts, in every room; `python -m tests.complete` says what is missing."""
+"""`python -m tests.tools.complete` names what a new part of the program lacks, in every room."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from simpletuner.config.remote import SOURCES, Source
 from simpletuner.config.types import Flag
 from simpletuner.models.registry import FAMILIES
 from simpletuner.planning.techniques.spec import TechniqueSpec
-from tests import complete
 from tests.models.fourth import FOURTH
+from tests.tools import complete
 
 
 class NewKeys(TechniqueGroup):

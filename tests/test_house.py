@@ -2,7 +2,7 @@
 
 The reader's time is the measure, so nothing bounds the number of lines: a function or a file is too long
 when nobody can keep it in mind. The bounds are those of programs that are pleasant to read (torchtitan,
-nanochat, torchtune, litgpt, httpx). `python -m tests.house --against REF` prints what a change did to sizes.
+nanochat, torchtune, litgpt, httpx). `python -m tests.tools.house --against REF` prints what a change did to sizes.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any
 
 import pytest
 
-from tests.house import COMPLEX, PACKAGE, House, complexity, read
+from tests.tools.house import COMPLEX, PACKAGE, House, complexity, read
 
 TABLES = {"schema.py"}  # one option after the other, looked up and not read through
 

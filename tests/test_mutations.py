@@ -6,20 +6,27 @@ from pathlib import Path
 
 import pytest
 
-from tests import mutations
-from tests.mutations import ROOT, Mutation, judge, read_list
+from tests.tools import mutations
+from tests.tools.mutations import ROOT, Mutation, judge, read_list
 
 
 def test_every_mutation_has_its_text_and_its_tests() -> None:
     found = read_list()
     assert len(found) == len({each.name for each in found}) >= 60
     for mutation in found:
-        changed = mutation.find().read_text(encoding="utf-8").replace(mutation.old, mutation.new)
+        changed = mutation.apply(mutation.find().read_text(encoding="utf-8"))
         compile(changed, mutation.name, "exec")  # else its tests would fail for another reason than theirs
         for test in mutation.tests:
             file, *names = test.split("::")
             content = (ROOT / "tests" / file).read_text(encoding="utf-8")
             assert not names or f"def {names[-1]}(" in content, mutation.name
+
+
+def test_the_layout_of_the_source_does_not_count() -> None:
+    mutation = Mutation("name", "room", "f(first, [second]) + 1", "0", ())
+
+    assert mutation.apply("x = f(\n    first,\n    [second],\n) + 1\n") == "x = 0\n"
+    assert mutation.apply("x = f(first, [third]) + 1\n") == "x = f(first, [third]) + 1\n"
 
 
 def test_the_others_are_judged_beside_one_that_cannot_be(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -12,8 +12,8 @@ import pytest
 from simpletuner.atomic import build_folder
 from simpletuner.errors import Problem
 from simpletuner.redaction import HIDDEN, _known_secrets, hidden_for_now, hide, redact, redact_settings, redact_texts
-from tests.complaints import complaint
-from tests.workspace import DATASETS, Workspace
+from tests.tools.refusals import complaint
+from tests.tools.workspace import DATASETS, Workspace
 
 SECRET = "T0P/B0X/opensesame"
 Capture = pytest.CaptureFixture[str]

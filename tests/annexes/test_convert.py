@@ -22,10 +22,10 @@ from simpletuner.planning.checkpoint_folder import NOTE_FILE
 from simpletuner.training.lora_files import read_lora_file
 from simpletuner.weights.lora_names import LORA_FILE, METADATA_KEY, STEP_NOTE, LoraForm
 from simpletuner.weights.published_lora import COMPANIONS
-from tests.closeness import ELEMENTWISE, assert_close
-from tests.complaints import complaints
-from tests.training.assembly import lora_of, make_assembly, write_lora
-from tests.workspace import Workspace
+from tests.tools.assembly import lora_of, make_assembly, write_lora
+from tests.tools.refusals import complaints
+from tests.tools.tolerances import ELEMENTWISE, assert_close
+from tests.tools.workspace import Workspace
 
 Capture = pytest.CaptureFixture[str]
 LAYER = "visual_transformer_blocks.0.self_attention.to_query"

@@ -35,7 +35,7 @@ from simpletuner.models.registry import FAMILIES
 from simpletuner.models.source import ModelSource
 from simpletuner.models.vae_cost import VaeLoad
 from simpletuner.planning.plans import Length, Plan
-from tests.reports import found_by
+from tests.tools.reports import found_by
 
 STREAMING = "enable_group_offload true, group_offload_use_stream true"
 LITE = Bucket(768, 512, 61, 1, 1.0, 256)

@@ -14,7 +14,7 @@ from simpletuner.errors import Problems
 from simpletuner.models.kandinsky5.spec import KANDINSKY5_IMAGE
 from simpletuner.models.sanavideo.spec import SANA_VIDEO
 from simpletuner.models.spec import FamilySpec
-from tests.reports import found_by
+from tests.tools.reports import found_by
 
 GUIDE: dict[str, Any] = {  # of the guides, word by word
     "algo": "lokr",

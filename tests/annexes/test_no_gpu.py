@@ -14,7 +14,7 @@ from simpletuner.budget.device import find_device
 from simpletuner.budget.drivers import Gpu, torch_uses_gpus
 from simpletuner.reporting.screen import in_red
 from simpletuner.reporting.wording import duration
-from tests.workspace import Workspace
+from tests.tools.workspace import Workspace
 
 Capture = pytest.CaptureFixture[str]
 CONSENT = "To train on the CPU, run train --yes or set i_know_what_i_am_doing."

@@ -17,7 +17,7 @@ from simpletuner.budget.budget import Budget
 from simpletuner.budget.densities import OUTCOMES_FILE, find_densities, remember_densities
 from simpletuner.reporting.events import EventStream, StepReport
 from tests.annexes.test_fit import CLIP, LITE, PRO, budget, gpu
-from tests.workspace import Workspace
+from tests.tools.workspace import Workspace
 
 STORED = f"cache/{OUTCOMES_FILE}"
 

@@ -34,7 +34,7 @@ from simpletuner.reporting.events import (
     Uploaded,
 )
 from simpletuner.reporting.metrics import MediaRecord
-from tests.workspace import read_events
+from tests.tools.workspace import read_events
 
 PICTURE = MediaRecord(4, "bird", "a bird", "validation_images/step_4_bird_0_64x32.png", 64, 32)
 CLIP = MediaRecord(4, "bird", "a bird", "validation_images/step_4_bird_0_64x32@5.mp4", 64, 32)

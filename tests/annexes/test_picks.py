@@ -18,7 +18,7 @@ from simpletuner.budget.budget import Budget
 from simpletuner.budget.workload import Bucket
 from simpletuner.models.vae_cost import VaeLoad
 from tests.annexes.test_fit import CLIP, LITE, PICTURE, SANA, budget, gpu
-from tests.reports import found_by
+from tests.tools.reports import found_by
 
 TABLE = Path(__file__).with_name("picks.json")
 MODELS = {

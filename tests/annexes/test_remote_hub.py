@@ -14,8 +14,8 @@ from PIL import Image
 from simpletuner.annexes.remote import hub_rows, store
 from simpletuner.data.entries import DataContext
 from simpletuner.data.pictures import decode
-from tests.annexes.web import Site, picture, serve
 from tests.data.test_build import build, fatal
+from tests.tools.web_server import Site, picture, serve
 
 
 @pytest.fixture

@@ -15,8 +15,8 @@ from urllib.parse import parse_qs, unquote, urlparse
 import pytest
 
 from simpletuner.annexes.remote import store
-from tests.annexes.web import picture, serve
-from tests.workspace import DATASETS, Workspace
+from tests.tools.web_server import picture, serve
+from tests.tools.workspace import DATASETS, Workspace
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 HUB = {

@@ -18,8 +18,8 @@ from simpletuner.annexes.remote import store, web
 from simpletuner.annexes.remote.collect import collect_cached
 from simpletuner.annexes.remote.store import DownloadError
 from simpletuner.data.entries import DataContext
-from tests.annexes.web import Site, picture, serve
 from tests.data.test_build import build, fatal
+from tests.tools.web_server import Site, picture, serve
 
 
 @pytest.fixture

@@ -17,8 +17,8 @@ from simpletuner.budget.workload import Bucket
 from simpletuner.planning.techniques.spec import TechniqueCost
 from tests.annexes.test_fit import LEANEST, budget, gpu
 from tests.budget.test_device import LISTED, fake_smi
-from tests.reports import found_by
-from tests.workspace import Workspace
+from tests.tools.reports import found_by
+from tests.tools.workspace import Workspace
 
 STREAMED = {"enable_group_offload": True, "group_offload_use_stream": True}
 FULL = {"model_type": "full"}

@@ -32,8 +32,8 @@ from simpletuner.data.clips import ClipFacts
 from simpletuner.data.discovery import Scan
 from simpletuner.errors import ConfigError, Problem
 from simpletuner.models.registry import FAMILIES
-from tests.clips import write_clip
-from tests.processes import PATIENCE
+from tests.tools.clips import write_clip
+from tests.tools.processes import PATIENCE
 
 Capture = pytest.CaptureFixture[str]
 CALL = start.call

@@ -20,7 +20,7 @@ from simpletuner.errors import Problems
 from simpletuner.reporting.events import EventStream, MediaRendered, PhaseEnded, PhaseStarted, StateChanged, StepReport
 from simpletuner.reporting.metrics import MediaRecord
 from simpletuner.reporting.step_figures import row_of
-from tests.reports import found_by
+from tests.tools.reports import found_by
 
 WANDB_VARIABLES = ("WANDB_API_KEY", "WANDB_MODE", "WANDB_DISABLED", "WANDB_BASE_URL", "WANDB_IDENTITY_TOKEN_FILE")
 

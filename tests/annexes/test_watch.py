@@ -18,7 +18,7 @@ from simpletuner.annexes.processes.joining import ConnectedWorld, join_watch, op
 from simpletuner.annexes.processes.watch import GONE, Beat, EndReporter, Link, Pulse, Watch, where_it_is
 from simpletuner.distributed.world import World
 from simpletuner.errors import UserError
-from tests.processes import free_port
+from tests.tools.processes import free_port
 
 HOST = socket.gethostname()
 

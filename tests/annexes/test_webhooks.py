@@ -40,9 +40,9 @@ from simpletuner.reporting.events import (
     StepReport,
 )
 from simpletuner.reporting.metrics import MediaRecord
-from tests.processes import PATIENCE, free_port
 from tests.run.test_interruption import PREVIEWED
-from tests.workspace import Workspace, read_events
+from tests.tools.processes import PATIENCE, free_port
+from tests.tools.workspace import Workspace, read_events
 
 SECRET_PATH = "/a-long-secret-path"
 PICTURE = MediaRecord(4, "bird", "@everyone a bird", "validation_images/bird.png", 64, 32)

@@ -14,8 +14,8 @@ import pytest
 
 from benchmarks import many_files, real_size, startup
 from benchmarks.models import SHAPES
-from tests.parameters import first_of
-from tests.workspace import Workspace
+from tests.tools.cases import first_of
+from tests.tools.workspace import Workspace
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 SMALLEST = {
@@ -108,7 +108,7 @@ def test_real_sizes_are_written_loaded_and_measured(
 
 def test_a_missing_package_of_the_dev_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "skimage", None)
-    for module in ("tests.pictures", "tests.clips", "benchmarks.chain"):
+    for module in ("tests.tools.pictures", "tests.tools.clips", "benchmarks.chain"):
         monkeypatch.delitem(sys.modules, module, raising=False)
     with pytest.raises(SystemExit, match=r"skimage.*dev"):
         importlib.import_module("benchmarks.chain")

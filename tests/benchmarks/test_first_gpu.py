@@ -19,8 +19,8 @@ from benchmarks import first_gpu, gpu_sections
 from benchmarks.gpu_sections import SECTIONS, SUSPECTS, Line, Machine, SkippedError
 from benchmarks.models import SHAPES, build_transformer, dtype_of, hollow_transformer
 from simpletuner.config.schema import all_options
-from tests.commands import forked_commands
-from tests.processes import PATIENCE
+from tests.tools.commands import forked_commands
+from tests.tools.processes import PATIENCE
 
 CPU = Machine("cpu", "tiny")
 NEED_CUDA = {"pcie", "attention"}

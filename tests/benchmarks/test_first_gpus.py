@@ -20,7 +20,7 @@ from benchmarks import first_gpus
 from benchmarks.first_gpu import cause
 from benchmarks.scaling import CASES, Sent
 from simpletuner.distributed.world import World
-from tests.processes import free_port, run_together
+from tests.tools.processes import free_port, run_together
 
 SHARDED = "Lite full, FSDP2"
 

@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 
 from simpletuner.budget import disk
-from tests.cards import pretend_to_have
-from tests.complaints import complaint, complaints, warnings
-from tests.workspace import DATASETS, Workspace
+from tests.tools.cards import pretend_to_have
+from tests.tools.refusals import complaint, complaints, warnings
+from tests.tools.workspace import DATASETS, Workspace
 
 Capture = pytest.CaptureFixture[str]
 

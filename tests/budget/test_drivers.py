@@ -24,7 +24,7 @@ from simpletuner.models.cost import Kernels
 from simpletuner.models.kandinsky5.tile_attention import attend_masked, choose_attend
 from simpletuner.models.registry import FAMILIES
 from simpletuner.training.state import random_states, restore_random_states
-from tests.reports import found_by
+from tests.tools.reports import found_by
 
 GIGABYTE = 2**30
 RADEON = {

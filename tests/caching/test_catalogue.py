@@ -17,7 +17,7 @@ from simpletuner.data.sample import Sample
 from simpletuner.hashing import hash_json, hash_text
 from simpletuner.weights import files
 from tests.encoding.test_clips import ENCODER
-from tests.workspace import DATASETS, Workspace
+from tests.tools.workspace import DATASETS, Workspace
 
 
 def test_a_picture_in_two_datasets_is_cached_in_both(workspace: Workspace) -> None:

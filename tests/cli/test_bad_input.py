@@ -16,10 +16,10 @@ import pytest
 
 from simpletuner import atomic
 from simpletuner.__main__ import run
-from tests import pictures
-from tests.complaints import complaint, complaints, warnings
-from tests.processes import PATIENCE
-from tests.workspace import DATASETS, Workspace
+from tests.tools import pictures
+from tests.tools.processes import PATIENCE
+from tests.tools.refusals import complaint, complaints, warnings
+from tests.tools.workspace import DATASETS, Workspace
 
 Capture = pytest.CaptureFixture[str]
 DATASET_FILE = "config/multidatabackend.json"

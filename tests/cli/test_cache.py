@@ -8,8 +8,8 @@ import pytest
 
 from simpletuner.data import file_index
 from simpletuner.encoding.caches import CacheFiller
-from tests.complaints import complaint
-from tests.workspace import Workspace
+from tests.tools.refusals import complaint
+from tests.tools.workspace import Workspace
 
 Capture = pytest.CaptureFixture[str]
 LATENTS = "output/cache/vae/kandinsky5-image/pictures"

@@ -31,9 +31,9 @@ from simpletuner.config.sections import SECTIONS
 from simpletuner.data.clip_writer import write_mp4
 from simpletuner.models.registry import FAMILIES
 from simpletuner.models.spec import Task
-from tests.clips import write_clip
-from tests.processes import PATIENCE
-from tests.workspace import Workspace
+from tests.tools.clips import write_clip
+from tests.tools.processes import PATIENCE
+from tests.tools.workspace import Workspace
 
 FILE = Path("config/config.json")
 LAST = "name a setting to change"

@@ -11,8 +11,8 @@ import pytest
 from simpletuner.cli.help import settings_help
 from simpletuner.config.sources import parse_arguments
 from simpletuner.planning.build import plan_training
-from tests.complaints import complaint
-from tests.workspace import Workspace
+from tests.tools.refusals import complaint
+from tests.tools.workspace import Workspace
 
 Capture = pytest.CaptureFixture[str]
 COMMANDS = (["caption"], ["dataset"], ["plan"], ["train"], ["cache", "verify"], ["cache", "fill"], ["cache", "gc"])

@@ -17,7 +17,7 @@ from _pytest.mark import ParameterSet
 from simpletuner.atomic import open_atomically, write_atomically
 from simpletuner.caching.entry import entry_path, list_keys
 from simpletuner.errors import DiskFullError, WriteError, reached_limit
-from tests.workspace import Workspace
+from tests.tools.workspace import Workspace
 
 Capture = pytest.CaptureFixture[str]
 COMMANDS = (["plan"], ["train"], ["cache", "fill"], ["cache", "verify"], ["cache", "gc"], ["dataset"])

@@ -10,7 +10,7 @@ import pytest
 
 from simpletuner.config.datasets import DatasetConfig, read_datasets, without_effect
 from simpletuner.errors import Problems
-from tests.reports import found_by
+from tests.tools.reports import found_by
 
 PICTURES: dict[str, Any] = {"id": "pictures", "instance_data_dir": "datasets/pictures"}
 TEXT: dict[str, Any] = {"id": "text", "dataset_type": "text_embeds", "cache_dir": "cache"}

@@ -10,8 +10,8 @@ import pytest
 from simpletuner.errors import Problems
 from simpletuner.models.registry import FAMILIES
 from simpletuner.planning.prompts import read_library
-from tests.complaints import complaints, warnings
-from tests.workspace import DATASETS, Workspace
+from tests.tools.refusals import complaints, warnings
+from tests.tools.workspace import DATASETS, Workspace
 
 GUIDES = Path(__file__).parents[1] / "data" / "guides"
 IMAGE, VIDEO, SANA = "kandinsky5-image", "kandinsky5-video", "sanavideo"

@@ -17,7 +17,7 @@ from simpletuner.config.sources import read_json_layer
 from simpletuner.data.captions import read_filters
 from simpletuner.errors import Problems
 from simpletuner.planning.prompts import read_library
-from tests.workspace import Workspace
+from tests.tools.workspace import Workspace
 
 SHIPPED = Path(__file__).parents[2] / "config"
 NAMES = {"config.json", "multidatabackend.json", "user_prompt_library.json", "caption_filter_list.txt",

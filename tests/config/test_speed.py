@@ -16,7 +16,7 @@ from simpletuner.errors import Problems
 from simpletuner.models.kandinsky5.spec import KANDINSKY5_IMAGE
 from simpletuner.models.sanavideo.spec import SANA_VIDEO
 from simpletuner.planning.checks import check_config
-from tests.complaints import family_complaints
+from tests.tools.refusals import family_complaints
 
 REQUIRED = {"model_type": "lora", "model_family": "kandinsky5-image"}
 

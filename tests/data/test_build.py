@@ -21,7 +21,7 @@ from simpletuner.data.entries import DataContext
 from simpletuner.data.file_index import INDEX_NAME
 from simpletuner.errors import Problem, Problems
 from simpletuner.models.spec import Task
-from tests import pictures
+from tests.tools import pictures
 
 Build = Callable[..., tuple[list[Dataset], list[Problem]]]
 

@@ -16,7 +16,7 @@ from simpletuner.data.captions import is_one_text
 from simpletuner.data.dataset import Dataset, DatasetFile
 from simpletuner.data.entries import DataContext
 from simpletuner.errors import Problem, Problems
-from tests import pictures
+from tests.tools import pictures
 
 ROW = json.dumps({"file_name": "a.png", "text": "a cat"})
 LISTED = json.dumps({"image_path": "/data/a.png", "caption": "a cat"})

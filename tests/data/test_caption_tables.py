@@ -17,8 +17,8 @@ from simpletuner.data.caption_tables import Row, match_rows, read_metadata, read
 from simpletuner.data.discovery import Folder, scan
 from simpletuner.data.entries import DataContext
 from simpletuner.errors import Problems
-from tests import pictures
-from tests.reports import read_by
+from tests.tools import pictures
+from tests.tools.reports import read_by
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ from simpletuner.data.clip_file import ClipFile
 from simpletuner.data.clip_truncation import DECLARED_ENDS, misses_its_end
 from simpletuner.data.clips import probe_clip
 from simpletuner.data.files import MediaError, UnsuitableError
-from tests.clips import (
+from tests.tools.clips import (
     animated,
     read_clip,
     starting_within_a_frame,
@@ -25,7 +25,7 @@ from tests.clips import (
     write_held,
     write_with_hidden_frames,
 )
-from tests.pictures import Writer
+from tests.tools.pictures import Writer
 
 # Intact clips whose packets, durations or ends look as if something were missing: seconds and rate.
 INTACT: dict[str, tuple[Writer, float, float]] = {

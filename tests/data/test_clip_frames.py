@@ -22,7 +22,7 @@ from simpletuner.data.clip_file import ClipFile, UndecodableError, UnsupportedEr
 from simpletuner.data.clip_frames import CONVERSION, _deinterlaced, _Painter, read_with_av
 from simpletuner.data.clips import ClipFacts, fit_clip, frames_of, probe_clip
 from simpletuner.data.files import MediaError, UnsuitableError
-from tests.clips import (
+from tests.tools.clips import (
     HEIGHT,
     INTERLACED,
     TRANSPARENT,
@@ -34,7 +34,7 @@ from tests.clips import (
     write_interlaced,
     write_transparent,
 )
-from tests.pictures import BLUE, GREEN, ORIENTATION, RED, TURNED, WHITE, corners, scene
+from tests.tools.pictures import BLUE, GREEN, ORIENTATION, RED, TURNED, WHITE, corners, scene
 
 # Share of red and of blue in brightness, by the H.273 number of the matrix.
 BRIGHTNESS = {1: (0.2126, 0.0722), 6: (0.299, 0.114)}

@@ -21,8 +21,8 @@ from simpletuner.data.files import LeftOutError
 from simpletuner.data.sample import Sample
 from simpletuner.errors import Problem, Problems
 from simpletuner.models.kandinsky5.spec import KANDINSKY5_IMAGE, KANDINSKY5_VIDEO
-from tests import pictures
-from tests.clips import BROKEN, INTERLACED, SHOWN_OTHERWISE, write_clip, write_interlaced, write_plain
+from tests.tools import pictures
+from tests.tools.clips import BROKEN, INTERLACED, SHOWN_OTHERWISE, write_clip, write_interlaced, write_plain
 
 
 @pytest.fixture

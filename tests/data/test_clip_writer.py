@@ -10,7 +10,7 @@ from PIL import Image
 from simpletuner.data import clip_writer
 from simpletuner.data.clip_writer import write_mp4
 from simpletuner.data.clips import probe_clip
-from tests.clips import filmed, read_clip, time_in
+from tests.tools.clips import filmed, read_clip, time_in
 
 
 def film(count: int, rate: float, size: tuple[int, int] = (96, 64)) -> list[Image.Image]:

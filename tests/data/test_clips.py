@@ -25,7 +25,8 @@ from simpletuner.data.clip_decord import read_with_decord
 from simpletuner.data.clip_frames import read_with_av
 from simpletuner.data.clips import ClipFacts, choose_frames, fit_clip, frames_of, moments_of, probe_clip
 from simpletuner.data.files import MediaError, UnsuitableError
-from tests.clips import (
+from tests.tools.cases import first_of
+from tests.tools.clips import (
     BROKEN,
     HEIGHT,
     SECONDS,
@@ -39,8 +40,7 @@ from tests.clips import (
     write_plain,
     write_with_colours,
 )
-from tests.parameters import first_of
-from tests.pictures import BLUE, GREEN, RED, WHITE, corners
+from tests.tools.pictures import BLUE, GREEN, RED, WHITE, corners
 
 # What decord cannot read, or would read wrongly; PyAV reads all of them.
 NOT_FOR_DECORD = {

@@ -15,16 +15,16 @@ from PIL import Image, ImageCms
 
 from simpletuner.data.files import UnsuitableError
 from simpletuner.data.pictures import decode, inspect
-from tests import profiles
-from tests.pictures import photograph, scene
+from tests.tools import colour_profiles
+from tests.tools.pictures import photograph, scene
 
 pillow_heif.register_heif_opener()  # to write such files
 
-P3 = profiles.rgb_profile(profiles.DISPLAY_P3, 2.2)
+P3 = colour_profiles.rgb_profile(colour_profiles.DISPLAY_P3, 2.2)
 RGB_PROFILES = {
-    "Display P3": (profiles.DISPLAY_P3, 2.2),
-    "Adobe RGB": (profiles.ADOBE_RGB, profiles.ADOBE_GAMMA),
-    "sRGB primaries with gamma 1.8": (profiles.SRGB, 1.8),
+    "Display P3": (colour_profiles.DISPLAY_P3, 2.2),
+    "Adobe RGB": (colour_profiles.ADOBE_RGB, colour_profiles.ADOBE_GAMMA),
+    "sRGB primaries with gamma 1.8": (colour_profiles.SRGB, 1.8),
 }
 SAVED = {
     ".png": {},
@@ -54,9 +54,9 @@ def differ(picture: Image.Image, expected: NDArray[np.uint8]) -> int:
 def test_a_profile_is_applied_within_a_level_of_the_arithmetic(name: str, suffix: str, tmp_path: Path) -> None:
     primaries, gamma = RGB_PROFILES[name]
     path = tmp_path / f"a{suffix}"
-    photo(tmp_path).save(path, icc_profile=profiles.rgb_profile(primaries, gamma), **SAVED[suffix])
+    photo(tmp_path).save(path, icc_profile=colour_profiles.rgb_profile(primaries, gamma), **SAVED[suffix])
     stored = np.asarray(Image.open(path))
-    expected = profiles.rgb_in_srgb(stored, primaries, gamma)
+    expected = colour_profiles.rgb_in_srgb(stored, primaries, gamma)
     assert differ(Image.fromarray(stored), expected) > 3, "without the profile it looks different"
     assert differ(decode(path), expected) <= 1
     assert inspect(path).conversions == ("converted to sRGB",)
@@ -66,8 +66,8 @@ def test_a_profile_is_applied_within_a_level_of_the_arithmetic(name: str, suffix
 def test_a_grey_profile_is_applied(mode: str) -> None:
     levels = np.tile(np.arange(256, dtype=np.uint8), (4, 1))
     stored = levels if mode == "L" else levels.astype(np.uint16) * 257
-    data = saved(Image.fromarray(stored), icc_profile=profiles.grey_profile(1.8))
-    assert differ(decode(data), profiles.grey_in_srgb(levels, 1.8)) <= 1
+    data = saved(Image.fromarray(stored), icc_profile=colour_profiles.grey_profile(1.8))
+    assert differ(decode(data), colour_profiles.grey_in_srgb(levels, 1.8)) <= 1
 
 
 @pytest.mark.parametrize("kind", ["JPEG", "TIFF"])
@@ -84,8 +84,8 @@ def test_the_inks_of_a_cmyk_profile_are_applied(kind: str) -> None:
     for ink, (lightness, a, b) in inks.items():
         picture = Image.new("CMYK", (16, 16), ink)
         settings = {"quality": 100} if kind == "JPEG" else {}
-        shown = decode(saved(picture, kind, icc_profile=profiles.cmyk_profile(corners), **settings))
-        expected = profiles.lab_in_srgb(lightness / 2.55, a - 128, b - 128)
+        shown = decode(saved(picture, kind, icc_profile=colour_profiles.cmyk_profile(corners), **settings))
+        expected = colour_profiles.lab_in_srgb(lightness / 2.55, a - 128, b - 128)
         assert differ(shown, np.broadcast_to(expected, (16, 16, 3))) <= 1, ink
 
 
@@ -98,12 +98,12 @@ def test_transparent_areas_are_white_whatever_the_profile() -> None:
 
 @pytest.mark.parametrize("mode", ["RGBA", "P", "LA"])
 def test_every_mode_of_a_picture_is_converted(mode: str) -> None:
-    profile = profiles.grey_profile(1.8) if mode == "LA" else P3
+    profile = colour_profiles.grey_profile(1.8) if mode == "LA" else P3
     picture = scene().convert(mode)
     plain = np.asarray(picture.convert("L" if mode == "LA" else "RGB"))
-    expected = profiles.grey_in_srgb(plain, 1.8)
+    expected = colour_profiles.grey_in_srgb(plain, 1.8)
     if mode != "LA":
-        expected = profiles.rgb_in_srgb(plain, profiles.DISPLAY_P3, 2.2)
+        expected = colour_profiles.rgb_in_srgb(plain, colour_profiles.DISPLAY_P3, 2.2)
     assert differ(decode(saved(picture, icc_profile=profile)), expected) <= 1
 
 
@@ -115,7 +115,7 @@ def test_a_profile_that_is_srgb_changes_nothing(tmp_path: Path) -> None:
     assert inspect(data).conversions == ()
 
 
-@pytest.mark.parametrize(("mode", "profile"), [("L", P3), ("RGB", profiles.grey_profile(1.8))])
+@pytest.mark.parametrize(("mode", "profile"), [("L", P3), ("RGB", colour_profiles.grey_profile(1.8))])
 def test_a_profile_for_other_colours_is_ignored(mode: str, profile: bytes) -> None:
     picture = scene().convert(mode)
     data = saved(picture, icc_profile=profile)
@@ -155,10 +155,10 @@ def test_hdr_pictures_are_refused_as_clips_are(curve: str, kind: str) -> None:
         data = cicp(saved(scene()), 9, number)
     elif kind == "profile name":
         name = f"Rec. ITU-R BT.2100 {curve}"
-        data = saved(scene(), icc_profile=profiles.rgb_profile(profiles.DISPLAY_P3, 2.2, name))
+        data = saved(scene(), icc_profile=colour_profiles.rgb_profile(colour_profiles.DISPLAY_P3, 2.2, name))
     elif kind == "profile codes":
         codes = bytes([9, number, 0, 1])
-        data = saved(scene(), icc_profile=profiles.rgb_profile(profiles.DISPLAY_P3, 2.2, cicp=codes))
+        data = saved(scene(), icc_profile=colour_profiles.rgb_profile(colour_profiles.DISPLAY_P3, 2.2, cicp=codes))
     else:
         data = nclx(saved(scene(), kind), 9, number)
     for read in (inspect, decode):
@@ -176,7 +176,7 @@ def test_the_number_of_display_p3_is_applied_as_its_profile(kind: str) -> None:
     data = saved(scene(), kind, **({"quality": 100, "subsampling": "4:4:4"} if kind == "AVIF" else {}))
     stored = np.asarray(decode(data))
     numbered = cicp(data, 12, 13) if kind == "PNG" else nclx(data, 12, 13)
-    assert differ(decode(numbered), profiles.rgb_in_srgb(stored, profiles.DISPLAY_P3, None)) <= 1
+    assert differ(decode(numbered), colour_profiles.rgb_in_srgb(stored, colour_profiles.DISPLAY_P3, None)) <= 1
     assert inspect(numbered).conversions == ("converted to sRGB",)
 
 

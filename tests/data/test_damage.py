@@ -22,7 +22,7 @@ from simpletuner.data.decode_memory import BYTES_PER_PIXEL, DecodeMemory
 from simpletuner.data.files import DeviceError, MediaError, UnsuitableError
 from simpletuner.data.heif_boxes import shown_properties
 from simpletuner.data.pictures import decode, inspect, probe
-from tests.pictures import HEIGHT, ORIENTATION, RED, WIDTH, corners, scene
+from tests.tools.pictures import HEIGHT, ORIENTATION, RED, WIDTH, corners, scene
 
 pillow_heif.register_heif_opener()  # to write such files
 

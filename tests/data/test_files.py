@@ -18,7 +18,7 @@ from simpletuner.data.file_index import inspect_files
 from simpletuner.data.files import LARGEST_CAPTION, LARGEST_PICTURE, DeviceError, LeftOutError, read_file
 from simpletuner.data.pictures import MediaError, decode, probe
 from simpletuner.errors import Problems
-from tests import pictures
+from tests.tools import pictures
 
 
 @pytest.fixture(autouse=True)

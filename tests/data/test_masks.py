@@ -25,8 +25,8 @@ from simpletuner.data.sample import Sample
 from simpletuner.errors import Problem, Problems
 from simpletuner.models.kandinsky5.spec import KANDINSKY5_IMAGE, KANDINSKY5_VIDEO
 from simpletuner.models.spec import Task
-from tests.clips import write_clip
-from tests.pictures import BROKEN
+from tests.tools.clips import write_clip
+from tests.tools.pictures import BROKEN
 
 SIZE = (96, 64)
 SQUARE = (37, 18, 61, 42)  # left, top, right, bottom

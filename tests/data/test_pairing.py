@@ -14,7 +14,7 @@ from simpletuner.data.entries import DataContext
 from simpletuner.errors import Problem, Problems
 from simpletuner.models.kandinsky5.spec import KANDINSKY5_IMAGE
 from simpletuner.models.spec import Task
-from tests import pictures
+from tests.tools import pictures
 
 NAMES = ("a", "sub/b", "लाल घर", "café")
 

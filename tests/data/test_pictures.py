@@ -15,8 +15,21 @@ from simpletuner.data import picture_formats
 from simpletuner.data.buckets import Geometry
 from simpletuner.data.files import UnreadableError, UnsuitableError
 from simpletuner.data.pictures import PICTURE_SUFFIXES, MediaError, decode, fit, probe
-from tests import pictures
-from tests.pictures import BLUE, BROKEN, DAMAGED_INSIDE, GREEN, GREY, HEIGHT, RED, WHITE, WHOLE, WIDTH, corners, scene
+from tests.tools import pictures
+from tests.tools.pictures import (
+    BLUE,
+    BROKEN,
+    DAMAGED_INSIDE,
+    GREEN,
+    GREY,
+    HEIGHT,
+    RED,
+    WHITE,
+    WHOLE,
+    WIDTH,
+    corners,
+    scene,
+)
 
 pillow_heif.register_heif_opener()  # to write such files
 

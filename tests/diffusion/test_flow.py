@@ -26,7 +26,7 @@ from simpletuner.diffusion.flow import (
 )
 from simpletuner.diffusion.seeds import Place
 from simpletuner.models.spec import AutoShift
-from tests.closeness import ELEMENTWISE, assert_close
+from tests.tools.tolerances import ELEMENTWISE, assert_close
 
 LAWS = {
     "logit_normal": FlowConfig(),

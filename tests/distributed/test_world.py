@@ -28,9 +28,9 @@ from simpletuner.annexes.processes.joining import (
 from simpletuner.annexes.processes.watch import GONE, EndReporter
 from simpletuner.distributed.world import World, launched
 from simpletuner.errors import UserError
-from tests.processes import finish
-from tests.reports import found_by
-from tests.workspace import FORKS
+from tests.tools.processes import finish
+from tests.tools.reports import found_by
+from tests.tools.workspace import FORKS
 
 
 def in_two_processes(work: Callable[..., None], *arguments: object) -> list[int | None]:

@@ -30,10 +30,10 @@ from simpletuner.errors import Problem, Problems
 from simpletuner.models.registry import FAMILIES
 from simpletuner.planning.checks import check_config, check_flavour, worth_reporting
 from simpletuner.planning.prompts import read_library
-from tests.complaints import family_complaints
 from tests.docs.languages import FENCE, LANGUAGES
-from tests.reports import found_by
-from tests.workspace import DATASETS, Workspace
+from tests.tools.refusals import family_complaints
+from tests.tools.reports import found_by
+from tests.tools.workspace import DATASETS, Workspace
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted([ROOT / "README.md", ROOT / "benchmarks" / "README.md", *(ROOT / "docs").rglob("*.md")])

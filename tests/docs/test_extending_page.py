@@ -20,7 +20,7 @@ from simpletuner.config.datasets import DatasetConfig
 from simpletuner.errors import Problems
 from simpletuner.planning.checkpoint_folder import Identity, Manifest, describe_files, prune, write_manifest
 from simpletuner.reporting.events import EventStream, StateChanged, StepReport
-from tests.annexes.web import picture
+from tests.tools.web_server import picture
 
 PAGE = Path(__file__).parents[2] / "docs" / "EXTENDING.md"
 IDENTITY = Identity("kandinsky5-image", "t2i-lite-sft", "lora", 1, 0, "", {})

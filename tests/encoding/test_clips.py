@@ -28,8 +28,8 @@ from simpletuner.encoding import decoding, fill
 from simpletuner.encoding.decoding import prepared_picture
 from simpletuner.encoding.fill import fill_latents, to_pixels
 from simpletuner.encoding.read import BatchReader, CacheStore
-from tests.clips import time_in, write_clip
-from tests.processes import PATIENCE
+from tests.tools.clips import time_in, write_clip
+from tests.tools.processes import PATIENCE
 
 ENCODER = EncoderIdentity("kandinsky5-video", "c" * 64, "fp32")
 SIZE = Size(96, 64)

@@ -28,7 +28,7 @@ from simpletuner.models.kandinsky5.image import Kandinsky5ImageAdapter
 from simpletuner.models.kandinsky5.text import Kandinsky5TextEncoder
 from simpletuner.planning.plans import Plan
 from tests.techniques.alignment import SPEC, PatchTeacher
-from tests.workspace import DATASETS, Workspace
+from tests.tools.workspace import DATASETS, Workspace
 
 
 def test_encoders_are_never_loaded_together(workspace: Workspace, monkeypatch: pytest.MonkeyPatch) -> None:

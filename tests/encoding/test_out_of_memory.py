@@ -19,9 +19,9 @@ from simpletuner.errors import UserError, is_out_of_memory
 from simpletuner.models.kandinsky5.image import FluxLatentEncoder
 from simpletuner.models.kandinsky5.text import Kandinsky5TextEncoder
 from simpletuner.models.kandinsky5.video import HunyuanLatentEncoder
-from tests.closeness import VAE, assert_close
-from tests.tiny import build_video_vae
-from tests.workspace import Workspace
+from tests.tools.tiny import build_video_vae
+from tests.tools.tolerances import VAE, assert_close
+from tests.tools.workspace import Workspace
 
 CPU = torch.device("cpu")
 

@@ -13,7 +13,7 @@ from simpletuner.data.entries import DataContext
 from simpletuner.encoding.quarantine import quarantine
 from simpletuner.errors import Problems
 from simpletuner.models.kandinsky5.spec import KANDINSKY5_IMAGE
-from tests import pictures
+from tests.tools import pictures
 
 
 def make_dataset(root: Path, **switches: bool) -> Dataset:

@@ -51,9 +51,9 @@ from simpletuner.training.state import Assembly, TrainState
 from simpletuner.validation.eval_loss import EvaluationLoss
 from simpletuner.validation.renderer import Renderer
 from simpletuner.validation.runner import ValidationRunner
-from tests.processes import PATIENCE
+from tests.tools.processes import PATIENCE
+from tests.tools.workspace import DATASETS, Workspace
 from tests.validation.test_eval_loss import EVAL
-from tests.workspace import DATASETS, Workspace
 
 CPU = torch.device("cpu")
 SETTINGS: dict[str, Any] = {

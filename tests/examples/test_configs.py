@@ -13,8 +13,8 @@ from simpletuner.cli.app import main
 from simpletuner.config.schema import all_options
 from simpletuner.config.sources import EXAMPLES, example_names
 from simpletuner.models.registry import FAMILIES
-from tests.clips import write_clip
-from tests.workspace import Workspace
+from tests.tools.clips import write_clip
+from tests.tools.workspace import Workspace
 
 Capture = pytest.CaptureFixture[str]
 # The demos bring their own models, pictures and clips.

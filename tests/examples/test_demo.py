@@ -16,7 +16,7 @@ from PIL import Image
 from safetensors.torch import load_file
 
 from simpletuner.cli.app import main
-from tests.colours import PURPLE, YELLOW, colour_share
+from tests.tools.colours import PURPLE, YELLOW, colour_share
 
 # How far the last previews of what the base knew are from its own, as the root mean square over pixel values of 0 to 1:
 # measured without preservation and, beside it, with it. Bounds lie between the two.

@@ -13,7 +13,7 @@ from PIL import Image
 
 from simpletuner.models.kandinsky5.loading import load_processor
 from simpletuner.models.kandinsky5.templates import OFFICIAL
-from tests.colours import PURPLE, YELLOW, colour_share
+from tests.tools.colours import PURPLE, YELLOW, colour_share
 
 DEMO = Path(__file__).parents[2] / "simpletuner" / "examples" / "demo"
 CHECKPOINT = DEMO / "checkpoint"

@@ -14,7 +14,7 @@ import pytest
 from safetensors.torch import load_file
 
 from simpletuner.cli.app import main
-from tests.motion import path_of, read_clip, rise
+from tests.tools.motion import path_of, read_clip, rise
 
 RIGHTWARDS, LEFTWARDS = ("validation", "hop_diamond"), ("hop_star",)
 

@@ -12,7 +12,7 @@ from diffusers import Kandinsky5T2VPipeline
 
 from simpletuner.models.kandinsky5.loading import load_processor
 from simpletuner.models.kandinsky5.templates import OFFICIAL
-from tests.motion import path_of, read_clip, rise
+from tests.tools.motion import path_of, read_clip, rise
 
 DEMO = Path(__file__).parents[2] / "simpletuner" / "examples" / "demo-video"
 CHECKPOINT = DEMO / "checkpoint"

@@ -17,8 +17,8 @@ from simpletuner.encoding.fill import to_pixels
 from simpletuner.models.adapter import TextRequest
 from simpletuner.models.kandinsky5.spec import KANDINSKY5_IMAGE
 from simpletuner.models.kandinsky5.text import select_template
-from tests.closeness import ELEMENTWISE, MODEL, VAE, assert_close
-from tests.fidelity.family import CPU, Recorder, make_adapter, picture, stock_pipeline, zeros
+from tests.tools.families import CPU, Recorder, make_adapter, picture, stock_pipeline, zeros
+from tests.tools.tolerances import ELEMENTWISE, MODEL, VAE, assert_close
 
 SIZE = (96, 64)  # width, height
 PROMPT = "a red star &amp; a  blue circle"

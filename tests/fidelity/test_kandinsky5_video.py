@@ -26,9 +26,9 @@ from simpletuner.models.kandinsky5.spec import KANDINSKY5_VIDEO
 from simpletuner.models.kandinsky5.templates import OFFICIAL
 from simpletuner.models.kandinsky5.video import Kandinsky5VideoAdapter
 from simpletuner.models.source import ModelSource
-from tests.closeness import MODEL, SAMPLING, VAE, assert_close, limit
-from tests.fidelity.family import CPU, Recorder, adapter_settings, picture, zeros
-from tests.tiny import PIPELINES, make_checkpoint
+from tests.tools.families import CPU, Recorder, adapter_settings, picture, zeros
+from tests.tools.tiny import PIPELINES, make_checkpoint
+from tests.tools.tolerances import MODEL, SAMPLING, VAE, assert_close, limit
 
 SIZE, FRAMES = (96, 64), 17
 FLAVOURS = {"t2v": "t2v-lite-sft-5s", "i2v": "i2v-lite-5s"}

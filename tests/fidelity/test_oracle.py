@@ -17,8 +17,8 @@ from simpletuner.diffusion.flow import diffusion_loss, make_noisy, sample_noise,
 from simpletuner.diffusion.seeds import Place
 from simpletuner.encoding.fill import to_pixels
 from simpletuner.models.adapter import PreviewRequest, TextRequest
-from tests.closeness import SAMPLING, limit
-from tests.fidelity.family import CPU, Recorder, make_adapter, picture
+from tests.tools.families import CPU, Recorder, make_adapter, picture
+from tests.tools.tolerances import SAMPLING, limit
 
 SIZE = (96, 64)
 

@@ -14,9 +14,8 @@ from simpletuner.diffusion.batch import Batch, NoisyBatch
 from simpletuner.diffusion.flow import diffusion_loss, make_noisy, sample_noise
 from simpletuner.errors import UserError
 from simpletuner.models.adapter import PreviewRequest, TextRequest
-from tests.closeness import ELEMENTWISE, MODEL, SAMPLING, VAE, assert_all_close, assert_close, limit
-from tests.fidelity.family import CPU
-from tests.fidelity.sana import (
+from tests.tools.families import CPU
+from tests.tools.sana_family import (
     FRAMES,
     PROMPT,
     SEED,
@@ -29,7 +28,8 @@ from tests.fidelity.sana import (
     record_pipeline,
     stock_pipeline,
 )
-from tests.tiny_sana import make_sana_checkpoint
+from tests.tools.tiny_sana import make_sana_checkpoint
+from tests.tools.tolerances import ELEMENTWISE, MODEL, SAMPLING, VAE, assert_all_close, assert_close, limit
 
 
 def latent_shape(checkpoint: Path) -> tuple[int, int, int, int]:

@@ -10,8 +10,8 @@ import torch
 
 from simpletuner.models.adapter import PreviewRequest, TextRequest
 from simpletuner.models.sanavideo.spec import SANA_VIDEO
-from tests.fidelity.family import CPU, picture
-from tests.fidelity.sana import FRAMES, PROMPT, SEED, SIZE, first_frame, make_sana_adapter, stock_pipeline
+from tests.tools.families import CPU, picture
+from tests.tools.sana_family import FRAMES, PROMPT, SEED, SIZE, first_frame, make_sana_adapter, stock_pipeline
 
 NEGATIVE_PROMPT = SANA_VIDEO.defaults["validation_negative_prompt"]
 

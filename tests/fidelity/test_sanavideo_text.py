@@ -19,9 +19,9 @@ from simpletuner.models.adapter import TextRequest
 from simpletuner.models.sanavideo.options import SanaOptions
 from simpletuner.models.sanavideo.spec import SANA_VIDEO, text_fingerprint, with_motion_score
 from simpletuner.models.sanavideo.video import pipeline_instruction
-from tests.closeness import MODEL, assert_close
-from tests.fidelity.family import CPU
-from tests.fidelity.sana import make_sana_adapter, make_sana_config, record_pipeline, stock_pipeline
+from tests.tools.families import CPU
+from tests.tools.sana_family import make_sana_adapter, make_sana_config, record_pipeline, stock_pipeline
+from tests.tools.tolerances import MODEL, assert_close
 
 CAPTIONS = (
     "A RED ball \n",

@@ -24,11 +24,11 @@ from simpletuner.training.lora_files import verify_file
 from simpletuner.training.lora_hooks import applied_loras
 from simpletuner.training.settings import TrainingSpec
 from simpletuner.training.state import Assembly
-from tests.closeness import MODEL, assert_all_close, assert_close
-from tests.fidelity.family import CPU
-from tests.fidelity.sana import make_sana_adapter, make_sana_config, stock_pipeline
-from tests.reports import found_by
-from tests.training.assembly import lora_of, write_lora
+from tests.tools.assembly import lora_of, write_lora
+from tests.tools.families import CPU
+from tests.tools.reports import found_by
+from tests.tools.sana_family import make_sana_adapter, make_sana_config, stock_pipeline
+from tests.tools.tolerances import MODEL, assert_all_close, assert_close
 
 ALL_LINEAR = SANA_VIDEO.lora_presets["all-linear"]
 DEFAULT = list(SANA_VIDEO.lora_targets)

@@ -14,8 +14,8 @@ from simpletuner.models.adapter import TextRequest
 from simpletuner.models.kandinsky5 import blocks
 from simpletuner.models.kandinsky5.image import channels_last, collate_text
 from simpletuner.speed.recomputation import enable_checkpointing
-from tests.closeness import ROTATION, distance
-from tests.fidelity.family import CPU, make_adapter, make_config
+from tests.tools.families import CPU, make_adapter, make_config
+from tests.tools.tolerances import ROTATION, distance
 
 CAPTIONS = ("a star", "two blue circles on a white ground, seen from far away", "तारा 你好")
 

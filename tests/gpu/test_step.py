@@ -23,9 +23,9 @@ from simpletuner.training.loader import BatchLoader
 from simpletuner.training.losses import Losses
 from simpletuner.training.settings import TrainingSpec
 from simpletuner.training.state import Assembly
-from tests.fidelity.family import make_adapter, make_config
 from tests.memory.test_products import draw, layer
-from tests.training.assembly import make_batch
+from tests.tools.assembly import make_batch
+from tests.tools.families import make_adapter, make_config
 
 pytestmark = [
     pytest.mark.gpu,

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from simpletuner.memory.offload import attach, side_stream
 from simpletuner.memory.offload.block_inputs import BlockInputs
-from tests.memory.streaming import BLOCKS, CPU, AdversarialCopier, Trained, assert_equal
+from tests.tools.streaming import BLOCKS, CPU, AdversarialCopier, Trained, assert_equal
 
 
 class Counting(BlockInputs):

@@ -24,7 +24,7 @@ from simpletuner.memory.offload.copiers import Copier, DiskCopier, choose_copier
 from simpletuner.memory.offload.image import ALIGNMENT, WeightImage
 from simpletuner.memory.quantisation.layers import quantise
 from simpletuner.timing import StreamClock
-from tests.memory.streaming import CPU, Trained, assert_equal, to_int8
+from tests.tools.streaming import CPU, Trained, assert_equal, to_int8
 
 GPU = torch.device("cuda")
 

@@ -29,7 +29,7 @@ from simpletuner.training.drafts import CopiedDrafts, Draft, page_locked_copy
 from simpletuner.training.loader import BatchLoader
 from simpletuner.training.release import GradientRelease, HostState
 from simpletuner.validation.background import DecodingThread
-from tests.lying_gpu import GPU, PACKAGE, Actor, LyingGpu, Violation
+from tests.tools.adversarial_gpu import GPU, PACKAGE, Actor, LyingGpu, Violation
 from tests.training.test_optimizers import build, weights
 
 CALLS = ("record_event", "wait_event", "wait_stream", "record_stream", "synchronize")

@@ -31,8 +31,8 @@ from simpletuner.speed.recomputation import enable_checkpointing
 from simpletuner.training.release import GradientRelease
 from simpletuner.training.update import build_optimizer
 from tests.budget.test_estimate import make_config, under
-from tests.peak import fake_step, hollow, peak_of_step
-from tests.tiny import NABLA
+from tests.tools.peak_memory import fake_step, hollow, peak_of_step
+from tests.tools.tiny import NABLA
 
 BF16 = torch.bfloat16
 KANDINSKY, SANA = ["to_query", "to_key", "to_value"], ["to_q", "to_k", "to_v", "to_out.0"]

@@ -18,11 +18,11 @@ from simpletuner.memory.quantisation.layers import QuantisedLinear, pack, quanti
 from simpletuner.models.kandinsky5.spec import KANDINSKY5_IMAGE
 from simpletuner.models.sanavideo.spec import SANA_VIDEO
 from simpletuner.training.state import Assembly
-from tests.closeness import ROTATION, assert_close, distance
-from tests.fidelity.family import CPU
-from tests.tiny import build_kandinsky
-from tests.tiny_sana import build_sana
-from tests.training.assembly import fixed_noise, make_assembly, make_batch
+from tests.tools.assembly import fixed_noise, make_assembly, make_batch
+from tests.tools.families import CPU
+from tests.tools.tiny import build_kandinsky
+from tests.tools.tiny_sana import build_sana
+from tests.tools.tolerances import ROTATION, assert_close, distance
 
 QUANTO = [name for name, each in QUANTISATIONS.items() if each.library == "quanto"]
 # Largest relative error (norms) of a row of normal numbers, and bytes per weight of a layer of 256.

@@ -22,11 +22,11 @@ from simpletuner.memory.quantisation.scaled_rows import FEW, ScaledRows
 from simpletuner.run.settings import transformer_settings
 from simpletuner.speed.compile import FirstGradients
 from simpletuner.training.assemble import load_for_sampling
-from tests.closeness import distance
-from tests.fidelity.family import CPU, make_adapter, make_config
-from tests.memory.streaming import AdversarialCopier
 from tests.memory.test_precision import gradients, weight
-from tests.training.assembly import make_assembly, make_batch
+from tests.tools.assembly import make_assembly, make_batch
+from tests.tools.families import CPU, make_adapter, make_config
+from tests.tools.streaming import AdversarialCopier
+from tests.tools.tolerances import distance
 
 NAMES = ("int8-quanto", "fp8-quanto")
 

@@ -13,7 +13,7 @@ from simpletuner.annexes.processes.joining import connect
 from simpletuner.distributed.world import World
 from simpletuner.errors import UserError
 from simpletuner.memory.offload import image
-from tests.processes import run_together
+from tests.tools.processes import run_together
 
 
 def share(place: World, folder: Path) -> None:

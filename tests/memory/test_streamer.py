@@ -17,7 +17,7 @@ from simpletuner.memory.offload import attach
 from simpletuner.memory.offload.image import leaves
 from simpletuner.memory.offload.streamer import in_backward
 from simpletuner.memory.quantisation import scaled_rows
-from tests.memory.streaming import (
+from tests.tools.streaming import (
     BLOCKS,
     AdversarialCopier,
     Trained,

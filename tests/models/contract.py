@@ -16,7 +16,7 @@ from simpletuner.models.adapter import load_adapter
 from simpletuner.models.cost import NO_ADAPTERS, BatchShape
 from simpletuner.models.lora_layers import matching_modules
 from simpletuner.models.spec import FamilySpec
-from tests.closeness import MODEL, assert_close
+from tests.tools.tolerances import MODEL, assert_close
 
 
 def trial_of(spec: FamilySpec, samples: int = 1) -> Trial:

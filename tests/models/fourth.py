@@ -21,7 +21,7 @@ from simpletuner.models.cost_table import CostTable
 from simpletuner.models.spec import AutoShift, Component, FamilyChecks, FamilySpec, FamilyWords, Flavour
 from simpletuner.models.vae_cost import VaeCost
 from simpletuner.weights.files import Shape
-from tests.tiny import WIDTH
+from tests.tools.tiny import WIDTH
 
 LINEAR = r"transformer_blocks\.\d+\.attn[12]\.(to_q|to_k|to_v|to_out\.0)"
 

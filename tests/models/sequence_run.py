@@ -17,7 +17,7 @@ from simpletuner.errors import Problems
 from simpletuner.planning.techniques.crepa import CrepaSpec
 from simpletuner.techniques.crepa import Crepa
 from tests.fidelity.test_kandinsky5_video import make_video_adapter
-from tests.training.sharded_run import CLIPPED, LEG, Case, Run
+from tests.tools.sharded_run import CLIPPED, LEG, Case, Run
 
 
 def nabla_adapter(checkpoint: Path) -> Any:

@@ -34,9 +34,9 @@ from simpletuner.models.lora_layers import linear_modules, matching_modules
 from simpletuner.models.registry import FAMILIES
 from simpletuner.models.sanavideo.cost import COST as SANA_COST
 from simpletuner.models.spec import FamilySpec
-from tests.meter import saved_bytes
-from tests.tiny import WIDTH, build_kandinsky
-from tests.tiny_sana import build_sana
+from tests.tools.saved_tensors import saved_bytes
+from tests.tools.tiny import WIDTH, build_kandinsky
+from tests.tools.tiny_sana import build_sana
 
 FLAVOURS = [(spec, flavour.name) for spec in FAMILIES.values() for flavour in spec.flavours]
 KANDINSKY_TARGETS = ["to_query", "to_key", "to_value"]

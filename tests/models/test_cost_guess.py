@@ -23,8 +23,8 @@ from tests.annexes.test_fit import budget, gpu
 from tests.models.contract import load_of, trial_of
 from tests.models.fourth import FOURTH
 from tests.models.test_families import fourth  # noqa: F401 - a fixture
-from tests.reports import found_by
-from tests.workspace import Workspace
+from tests.tools.reports import found_by
+from tests.tools.workspace import Workspace
 
 FLAVOURS = [("kandinsky5-image", "t2i-lite-sft"), ("kandinsky5-video", "t2v-lite-sft-5s"), ("sanavideo", "2b-480p")]
 

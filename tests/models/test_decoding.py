@@ -20,10 +20,10 @@ from simpletuner.models import decoding, loading
 from simpletuner.models.decoding import decode_in, decode_tiles, spans
 from simpletuner.models.registry import FAMILIES
 from simpletuner.models.vae_cost import OVERLAP, TILE, VaeLoad
-from tests.closeness import VAE, assert_close
-from tests.peak import Peak, attention
-from tests.tiny import build_image_vae, build_video_vae
-from tests.tiny_sana import build_ltx2_vae, build_wan_vae
+from tests.tools.peak_memory import Peak, attention
+from tests.tools.tiny import build_image_vae, build_video_vae
+from tests.tools.tiny_sana import build_ltx2_vae, build_wan_vae
+from tests.tools.tolerances import VAE, assert_close
 
 # What builds a tiny VAE, a latent shape of several strips and tiles, the stride, and its pixels.
 TINY = [

@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from simpletuner.models.kandinsky5 import blocks, nabla
 from simpletuner.models.kandinsky5.blocks import store_in_bf16
-from tests.tiny import WIDTH, build_kandinsky
+from tests.tools.tiny import WIDTH, build_kandinsky
 
 DTYPES = [torch.float32, torch.bfloat16]
 # Positions of a text and of a grid of frames, rows and columns.

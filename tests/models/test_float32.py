@@ -13,8 +13,8 @@ from torch.nn import functional
 
 from simpletuner.models.kandinsky5.blocks import store_in_bf16
 from simpletuner.models.loading import full_float32, full_linear, keep_full_float32
-from tests.fidelity.sana import make_sana_adapter
-from tests.tiny import WIDTH, build_kandinsky
+from tests.tools.sana_family import make_sana_adapter
+from tests.tools.tiny import WIDTH, build_kandinsky
 
 SETTINGS: tuple[Any, ...] = (torch.backends.cuda.matmul, torch.backends.cudnn)
 ALLOWED, FULL = [True, True], [False, False]

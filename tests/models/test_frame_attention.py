@@ -10,10 +10,10 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from simpletuner.models.loading import attend_by_frame, frame_causal_attention
-from tests.closeness import MODEL, VAE, assert_close
-from tests.fidelity.family import CPU
 from tests.fidelity.test_kandinsky5_video import make_video_adapter
-from tests.tiny import build_video_vae, make_checkpoint
+from tests.tools.families import CPU
+from tests.tools.tiny import build_video_vae, make_checkpoint
+from tests.tools.tolerances import MODEL, VAE, assert_close
 
 
 class LargestTensor(TorchDispatchMode):

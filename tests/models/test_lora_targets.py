@@ -12,7 +12,7 @@ from simpletuner.errors import Problems
 from simpletuner.models.kandinsky5.spec import ALL_LINEAR, KANDINSKY5_IMAGE
 from simpletuner.models.lora_layers import check_targets, linear_modules, matching_modules, resolve_targets
 from simpletuner.weights.files import tensor_shapes
-from tests.reports import found_by
+from tests.tools.reports import found_by
 
 DEFAULT = ["to_query", "to_key", "to_value"]
 

@@ -20,8 +20,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from simpletuner.models.kandinsky5 import flex, tile_attention
 from simpletuner.models.kandinsky5.nabla import TileAttention, tile_mask
 from simpletuner.speed.compile import settle_compiler
-from tests.closeness import MODEL, assert_close
-from tests.meter import saved_bytes
+from tests.tools.saved_tensors import saved_bytes
+from tests.tools.tolerances import MODEL, assert_close
 
 CPU = torch.device("cpu")
 HEAD_DIM = 16

@@ -7,9 +7,9 @@ from diffusers.models.autoencoders.autoencoder_kl_hunyuan_video import HunyuanVi
 from torch import Tensor, nn
 
 from simpletuner.models.loading import attend_by_frame, slice_convolutions
-from tests.closeness import VAE, assert_close
-from tests.peak import Peak
-from tests.tiny import build_video_vae
+from tests.tools.peak_memory import Peak
+from tests.tools.tiny import build_video_vae
+from tests.tools.tolerances import VAE, assert_close
 
 
 def coded(vae: nn.Module, clip: Tensor) -> tuple[Tensor, Tensor, int, int]:

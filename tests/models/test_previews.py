@@ -21,13 +21,13 @@ from simpletuner.models.kandinsky5.spec import KANDINSKY5_IMAGE
 from simpletuner.models.loading import with_solver
 from simpletuner.models.usage import SOLVERS
 from simpletuner.validation.renderer import Renderer, RenderSettings
-from tests.fidelity.family import CPU, make_adapter, make_config, picture
-from tests.fidelity.sana import make_sana_adapter, make_sana_config
 from tests.fidelity.test_kandinsky5_video import make_video_adapter
-from tests.reports import found_by
-from tests.tiny import make_checkpoint
-from tests.tiny_sana import make_sana_checkpoint
-from tests.workspace import Workspace
+from tests.tools.families import CPU, make_adapter, make_config, picture
+from tests.tools.reports import found_by
+from tests.tools.sana_family import make_sana_adapter, make_sana_config
+from tests.tools.tiny import make_checkpoint
+from tests.tools.tiny_sana import make_sana_checkpoint
+from tests.tools.workspace import Workspace
 
 
 def test_a_sample_is_fitted_to_another_size_in_the_middle() -> None:

@@ -14,7 +14,7 @@ from transformers import Qwen2VLProcessor
 
 from simpletuner.models.kandinsky5.loading import load_processor
 from simpletuner.models.kandinsky5.templates import OFFICIAL, TemplateName
-from tests.tiny import TOKENIZERS, make_checkpoint, split_as_qwen
+from tests.tools.tiny import TOKENIZERS, make_checkpoint, split_as_qwen
 
 
 @pytest.fixture(scope="module")

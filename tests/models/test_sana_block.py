@@ -20,8 +20,8 @@ from simpletuner.models.sanavideo.cost import COST
 from simpletuner.models.sanavideo.spec import ALL_LINEAR, SANA_VIDEO
 from simpletuner.models.sanavideo.video import CompiledOnGrid
 from simpletuner.speed.compile import settle_compiler
-from tests.meter import saved_bytes
 from tests.models.test_cost import adapters_of
+from tests.tools.saved_tensors import saved_bytes
 
 DEFAULT = list(SANA_VIDEO.lora_targets)
 RANK = 4

@@ -18,7 +18,7 @@ from simpletuner.models.sanavideo.spec import SANA_VIDEO, SIZES
 from simpletuner.models.source import ModelSource
 from simpletuner.planning.build import settle_task
 from simpletuner.planning.checks import check_weights
-from tests.reports import found_by
+from tests.tools.reports import found_by
 
 FLAVOUR = SANA_VIDEO.flavours[0]
 ROUTE = {"selection_ratio": 0.5, "start_layer_idx": 2, "end_layer_idx": -2}

@@ -10,12 +10,12 @@ import pytest
 import torch
 
 from simpletuner.distributed.world import World
-from tests.closeness import ROTATION, distance
 from tests.models.sequence_run import CASES, main, run_case
-from tests.processes import run_together
-from tests.tiny import make_checkpoint
-from tests.training.assembly import make_batch
-from tests.training.sharded_run import BATCH_FILE
+from tests.tools.assembly import make_batch
+from tests.tools.processes import run_together
+from tests.tools.sharded_run import BATCH_FILE
+from tests.tools.tiny import make_checkpoint
+from tests.tools.tolerances import ROTATION, distance
 
 pytestmark = [pytest.mark.slow(3), pytest.mark.costly_setup]
 

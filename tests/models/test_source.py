@@ -20,7 +20,7 @@ from simpletuner.models.kandinsky5.spec import KANDINSKY5_IMAGE
 from simpletuner.models.source import ModelSource
 from simpletuner.weights.files import WeightsError, pickled_shapes, tensor_shapes, weights_fault
 from simpletuner.weights.part import looks_like_path
-from tests.reports import found_by
+from tests.tools.reports import found_by
 
 BASE = "pretrained_model_name_or_path"
 

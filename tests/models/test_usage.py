@@ -20,8 +20,8 @@ from simpletuner.models.kandinsky5.loading import load_processor
 from simpletuner.models.registry import FAMILIES
 from simpletuner.models.spec import OriginalWeights, Task
 from simpletuner.models.usage import Usage
-from tests.tiny import make_checkpoint
-from tests.workspace import Workspace
+from tests.tools.tiny import make_checkpoint
+from tests.tools.workspace import Workspace
 
 CASES: list[tuple[str, Task]] = [
     ("kandinsky5-image", "t2i"),

@@ -19,8 +19,8 @@ from simpletuner.config.sources import Arguments, configured
 from simpletuner.errors import ConfigError, Problem
 from simpletuner.models.registry import FAMILIES
 from simpletuner.planning.build import plan_training
-from tests.advice import Judge, Settings, comes_to_an_end, proposals, refused_next
-from tests.workspace import CONFIG, DATASETS, Workspace
+from tests.tools.advice import Judge, Settings, comes_to_an_end, proposals, refused_next
+from tests.tools.workspace import CONFIG, DATASETS, Workspace
 
 OPTIONS = all_options()
 DATASET_OPTIONS = dataset_options()

@@ -15,8 +15,8 @@ from simpletuner.planning.build import find_family
 from simpletuner.planning.checkpoint_folder import Checkpoint, Identity, Manifest
 from simpletuner.planning.checks import check_config, check_flavour, check_total, worth_reporting
 from simpletuner.planning.resume import decide_seed
-from tests.complaints import family_complaints
-from tests.reports import found_by
+from tests.tools.refusals import family_complaints
+from tests.tools.reports import found_by
 
 REQUIRED = {"model_type": "lora", "model_family": "kandinsky5-image"}
 

@@ -13,7 +13,7 @@ from simpletuner.data.buckets import Geometry
 from simpletuner.data.clips import ClipFacts
 from simpletuner.data.sample import Sample
 from simpletuner.planning.resume import _check_conversions, _check_kernels
-from tests.reports import found_by
+from tests.tools.reports import found_by
 
 GEOMETRY = Geometry("1.0", Size(64, 64), Size(64, 64), (0, 0))
 CLIP = Sample("a", "a.mp4", Path("a"), "c" * 64, (64, 64), GEOMETRY, clip=ClipFacts(64, 64, 1, 24))

@@ -10,8 +10,8 @@ import pytest
 
 from simpletuner.config.datasets import dataset_options
 from simpletuner.config.schema import all_options
-from tests.complaints import complaint, complaints, warnings
-from tests.workspace import DATASETS, Workspace
+from tests.tools.refusals import complaint, complaints, warnings
+from tests.tools.workspace import DATASETS, Workspace
 
 Capture = pytest.CaptureFixture[str]
 PREVIEWS = {"validation_disable": False}

@@ -12,7 +12,7 @@ import pytest
 
 from simpletuner.config.datasets import DatasetConfig, ParquetConfig, VideoConfig
 from simpletuner.config.schema import all_options
-from tests.workspace import DATASETS, Workspace
+from tests.tools.workspace import DATASETS, Workspace
 
 KEYS = sorted(all_options())
 DATASET_KEYS = sorted(DatasetConfig.model_fields)

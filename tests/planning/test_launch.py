@@ -15,7 +15,7 @@ from simpletuner.models.source import ModelSource
 from simpletuner.planning.checks import check_config, check_sequence
 from simpletuner.planning.environment import as_launched, may_shard
 from simpletuner.planning.plans import Model, make_sampler
-from tests.reports import found_by
+from tests.tools.reports import found_by
 
 SHARDED = {"num_processes": 4, "fsdp_enable": True}
 EXCLUDED: list[tuple[dict[str, Any], str]] = [

@@ -14,8 +14,8 @@ from simpletuner.planning.checkpoint_folder import Manifest, Progress, write_man
 from simpletuner.planning.length import length_key
 from simpletuner.planning.plans import Plan
 from simpletuner.planning.resume import identify
-from tests.complaints import complaint, warnings
-from tests.workspace import DATASETS, Workspace
+from tests.tools.refusals import complaint, warnings
+from tests.tools.workspace import DATASETS, Workspace
 
 Capture = pytest.CaptureFixture[str]
 TEXTS = DATASETS[1]

@@ -21,8 +21,8 @@ import pytest
 from simpletuner.errors import UserError
 from simpletuner.planning import lock
 from simpletuner.planning.lock import LOCK_FILE, Owner, hold, is_at, lock_output, take, this_process
-from tests.processes import PATIENCE
-from tests.workspace import Workspace
+from tests.tools.processes import PATIENCE
+from tests.tools.workspace import Workspace
 
 HOLD = """
 import sys

@@ -14,8 +14,8 @@ from simpletuner.planning.build import plan_training
 from simpletuner.planning.checkpoint_folder import Checkpoint, Identity, Manifest
 from simpletuner.planning.resume import decide_seed
 from simpletuner.run.companions import Ledger
-from tests.complaints import complaint, warnings
-from tests.workspace import DATASETS, Workspace
+from tests.tools.refusals import complaint, warnings
+from tests.tools.workspace import DATASETS, Workspace
 
 Capture = pytest.CaptureFixture[str]
 

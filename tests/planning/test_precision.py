@@ -22,9 +22,9 @@ from simpletuner.config.sources import parse_arguments
 from simpletuner.planning.build import plan_training
 from simpletuner.planning.entries import make_catalogue
 from simpletuner.run.train import prepare_machine
-from tests.complaints import complaint, complaints, warnings
-from tests.reports import found_by
-from tests.workspace import Workspace
+from tests.tools.refusals import complaint, complaints, warnings
+from tests.tools.reports import found_by
+from tests.tools.workspace import Workspace
 
 KEYS = ("base_model_precision", "text_encoder_1_precision", "text_encoder_2_precision")
 PACKAGES = [("int8-torchao", "torchao>=0.18,<0.19"), ("nf4-bnb", "bitsandbytes>=0.46,<0.51")]

@@ -15,7 +15,7 @@ from simpletuner.config.option import Option, When, unless, when
 from simpletuner.config.schema import RunConfig, all_options
 from simpletuner.errors import Problems
 from simpletuner.planning.checks import check_config, conflicts, unmet
-from tests.reports import found_by
+from tests.tools.reports import found_by
 
 OPTIONS = all_options()
 REQUIRED = {"model_type": "lora", "model_family": "kandinsky5-image"}

@@ -12,9 +12,9 @@ from simpletuner.config.load import build_group
 from simpletuner.config.techniques.tread import Route, TreadConfig
 from simpletuner.errors import Problems
 from simpletuner.planning.techniques.tread import check_routes
-from tests.complaints import complaints
-from tests.reports import found_by
-from tests.workspace import Workspace
+from tests.tools.refusals import complaints
+from tests.tools.reports import found_by
+from tests.tools.workspace import Workspace
 
 GOOD = {"selection_ratio": 0.5, "start_layer_idx": 0, "end_layer_idx": -1}
 

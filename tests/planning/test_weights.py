@@ -21,9 +21,9 @@ from simpletuner.models.source import ModelSource
 from simpletuner.planning.checks import check_parts
 from simpletuner.weights.lora_names import LORA_FILE
 from simpletuner.weights.part import Part
-from tests.complaints import complaint, complaints, warnings
-from tests.fidelity.family import CPU, make_adapter
-from tests.workspace import DATASETS, Workspace
+from tests.tools.families import CPU, make_adapter
+from tests.tools.refusals import complaint, complaints, warnings
+from tests.tools.workspace import DATASETS, Workspace
 
 Capture = pytest.CaptureFixture[str]
 MODEL = "pretrained_model_name_or_path"

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from tests.conftest import make_room
-from tests.workspace import Workspace
+from tests.tools.workspace import Workspace
 
 
 @pytest.fixture

@@ -21,8 +21,8 @@ from simpletuner.encoding.fill import write_entry
 from simpletuner.encoding.read import CacheStore
 from simpletuner.run.session import Session
 from simpletuner.training import step
-from tests import processes
-from tests.workspace import DATASETS, Workspace
+from tests.tools import processes
+from tests.tools.workspace import DATASETS, Workspace
 
 pytestmark = pytest.mark.slow
 

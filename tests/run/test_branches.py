@@ -23,7 +23,7 @@ from simpletuner.planning.lock import this_process
 from simpletuner.weights.published_lora import OFFICIAL_SETTINGS
 from tests.conftest import make_room
 from tests.run.test_resume import assert_equal, training_state
-from tests.workspace import Workspace
+from tests.tools.workspace import Workspace
 
 pytestmark = pytest.mark.slow(3)
 

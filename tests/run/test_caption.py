@@ -18,12 +18,12 @@ from simpletuner.annexes.captions.wording import Wording
 from simpletuner.memory.offload import attach
 from simpletuner.models.source import ModelSource
 from simpletuner.weights.part import Part
-from tests.clips import Clip, time_in
-from tests.complaints import complaint
-from tests.memory.streaming import AdversarialCopier
-from tests.pictures import photograph
-from tests.tiny import make_checkpoint
-from tests.workspace import DATASETS, Workspace
+from tests.tools.clips import Clip, time_in
+from tests.tools.pictures import photograph
+from tests.tools.refusals import complaint
+from tests.tools.streaming import AdversarialCopier
+from tests.tools.tiny import make_checkpoint
+from tests.tools.workspace import DATASETS, Workspace
 
 pytestmark = pytest.mark.slow
 

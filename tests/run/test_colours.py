@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from tests import profiles
-from tests.workspace import Workspace
+from tests.tools import colour_profiles
+from tests.tools.workspace import Workspace
 
-P3 = profiles.rgb_profile(profiles.DISPLAY_P3, 2.2)
+P3 = colour_profiles.rgb_profile(colour_profiles.DISPLAY_P3, 2.2)
 
 
 def give_profile(workspace: Workspace, name: str = "p3.png") -> None:

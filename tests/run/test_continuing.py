@@ -21,9 +21,9 @@ from simpletuner.models.kandinsky5.image import StockPipeline
 from simpletuner.models.kandinsky5.loading import load_processor
 from simpletuner.planning import resume
 from simpletuner.planning.checkpoint_folder import NOTE_FILE
-from tests.fidelity.family import make_adapter
-from tests.tiny import PIPELINES, make_checkpoint
-from tests.workspace import DATASETS, Workspace
+from tests.tools.families import make_adapter
+from tests.tools.tiny import PIPELINES, make_checkpoint
+from tests.tools.workspace import DATASETS, Workspace
 
 pytestmark = pytest.mark.slow
 

@@ -16,10 +16,10 @@ from simpletuner.annexes.captions.dataset_page import caption_reader, colour_gri
 from simpletuner.config.sources import parse_arguments
 from simpletuner.models.adapter import load_adapter
 from simpletuner.planning.build import survey_datasets
-from tests.clips import Clip
-from tests.fidelity.family import adapter_settings
-from tests.pictures import photograph
-from tests.workspace import DATASETS, Workspace
+from tests.tools.clips import Clip
+from tests.tools.families import adapter_settings
+from tests.tools.pictures import photograph
+from tests.tools.workspace import DATASETS, Workspace
 
 PICTURES = "datasets/pictures"
 ENTRY = {**DATASETS[0], "crop": True, "crop_style": "center", "crop_aspect": "square", "minimum_image_size": 40}

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from simpletuner.run.train import CUBLAS_KEY, fix_order
-from tests.workspace import DATASETS, Workspace
+from tests.tools.workspace import DATASETS, Workspace
 
 pytestmark = pytest.mark.slow
 

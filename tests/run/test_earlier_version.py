@@ -23,7 +23,7 @@ from simpletuner.config.records import LAST_WITH, trained_with_removed, without_
 from simpletuner.config.schema import option_names
 from simpletuner.config.sources import EXAMPLES
 from simpletuner.errors import Problems
-from tests.workspace import Workspace
+from tests.tools.workspace import Workspace
 
 RUNS = Path(__file__).parents[1] / "data" / "runs-0.1.0.zip"
 CONFIG = "runs/plain/failures/step-5/config.json"

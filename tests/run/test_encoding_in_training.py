@@ -15,10 +15,10 @@ from simpletuner.budget.budget import Budget
 from simpletuner.config.sources import parse_arguments
 from simpletuner.data import files
 from simpletuner.encoding import decoding
-from tests.parameters import first_of
 from tests.run.test_resume import STEPS, assert_same_run
+from tests.tools.cases import first_of
+from tests.tools.workspace import DATASETS, Workspace
 from tests.validation.test_eval_loss import EVAL
-from tests.workspace import DATASETS, Workspace
 
 pytestmark = pytest.mark.slow(4)
 

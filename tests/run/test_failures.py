@@ -14,9 +14,9 @@ from simpletuner.training import step
 from simpletuner.training.ema import Ema
 from simpletuner.training.recorder import EmaUpdater, RequestHandler
 from simpletuner.validation.runner import ValidationRunner
-from tests.parameters import first_of
 from tests.run.test_resume import SETTINGS, assert_same_run
-from tests.workspace import Workspace
+from tests.tools.cases import first_of
+from tests.tools.workspace import Workspace
 
 FAILING = 5  # the step that fails, which no regular checkpoint precedes
 Place = tuple[object, str, Callable[..., bool]]

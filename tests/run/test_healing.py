@@ -15,9 +15,9 @@ from simpletuner.reporting.events import CACHING, EVALUATION, PREVIEWS, EventStr
 from simpletuner.training.loader import in_loop, read_ahead
 from tests.run.test_kandinsky5_video import CLIPS, make_workspace
 from tests.run.test_resume import RESULT
-from tests.tiny import make_checkpoint
+from tests.tools.tiny import make_checkpoint
+from tests.tools.workspace import DATASETS, Workspace
 from tests.validation.test_eval_loss import EVAL
-from tests.workspace import DATASETS, Workspace
 
 pytestmark = pytest.mark.slow(6)
 

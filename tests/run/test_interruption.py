@@ -41,14 +41,14 @@ from simpletuner.reporting.events import (
     StepReport,
 )
 from simpletuner.run.train import run_plan
-from tests.parameters import first_of
-from tests.processes import finish
 from tests.run.test_kandinsky5_video import make_workspace
 from tests.run.test_processes import wait_for_step
 from tests.run.test_resume import SETTINGS, assert_same_run
-from tests.tiny import make_checkpoint
+from tests.tools.cases import first_of
+from tests.tools.processes import finish
+from tests.tools.tiny import make_checkpoint
+from tests.tools.workspace import DATASETS, Workspace
 from tests.validation.test_eval_loss import EVAL
-from tests.workspace import DATASETS, Workspace
 
 pytestmark = pytest.mark.slow(3)
 

@@ -12,10 +12,10 @@ from diffusers import Kandinsky5T2VPipeline
 from safetensors.torch import load_file
 
 from simpletuner.models.kandinsky5.loading import load_processor
-from tests.clips import write_clip
-from tests.complaints import warnings
-from tests.tiny import make_checkpoint
-from tests.workspace import DATASETS, Workspace
+from tests.tools.clips import write_clip
+from tests.tools.refusals import warnings
+from tests.tools.tiny import make_checkpoint
+from tests.tools.workspace import DATASETS, Workspace
 
 pytestmark = pytest.mark.slow
 

@@ -10,10 +10,10 @@ import pytest
 from PIL import Image
 from safetensors.torch import load_file
 
-from tests.clips import write_clip
-from tests.complaints import complaint, warnings
-from tests.tiny import make_checkpoint
-from tests.workspace import DATASETS, Workspace
+from tests.tools.clips import write_clip
+from tests.tools.refusals import complaint, warnings
+from tests.tools.tiny import make_checkpoint
+from tests.tools.workspace import DATASETS, Workspace
 
 pytestmark = pytest.mark.slow
 

@@ -14,11 +14,11 @@ from torch import Tensor
 from transformers import AutoTokenizer, Qwen2_5_VLForConditionalGeneration
 
 from simpletuner.memory.offload import attach
-from tests.memory.streaming import AdversarialCopier
 from tests.run.test_resume import assert_same_run
-from tests.tiny import TOKENIZERS, build_kandinsky, build_qwen, fill_zeros
-from tests.tiny_sana import build_sana
-from tests.workspace import Workspace
+from tests.tools.streaming import AdversarialCopier
+from tests.tools.tiny import TOKENIZERS, build_kandinsky, build_qwen, fill_zeros
+from tests.tools.tiny_sana import build_sana
+from tests.tools.workspace import Workspace
 
 pytestmark = pytest.mark.slow(5)
 

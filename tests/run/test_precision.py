@@ -19,8 +19,8 @@ from simpletuner.memory.quantisation.layers import pack
 from simpletuner.models.kandinsky5.loading import load_processor
 from tests.run.test_kandinsky5_video import make_workspace
 from tests.run.test_resume import SETTINGS, assert_same_run
-from tests.tiny import make_checkpoint
-from tests.workspace import Workspace
+from tests.tools.tiny import make_checkpoint
+from tests.tools.workspace import Workspace
 
 pytestmark = pytest.mark.slow(4)
 

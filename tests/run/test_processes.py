@@ -28,12 +28,12 @@ from simpletuner.config.sources import parse_arguments
 from simpletuner.distributed.world import World
 from simpletuner.errors import Interrupted
 from simpletuner.planning.build import plan_training
-from tests.closeness import ROTATION, distance
-from tests.commands import forked_commands
-from tests.parameters import first_of
-from tests.processes import PATIENCE, finish, free_port, printed, run_as, run_into, run_together, start, train
 from tests.run.test_resume import assert_equal, training_state
-from tests.workspace import DATASETS, Workspace
+from tests.tools.cases import first_of
+from tests.tools.commands import forked_commands
+from tests.tools.processes import PATIENCE, finish, free_port, printed, run_as, run_into, run_together, start, train
+from tests.tools.tolerances import ROTATION, distance
+from tests.tools.workspace import DATASETS, Workspace
 
 pytestmark = pytest.mark.slow(3)
 

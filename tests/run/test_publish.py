@@ -29,9 +29,9 @@ from simpletuner.training.full_model import FullModel
 from simpletuner.training.state import TrainState
 from simpletuner.training.trained import Publication
 from simpletuner.weights.lora_names import LORA_FILE, STEP_NOTE
-from tests.fidelity.family import make_config
-from tests.training.assembly import lora_of, make_assembly, write_lora
-from tests.workspace import Workspace
+from tests.tools.assembly import lora_of, make_assembly, write_lora
+from tests.tools.families import make_config
+from tests.tools.workspace import Workspace
 
 
 def no_prediction() -> Tensor:

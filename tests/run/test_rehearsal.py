@@ -27,8 +27,8 @@ from simpletuner.run.session import Session
 from simpletuner.run.train import run_plan
 from simpletuner.techniques.base import Technique
 from simpletuner.training import step as steps
-from tests.training.assembly import make_assembly
-from tests.workspace import DATASETS, Workspace
+from tests.tools.assembly import make_assembly
+from tests.tools.workspace import DATASETS, Workspace
 
 pytestmark = pytest.mark.slow
 

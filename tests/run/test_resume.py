@@ -15,8 +15,8 @@ from safetensors.torch import load_file
 
 from simpletuner.cli.app import main
 from simpletuner.planning.checkpoint_folder import describe_files
-from tests.processes import PATIENCE
-from tests.workspace import DATASETS, Workspace
+from tests.tools.processes import PATIENCE
+from tests.tools.workspace import DATASETS, Workspace
 
 RESULT = "output/pytorch_lora_weights.safetensors"
 STEPS = 6

@@ -16,8 +16,8 @@ from safetensors.torch import load_file, save_file
 from simpletuner.annexes.figures import Columns, still
 from simpletuner.annexes.report.sheet import Sheet
 from simpletuner.reporting.metrics import MediaRecord
-from tests.cards import pretend_to_have
-from tests.workspace import DATASETS, Workspace
+from tests.tools.cards import pretend_to_have
+from tests.tools.workspace import DATASETS, Workspace
 
 pytestmark = pytest.mark.slow
 

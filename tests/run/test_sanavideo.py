@@ -12,12 +12,12 @@ from diffusers import SanaVideoPipeline
 from simpletuner.caching.entry import entry_path, list_keys, read_provenance
 from simpletuner.encoding.read import CacheStore
 from simpletuner.models.adapter import TextRequest
-from tests.clips import write_clip
-from tests.complaints import complaint
-from tests.fidelity.family import CPU
-from tests.fidelity.sana import make_sana_adapter
-from tests.parameters import first_of
-from tests.workspace import DATASETS, Workspace
+from tests.tools.cases import first_of
+from tests.tools.clips import write_clip
+from tests.tools.families import CPU
+from tests.tools.refusals import complaint
+from tests.tools.sana_family import make_sana_adapter
+from tests.tools.workspace import DATASETS, Workspace
 
 pytestmark = pytest.mark.slow
 

@@ -8,8 +8,8 @@ import pytest
 
 from simpletuner.annexes.publishing.uploads import loaded_files
 from simpletuner.planning.checkpoint_folder import average_is_stale
-from tests.complaints import complaint
-from tests.workspace import Workspace
+from tests.tools.refusals import complaint
+from tests.tools.workspace import Workspace
 
 LORA = "pytorch_lora_weights.safetensors"
 

@@ -10,7 +10,7 @@ import pytest
 from simpletuner.planning.techniques import table
 from tests.run.test_resume import assert_same_run
 from tests.techniques.facing import Facing, FacingSpec
-from tests.workspace import Workspace
+from tests.tools.workspace import Workspace
 
 pytestmark = pytest.mark.slow(4)
 

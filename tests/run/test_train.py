@@ -25,10 +25,10 @@ from simpletuner.reporting import metrics
 from simpletuner.reporting.metrics import MetricsFile
 from simpletuner.training import step
 from simpletuner.weights.lora_names import LORA_FILE, METADATA_KEY, STEP_NOTE
-from tests.closeness import ELEMENTWISE, assert_close
-from tests.hub import repository_of_loras
-from tests.tiny import make_checkpoint
-from tests.workspace import DATASETS, Workspace
+from tests.tools.hub import repository_of_loras
+from tests.tools.tiny import make_checkpoint
+from tests.tools.tolerances import ELEMENTWISE, assert_close
+from tests.tools.workspace import DATASETS, Workspace
 
 LORA = "output/pytorch_lora_weights.safetensors"
 

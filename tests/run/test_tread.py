@@ -11,8 +11,8 @@ from PIL import Image
 from safetensors.torch import load_file
 
 from tests.run.test_kandinsky5_video import CLIPS, make_workspace
-from tests.tiny import make_checkpoint
-from tests.workspace import DATASETS, Workspace
+from tests.tools.tiny import make_checkpoint
+from tests.tools.workspace import DATASETS, Workspace
 
 pytestmark = pytest.mark.slow(4)
 

@@ -27,9 +27,9 @@ from simpletuner.reporting.events import CheckpointSaved, EventStream, PhaseStar
 from simpletuner.run.companions import Ledger
 from simpletuner.training.state import TrainState
 from simpletuner.weights.lora_names import LORA_FILE
-from tests.hub import GUEST, OWNER, READ, FakeHub, Repository, used_hub
-from tests.processes import PATIENCE
-from tests.workspace import Workspace, read_events
+from tests.tools.hub import GUEST, OWNER, READ, FakeHub, Repository, used_hub
+from tests.tools.processes import PATIENCE
+from tests.tools.workspace import Workspace, read_events
 
 pytestmark = pytest.mark.slow
 

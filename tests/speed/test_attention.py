@@ -19,8 +19,8 @@ from simpletuner.errors import ConfigError
 from simpletuner.models.blocks import torch_attention
 from simpletuner.speed import attention
 from simpletuner.speed.attention import activate_attention, attention_kernel
-from tests.closeness import ROTATION, distance
 from tests.speed.test_speed import loss_and_gradients, make_assembly, make_batch
+from tests.tools.tolerances import ROTATION, distance
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
 TORCHS_OWN = PrecisionConfig()

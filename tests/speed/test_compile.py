@@ -42,8 +42,8 @@ from tests.fidelity import test_sanavideo_training as sana
 from tests.models.test_cost import KANDINSKY_TARGETS, adapters_of, block_inputs, kandinsky_inputs, with_lora
 from tests.speed import test_speed as speed
 from tests.speed.test_speed import loss_and_gradients
-from tests.tiny import WIDTH, build_kandinsky, make_checkpoint
-from tests.training.assembly import CPU, make_assembly, make_batch
+from tests.tools.assembly import CPU, make_assembly, make_batch
+from tests.tools.tiny import WIDTH, build_kandinsky, make_checkpoint
 
 pytestmark = pytest.mark.slow
 

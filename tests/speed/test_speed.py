@@ -23,11 +23,11 @@ from simpletuner.training.losses import Losses
 from simpletuner.training.settings import TrainingSpec
 from simpletuner.training.state import Assembly
 from simpletuner.training.step import micro_loss, noisy_batch, run_micro_step
-from tests.fidelity import family
 from tests.fidelity.test_kandinsky5_video import make_video_adapter
 from tests.models.test_nabla import differentiable_flex
-from tests.tiny import make_checkpoint
-from tests.workspace import Workspace
+from tests.tools import families
+from tests.tools.tiny import make_checkpoint
+from tests.tools.workspace import Workspace
 
 CPU = torch.device("cpu")
 ALL_LINEAR = r".*blocks\.\d+\.((self|cross)_attention\.(to_\w+|out_layer)|feed_forward\.\w+_layer)"
@@ -46,13 +46,13 @@ def checkpoints(
 
 def make_adapter(checkpoint: Path, case: str) -> FamilyAdapter:
     if case in ("t2i", "i2i"):
-        return family.make_adapter(checkpoint, case)
+        return families.make_adapter(checkpoint, case)
     return make_video_adapter(checkpoint, "i2v" if case == "i2v" else "t2v")
 
 
 def make_assembly(checkpoint: Path, case: str, targets: Any = None, **settings: Any) -> Assembly:
     settings = {"mixed_precision": "no", "learning_rate": 1e-2, **settings}
-    config = family.make_config(checkpoint, **settings)
+    config = families.make_config(checkpoint, **settings)
     intent = TrainingSpec(
         lora_targets=targets or ["to_query", "to_key", "to_value"], seed=3, total_steps=10, learning_rate=1e-2
     )
@@ -69,7 +69,7 @@ def make_batch(checkpoint: Path, case: str) -> Batch:
 @cache
 def _batch(checkpoint: Path, case: str) -> Batch:
     captions = ["a ball"] if case == "nabla" else ["a star", "two blue circles on a table"]
-    source = family.picture(64, 64) if case == "i2i" else None
+    source = families.picture(64, 64) if case == "i2i" else None
     encoder = make_adapter(checkpoint, case).load_text_encoder(CPU, torch.float32)
     embeds = encoder.encode([TextRequest(caption, source) for caption in captions])
     size = {"t2i": (1, 8, 8), "i2i": (1, 8, 8), "nabla": (2, 32, 32)}.get(case, (3, 4, 6))

@@ -11,7 +11,7 @@ from torch import Tensor
 from simpletuner.diffusion.batch import Batch
 from simpletuner.diffusion.flow import sample_noise
 from tests.techniques.facing import Facing, FacingSpec
-from tests.training.assembly import make_assembly, make_batch
+from tests.tools.assembly import make_assembly, make_batch
 
 
 @pytest.fixture(scope="module")

@@ -21,9 +21,9 @@ from simpletuner.training import step
 from simpletuner.training.losses import Losses
 from simpletuner.training.noise import NoiseSource
 from simpletuner.training.state import Assembly
-from tests.closeness import ROTATION, distance
 from tests.techniques.test_preservation import moved
-from tests.training.assembly import fixed_noise, make_assembly, make_batch, no_forward
+from tests.tools.assembly import fixed_noise, make_assembly, make_batch, no_forward
+from tests.tools.tolerances import ROTATION, distance
 from tests.training.test_step import Batches
 
 PLACE = Place(seed=3, global_step=4, micro_step=1, slots=range(2), group=2)

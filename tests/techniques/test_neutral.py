@@ -15,8 +15,8 @@ from simpletuner.techniques.base import Technique
 from simpletuner.techniques.load import make_techniques
 from simpletuner.training import step
 from tests.techniques.cases import CASES, TRAINED
-from tests.tiny import make_checkpoint
-from tests.training.assembly import make_assembly, make_batch
+from tests.tools.assembly import make_assembly, make_batch
+from tests.tools.tiny import make_checkpoint
 from tests.training.test_step import Batches
 
 SPECS = []

@@ -30,10 +30,10 @@ from simpletuner.training.state import Assembly
 from tests.run.test_resume import assert_same_run
 from tests.techniques.alignment import CHANNELS, SPEC, TEACHER, Alignment, PatchTeacher
 from tests.techniques.test_preservation import moved
-from tests.tiny import WIDTH, make_checkpoint
-from tests.training.assembly import make_assembly, make_batch
+from tests.tools.assembly import make_assembly, make_batch
+from tests.tools.tiny import WIDTH, make_checkpoint
+from tests.tools.workspace import Workspace
 from tests.training.test_step import Batches
-from tests.workspace import Workspace
 
 SIDE, TOKENS = 16, 64
 # A rate that does not depend on the length of the run, so that one can be made longer.

@@ -27,12 +27,12 @@ from simpletuner.training import step
 from simpletuner.training.losses import Losses
 from simpletuner.training.noise import NoiseSource
 from simpletuner.training.state import Assembly
-from tests.closeness import ROTATION, distance
 from tests.run.test_resume import assert_same_run
-from tests.tiny import make_checkpoint
-from tests.training.assembly import fixed_noise, make_assembly, make_batch
+from tests.tools.assembly import fixed_noise, make_assembly, make_batch
+from tests.tools.tiny import make_checkpoint
+from tests.tools.tolerances import ROTATION, distance
+from tests.tools.workspace import DATASETS, Workspace
 from tests.training.test_step import Batches
-from tests.workspace import DATASETS, Workspace
 
 CAPTIONS = ["a zorp", "two blue zorps", "a zorp on black", "zorp"]
 WEIGHT, SIDE = 3.0, 8

@@ -33,12 +33,12 @@ from simpletuner.techniques.scheduled_sampling import (
 )
 from simpletuner.training import step
 from simpletuner.training.losses import Losses
-from tests.closeness import MODEL, ROTATION, assert_close, distance
-from tests.fidelity.family import CPU, make_adapter, picture
-from tests.fidelity.sana import SIZE, make_sana_adapter
 from tests.fidelity.test_kandinsky5_video import make_video_adapter
-from tests.tiny import make_checkpoint
-from tests.training.assembly import make_assembly, make_batch, make_site, no_forward
+from tests.tools.assembly import make_assembly, make_batch, make_site, no_forward
+from tests.tools.families import CPU, make_adapter, picture
+from tests.tools.sana_family import SIZE, make_sana_adapter
+from tests.tools.tiny import make_checkpoint
+from tests.tools.tolerances import MODEL, ROTATION, assert_close, distance
 from tests.training.test_step import Batches
 
 PLACE = Place(seed=7, global_step=3, micro_step=0, slots=range(4), group=4)

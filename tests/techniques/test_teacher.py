@@ -19,12 +19,12 @@ from simpletuner.models.kandinsky5.video import HunyuanLatentEncoder
 from simpletuner.models.vision import ENCODERS, VisionEncoder
 from simpletuner.techniques import crepa, teacher
 from simpletuner.techniques.teacher import FrameTeacher, rename_weights
-from tests.complaints import complaint, complaints, warnings
-from tests.fidelity.family import CPU
 from tests.run.test_kandinsky5_video import make_workspace
 from tests.run.test_resume import assert_same_run
-from tests.tiny import build_video_vae, make_checkpoint
-from tests.workspace import Workspace
+from tests.tools.families import CPU
+from tests.tools.refusals import complaint, complaints, warnings
+from tests.tools.tiny import build_video_vae, make_checkpoint
+from tests.tools.workspace import Workspace
 
 SMALL = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "mlp_ratio": 2, "image_size": 56}
 SIDE = 70

@@ -28,11 +28,11 @@ from simpletuner.techniques.masked_loss import MaskedLoss
 from simpletuner.techniques.tread import Tread, draw_kept
 from simpletuner.training import step
 from simpletuner.training.losses import Losses
-from tests.closeness import ROTATION, distance
-from tests.fidelity.family import CPU, make_adapter
 from tests.fidelity.test_kandinsky5_video import make_video_adapter
-from tests.tiny import make_checkpoint
-from tests.training.assembly import make_assembly, make_batch, make_site, no_forward
+from tests.tools.assembly import make_assembly, make_batch, make_site, no_forward
+from tests.tools.families import CPU, make_adapter
+from tests.tools.tiny import make_checkpoint
+from tests.tools.tolerances import ROTATION, distance
 
 BLOCKS, SIDE, TOKENS = 5, 16, 64
 CAPTIONS = ["a star", "two blue circles"]
@@ -343,7 +343,7 @@ def test_the_window_of_kept_tiles(nabla: Path) -> None:
 
 
 def test_not_for_sana(sana_checkpoint: Path) -> None:
-    from tests.fidelity.sana import make_sana_adapter
+    from tests.tools.sana_family import make_sana_adapter
 
     adapter = make_sana_adapter(sana_checkpoint)
     with pytest.raises(ValueError, match="Sana Video does not support token routing"):

@@ -20,9 +20,9 @@ from simpletuner.distributed.world import World
 from simpletuner.errors import Problems
 from simpletuner.models.blocks import FreeSizes
 from simpletuner.training import assemble, sharding, step
-from tests.processes import PATIENCE
-from tests.torch_settings import mark_no_sizes, trace
-from tests.training.sharded_run import Case, Run
+from tests.tools.processes import PATIENCE
+from tests.tools.sharded_run import Case, Run
+from tests.tools.torch_settings import mark_no_sizes, trace
 
 STEPS = 3
 CASES: dict[str, dict[str, Any]] = {

@@ -21,10 +21,10 @@ from simpletuner.planning.techniques.table import chosen_techniques
 from simpletuner.techniques.base import Technique
 from simpletuner.techniques.load import make_techniques
 from simpletuner.training.sharding import local
-from tests.fidelity.family import make_config
 from tests.techniques.cases import CASES
 from tests.techniques.facing import Facing, FacingSpec
-from tests.training.sharded_run import Batches, Case, Run
+from tests.tools.families import make_config
+from tests.tools.sharded_run import Batches, Case, Run
 from tests.training.test_guarded_step import Constant
 
 STEPS = 2

@@ -35,8 +35,8 @@ from simpletuner.training.state import TrainState
 from simpletuner.training.step import optimizer_step
 from simpletuner.training.trained import WEIGHTS_FILE
 from simpletuner.training.weight_note import WeightNote
-from tests.training.assembly import CPU, make_assembly, make_batch
-from tests.training.sharded_run import Batches
+from tests.tools.assembly import CPU, make_assembly, make_batch
+from tests.tools.sharded_run import Batches
 
 IDENTITY = Identity("kandinsky5-image", "t2i-lite-sft", "full", 1, seed=1, datasets="", versions={})
 NOTE = WeightNote("kandinsky5-image/t2i-lite-sft", "a run", Size(64, 64))

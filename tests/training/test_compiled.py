@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 
-from tests.processes import run_together
-from tests.training.assembly import make_batch
+from tests.tools.assembly import make_batch
+from tests.tools.processes import run_together
+from tests.tools.sharded_run import BATCH_FILE
 from tests.training.compiled_run import CASES, main
-from tests.training.sharded_run import BATCH_FILE
 
 pytestmark = [pytest.mark.slow(15), pytest.mark.costly_setup]
 

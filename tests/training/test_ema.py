@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from simpletuner.config.schema import EmaConfig
 from simpletuner.training import ema as ema_module
 from simpletuner.training.ema import Ema
-from tests.closeness import ELEMENTWISE, assert_close
+from tests.tools.tolerances import ELEMENTWISE, assert_close
 
 CPU, META = torch.device("cpu"), torch.device("meta")
 Parameters = dict[str, nn.Parameter]

@@ -24,7 +24,7 @@ from simpletuner.training.lora import LoraAdapter
 from simpletuner.training.losses import Losses
 from simpletuner.training.meter import batch_work, count_flops
 from tests.speed import test_speed as speed
-from tests.tiny import make_checkpoint
+from tests.tools.tiny import make_checkpoint
 from tests.training.test_step import Batches
 
 

@@ -25,10 +25,10 @@ from simpletuner.models.registry import FAMILIES
 from simpletuner.models.source import ModelSource
 from simpletuner.run.settings import transformer_settings
 from simpletuner.training.assemble import load_frozen
-from tests.fidelity.family import CPU, adapter_settings, make_adapter, make_config
 from tests.memory.test_precision import gradients
-from tests.tiny import make_checkpoint
-from tests.training.assembly import make_assembly, make_batch
+from tests.tools.assembly import make_assembly, make_batch
+from tests.tools.families import CPU, adapter_settings, make_adapter, make_config
+from tests.tools.tiny import make_checkpoint
 
 MAPS = Path("/proc/self/maps")
 STREAMED = {"enable_group_offload": True, "group_offload_resident_blocks": 1}

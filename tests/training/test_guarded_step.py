@@ -28,7 +28,7 @@ from simpletuner.training.losses import Losses, loss_divisor
 from simpletuner.training.noise import NoiseSource
 from simpletuner.training.state import Assembly, TrainState
 from simpletuner.training.weight_note import WeightNote
-from tests.training.assembly import fixed_noise, make_assembly, make_batch
+from tests.tools.assembly import fixed_noise, make_assembly, make_batch
 from tests.training.test_step import CAPTIONS, Batches, part
 
 SETTINGS: dict[str, Any] = {

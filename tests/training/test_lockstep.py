@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from simpletuner.distributed.world import World
-from tests.closeness import ROTATION
-from tests.processes import run_together
-from tests.training.assembly import make_batch
+from tests.tools.assembly import make_batch
+from tests.tools.processes import run_together
+from tests.tools.tolerances import ROTATION
 from tests.training.lockstep import STEPS, TOGETHER, main, train
 
 pytestmark = [pytest.mark.slow(3), pytest.mark.costly_setup]

@@ -18,10 +18,10 @@ from simpletuner.models.lora_checks import check_init_lora
 from simpletuner.training.lora import LoraAdapter, rounding_error, start_from
 from simpletuner.training.lora_files import read_lora_file, verify_file
 from simpletuner.weights.lora_names import METADATA_KEY
-from tests.closeness import ELEMENTWISE, ROTATION, assert_close, distance
-from tests.fidelity.family import make_adapter
-from tests.reports import found_by
-from tests.training.assembly import fixed_noise, lora_of, make_assembly, make_batch, write_lora
+from tests.tools.assembly import fixed_noise, lora_of, make_assembly, make_batch, write_lora
+from tests.tools.families import make_adapter
+from tests.tools.reports import found_by
+from tests.tools.tolerances import ELEMENTWISE, ROTATION, assert_close, distance
 
 
 def trained(checkpoint: Path, **settings: object) -> LoraAdapter:

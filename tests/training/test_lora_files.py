@@ -12,8 +12,8 @@ from torch import nn
 from simpletuner.config.lora import LoraConfig
 from simpletuner.training.lora import add_lora
 from simpletuner.training.lora_hooks import applied_loras
-from tests.closeness import SAMPLING, assert_close
-from tests.training.assembly import write_lora
+from tests.tools.assembly import write_lora
+from tests.tools.tolerances import SAMPLING, assert_close
 
 
 @pytest.mark.parametrize(("kind", "form"), [("Linear", "diffusers"), ("Linear", "comfyui"), ("Conv2d", "diffusers")])

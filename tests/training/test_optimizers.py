@@ -36,8 +36,8 @@ from simpletuner.training.optimizer_state import load_state
 from simpletuner.training.own_optimizers import MuonWithAdamW
 from simpletuner.training.release import HostState
 from simpletuner.training.update import KERNEL_KEYS, build_optimizer, sampling_weights
-from tests.peak import Peak
-from tests.reports import found_by
+from tests.tools.peak_memory import Peak
+from tests.tools.reports import found_by
 
 NAMES = get_args(OptimizerName)
 # torchao compiles its step, and bitsandbytes keeps its 8-bit states on a GPU.

@@ -21,7 +21,7 @@ from simpletuner.techniques.tread import Tread
 from simpletuner.training.state import Assembly
 from tests.data.test_sampler import make_dataset
 from tests.encoding.test_clips import ENCODER
-from tests.training.assembly import make_assembly, make_batch, no_forward
+from tests.tools.assembly import make_assembly, make_batch, no_forward
 
 ONE, TWO = [World()], [World(0, 2), World(1, 2)]
 EPOCHS = range(1, 9)

@@ -19,7 +19,7 @@ from simpletuner.reporting.step_figures import row_of
 from simpletuner.training.recorder import Recorder, RequestHandler, utilisation
 from simpletuner.training.state import Assembly, TrainState
 from simpletuner.training.step import optimizer_step
-from tests.training.assembly import make_assembly, make_batch
+from tests.tools.assembly import make_assembly, make_batch
 from tests.training.test_step import CAPTIONS, Batches
 
 

@@ -26,7 +26,7 @@ from simpletuner.training.ema import Ema
 from simpletuner.training.optimizer_state import load_state
 from simpletuner.training.release import GradientRelease, HostState
 from simpletuner.training.state import Assembly
-from tests.training.assembly import make_assembly, make_batch
+from tests.tools.assembly import make_assembly, make_batch
 from tests.training.test_guarded_step import spoil
 from tests.training.test_guarded_step import weights as copy_of
 from tests.training.test_optimizers import RUNNABLE, build, weights

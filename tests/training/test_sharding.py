@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from simpletuner.distributed.world import World
-from tests.closeness import ROTATION, distance
-from tests.processes import run_together
-from tests.training.assembly import make_batch
-from tests.training.sharded_run import BATCH_FILE, CASES, EXACT, LEG, RELAYED, SAVED, Run, main, relay, run_case
+from tests.tools.assembly import make_batch
+from tests.tools.processes import run_together
+from tests.tools.sharded_run import BATCH_FILE, CASES, EXACT, LEG, RELAYED, SAVED, Run, main, relay, run_case
+from tests.tools.tolerances import ROTATION, distance
 
 pytestmark = [pytest.mark.slow(3), pytest.mark.costly_setup]
 

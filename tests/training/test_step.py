@@ -21,8 +21,8 @@ from simpletuner.training.losses import Losses
 from simpletuner.training.noise import NoiseSource
 from simpletuner.training.state import Assembly
 from simpletuner.training.update import RATE_RATIO, SEED
-from tests.closeness import ROTATION, distance
-from tests.training.assembly import fixed_noise, make_assembly, make_batch
+from tests.tools.assembly import fixed_noise, make_assembly, make_batch
+from tests.tools.tolerances import ROTATION, distance
 
 CAPTIONS = ["a star", "two blue circles", "a green square on black", "x"]
 

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.workspace import Workspace
+from tests.tools.workspace import Workspace
 
 
 @pytest.fixture

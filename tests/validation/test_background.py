@@ -20,11 +20,11 @@ from simpletuner.models.kandinsky5.image import StockPipeline
 from simpletuner.reporting.metrics import MediaRecord
 from simpletuner.training.checkpoints import CheckpointWriter, UnfinishedCheckpoint
 from simpletuner.validation.background import DecodingThread
-from tests.fidelity.family import CPU, make_adapter, picture
 from tests.fidelity.test_kandinsky5_video import make_video_adapter
-from tests.processes import PATIENCE
-from tests.tiny import make_checkpoint
-from tests.workspace import Workspace
+from tests.tools.families import CPU, make_adapter, picture
+from tests.tools.processes import PATIENCE
+from tests.tools.tiny import make_checkpoint
+from tests.tools.workspace import Workspace
 
 RECORD = MediaRecord(1, "a", "a star", "a.png", 8, 8, 0, False, 0)
 

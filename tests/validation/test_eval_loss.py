@@ -18,12 +18,12 @@ from simpletuner.diffusion.batch import Batch
 from simpletuner.reporting.events import EventStream
 from simpletuner.training.ema import Ema
 from simpletuner.validation.eval_loss import EvaluationLoss, even_sigmas
-from tests.clips import write_clip
-from tests.complaints import complaints, warnings
 from tests.run.test_kandinsky5_video import CLIPS, make_workspace
-from tests.tiny import make_checkpoint
-from tests.training.assembly import make_assembly, make_batch
-from tests.workspace import DATASETS, Workspace
+from tests.tools.assembly import make_assembly, make_batch
+from tests.tools.clips import write_clip
+from tests.tools.refusals import complaints, warnings
+from tests.tools.tiny import make_checkpoint
+from tests.tools.workspace import DATASETS, Workspace
 
 EVAL: dict[str, Any] = {
     **DATASETS[0],

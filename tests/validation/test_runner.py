@@ -23,8 +23,8 @@ from simpletuner.reporting.events import EventStream
 from simpletuner.training.state import TrainState, random_states, restore_random_states
 from simpletuner.validation import quiet, renderer, runner
 from simpletuner.validation.encoded_prompt import EncodedPrompt
-from tests.fidelity.family import CPU, make_config
-from tests.training.assembly import make_assembly
+from tests.tools.assembly import make_assembly
+from tests.tools.families import CPU, make_config
 
 
 class Pipeline:

@@ -20,14 +20,14 @@ from simpletuner.models.kandinsky5.spec import KANDINSKY5_IMAGE
 from simpletuner.reporting.events import Event, PreviewGrew
 from simpletuner.reporting.metrics import MediaRecord
 from simpletuner.validation.sketch import IN_PROGRESS, ColourMap, GrowingPreview
-from tests.closeness import SAMPLING, assert_close
-from tests.fidelity.family import CPU, make_adapter, picture
-from tests.fidelity.sana import make_sana_adapter
 from tests.fidelity.test_kandinsky5_video import make_video_adapter
 from tests.run.test_interruption import PREVIEWED, train
-from tests.tiny import TOKENIZERS, make_checkpoint
-from tests.tiny_sana import make_sana_checkpoint
-from tests.workspace import Workspace, read_events
+from tests.tools.families import CPU, make_adapter, picture
+from tests.tools.sana_family import make_sana_adapter
+from tests.tools.tiny import TOKENIZERS, make_checkpoint
+from tests.tools.tiny_sana import make_sana_checkpoint
+from tests.tools.tolerances import SAMPLING, assert_close
+from tests.tools.workspace import Workspace, read_events
 
 DEMO = TOKENIZERS.parent
 LARGEST_ERROR = 0.1  # of a colour, on average; what is shown is far from noise, which is off by a third

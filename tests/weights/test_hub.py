@@ -24,9 +24,9 @@ from simpletuner.models.spec import FamilySpec
 from simpletuner.planning.checks import check_weights
 from simpletuner.weights.hub import ask_hub, best_selection
 from simpletuner.weights.part import Part
-from tests.hub import FakeHub, Repository, used_hub
-from tests.reports import found_by
-from tests.tiny import make_checkpoint
+from tests.tools.hub import FakeHub, Repository, used_hub
+from tests.tools.reports import found_by
+from tests.tools.tiny import make_checkpoint
 
 BASE = "kandinskylab/Kandinsky-5.0-T2V-Pro-sft-5s-Diffusers"
 ORIGINAL = "kandinskylab/Kandinsky-5.0-T2V-Pro-sft-10s"

@@ -16,7 +16,7 @@ from simpletuner.errors import UserError
 from simpletuner.models.lora_checks import check_init_lora, check_lora_file
 from simpletuner.training.lora_files import read_lora_file
 from simpletuner.weights.lora_names import METADATA_KEY
-from tests.reports import found_by
+from tests.tools.reports import found_by
 
 A, B = "transformer.layer.lora_A.weight", "transformer.layer.lora_B.weight"
 ALPHA = "transformer.layer.alpha"

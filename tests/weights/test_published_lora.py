@@ -19,8 +19,8 @@ from simpletuner.models.lora_checks import check_init_lora, check_lora_file
 from simpletuner.training.lora_files import read_lora_file
 from simpletuner.weights.lora_names import METADATA_KEY
 from simpletuner.weights.published_lora import FILES, find_lora, lora_file
-from tests.hub import repository_of_loras
-from tests.reports import found_by
+from tests.tools.hub import repository_of_loras
+from tests.tools.reports import found_by
 
 RANK = 4
 LAYERS = {"blocks.0.to_q": (8, 8), "blocks.1.to_q": (8, 8)}

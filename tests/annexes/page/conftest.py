@@ -12,7 +12,7 @@ import pytest
 from simpletuner.annexes.page import control
 from simpletuner.annexes.page.guard import VARIABLE
 from tests.annexes.page.limit import SECONDS, time_limit
-from tests.commands import forked_commands
+from tests.tools.commands import forked_commands
 
 # The shell has no windows, tabs and address bar of its own, whose drawing takes more than half of Chromium's time.
 BROWSERS = (

@@ -16,7 +16,7 @@ from simpletuner.annexes.page.guard import Access
 from simpletuner.annexes.page.project import Project
 from simpletuner.annexes.page.serve import listen, make_server
 from simpletuner.annexes.runs.run import Run
-from tests.processes import PATIENCE
+from tests.tools.processes import PATIENCE
 
 
 @contextmanager

@@ -17,7 +17,7 @@ from simpletuner.weights.lora_names import LORA_FILE, STEP_NOTE
 from tests.annexes.page.page import opened
 from tests.annexes.page.test_run_page import preview
 from tests.annexes.page.test_runs import STEPS, tell
-from tests.workspace import Workspace
+from tests.tools.workspace import Workspace
 
 pytestmark = pytest.mark.slow(8)
 sync_api = pytest.importorskip("playwright.sync_api", reason="needs Playwright")

@@ -23,9 +23,9 @@ from simpletuner.annexes.page.serve import create_app
 from simpletuner.config.schema import all_options
 from simpletuner.config.sections import SECTIONS, TABS
 from simpletuner.redaction import redact
-from tests.annexes.web import picture, serve
-from tests.processes import PATIENCE
-from tests.workspace import Workspace
+from tests.tools.processes import PATIENCE
+from tests.tools.web_server import picture, serve
+from tests.tools.workspace import Workspace
 
 BOTH_OFFLOADS = {"enable_group_offload": True, "enable_model_cpu_offload": True}
 EXCLUDE = "cannot be combined with enable_model_cpu_offload: one streams the blocks, the other moves them all."

@@ -13,8 +13,8 @@ import pytest
 
 from tests.annexes.page.page import opened, serving, tab
 from tests.annexes.page.test_form import csv_entry
-from tests.annexes.web import picture, serve
-from tests.workspace import DATASETS, Workspace
+from tests.tools.web_server import picture, serve
+from tests.tools.workspace import DATASETS, Workspace
 
 pytestmark = pytest.mark.slow(4)
 sync_api = pytest.importorskip("playwright.sync_api", reason="needs Playwright")

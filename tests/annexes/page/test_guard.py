@@ -20,7 +20,7 @@ from simpletuner.annexes.page.guard import Access, Guard, is_own
 from simpletuner.annexes.page.project import LARGEST_BODY, Project
 from simpletuner.annexes.page.serve import create_app
 from tests.annexes.page.page import serving
-from tests.processes import PATIENCE
+from tests.tools.processes import PATIENCE
 
 TOKEN = "x" * 43
 JSON = {"content-type": "application/json"}

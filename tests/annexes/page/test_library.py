@@ -22,8 +22,8 @@ from simpletuner.annexes.page.project import Project
 from simpletuner.annexes.page.serve import create_app
 from simpletuner.annexes.runs.run import Run
 from tests.annexes.page.page import opened
-from tests.clips import write_clip
-from tests.processes import PATIENCE
+from tests.tools.clips import write_clip
+from tests.tools.processes import PATIENCE
 
 CONFIG = {"model_family": "kandinsky5-image", "model_type": "lora", "output_dir": "output/mine"}
 CATS = {

@@ -32,8 +32,8 @@ from simpletuner.weights.lora_names import LORA_FILE
 from tests.annexes.page.page import ending_runs, serving
 from tests.annexes.page.test_runs import STEPS, lengthen, own, tell
 from tests.annexes.page.test_serve import fetch, started
-from tests.processes import PATIENCE
-from tests.workspace import Workspace
+from tests.tools.processes import PATIENCE
+from tests.tools.workspace import Workspace
 
 
 @pytest.fixture

@@ -17,7 +17,7 @@ from simpletuner.annexes.page.project import Project
 from simpletuner.annexes.page.queue import KEPT, QUEUE_FILE, Job, Queue
 from simpletuner.annexes.page.runner import SERVER_FILE, Runner
 from simpletuner.errors import DiskFullError, UserError
-from tests.processes import PATIENCE
+from tests.tools.processes import PATIENCE
 
 
 class Pretender(Runner):

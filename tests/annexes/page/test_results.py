@@ -37,10 +37,10 @@ from simpletuner.weights.lora_names import LORA_FILE, STEP_NOTE, LoraForm
 from tests.annexes.page.page import opened, serving
 from tests.annexes.page.test_run_page import preview
 from tests.annexes.page.test_runs import STEPS, own, tell
-from tests.fidelity.family import make_adapter
-from tests.processes import PATIENCE
-from tests.training.assembly import lora_of, make_assembly, write_lora
-from tests.workspace import Workspace
+from tests.tools.assembly import lora_of, make_assembly, write_lora
+from tests.tools.families import make_adapter
+from tests.tools.processes import PATIENCE
+from tests.tools.workspace import Workspace
 
 # In place of simpletuner: says what it was asked for, and goes on until the file `go` is in its folder.
 PROGRAM = """

@@ -19,8 +19,8 @@ from tests.annexes.page.page import opened
 from tests.annexes.page.test_run_page import preview
 from tests.annexes.page.test_runs import STEPS, tell
 from tests.annexes.page.test_start_page import PLAN, started
-from tests.annexes.web import picture
-from tests.workspace import Workspace
+from tests.tools.web_server import picture
+from tests.tools.workspace import Workspace
 
 __all__ = ["started"]
 sync_api = pytest.importorskip("playwright.sync_api", reason="needs Playwright")

@@ -25,9 +25,9 @@ from simpletuner.reporting.metrics import MEDIA_FILE, REPORT_FILE, MediaFile, Me
 from tests.annexes.page.page import ending_runs, opened, serving, tab
 from tests.annexes.page.run_folder import RunFolder
 from tests.annexes.page.test_runs import STEPS, own, tell
-from tests.commands import PACE
-from tests.processes import PATIENCE
-from tests.workspace import Workspace
+from tests.tools.commands import PACE
+from tests.tools.processes import PATIENCE
+from tests.tools.workspace import Workspace
 
 pytestmark = pytest.mark.slow(6)
 sync_api = pytest.importorskip("playwright.sync_api", reason="needs Playwright")

@@ -38,7 +38,7 @@ from simpletuner.reporting.events import (
     Uploaded,
 )
 from simpletuner.reporting.metrics import METRICS_FILE, MetricsFile
-from tests.processes import PATIENCE
+from tests.tools.processes import PATIENCE
 
 SESSION = """
 import sys

@@ -25,7 +25,7 @@ from simpletuner.planning.lock import STARTED_FILE
 from simpletuner.weights.lora_names import LORA_FILE
 from tests.annexes.page.run_folder import write_lora
 from tests.annexes.page.test_results import page, project
-from tests.workspace import Workspace
+from tests.tools.workspace import Workspace
 
 __all__ = ["page", "project"]
 SECRET = "hooks-5f0c1e77aa"

@@ -27,8 +27,8 @@ from simpletuner.annexes.page.project import Project
 from simpletuner.cli.app import main
 from simpletuner.cli.server import find_access
 from tests.annexes.page.page import serving
-from tests.processes import PATIENCE, free_port
-from tests.workspace import Workspace
+from tests.tools.processes import PATIENCE, free_port
+from tests.tools.workspace import Workspace
 
 ADDRESS = re.compile(r"(https?)://(\S+?):(\d+)(/\?token=([\w-]{43}))?\n")
 

@@ -25,9 +25,9 @@ from simpletuner.annexes.page.project import Project
 from simpletuner.annexes.page.receive import safe_name
 from simpletuner.annexes.page.serve import create_app
 from tests.annexes.page.page import serving
-from tests.annexes.web import picture
-from tests.clips import write_clip
-from tests.processes import PATIENCE
+from tests.tools.clips import write_clip
+from tests.tools.processes import PATIENCE
+from tests.tools.web_server import picture
 
 BYTES = {"Content-Type": "application/octet-stream"}
 

@@ -15,7 +15,7 @@ from simpletuner.annexes.page import control, start_card
 from simpletuner.annexes.page.control import Runs
 from tests.annexes.page.page import opened
 from tests.annexes.page.test_start_card import files, zipped
-from tests.annexes.web import picture
+from tests.tools.web_server import picture
 
 pytestmark = pytest.mark.slow(6)
 expect = pytest.importorskip("playwright.sync_api", reason="needs Playwright").expect

@@ -15,8 +15,8 @@ from simpletuner.annexes.page.project import Project
 from simpletuner.annexes.page.serve import create_app
 from tests.annexes.page.page import serving
 from tests.annexes.page.test_runs import STEPS, own, tell
-from tests.processes import PATIENCE
-from tests.workspace import Workspace
+from tests.tools.processes import PATIENCE
+from tests.tools.workspace import Workspace
 
 sync_api = pytest.importorskip("playwright.sync_api", reason="needs Playwright")
 

@@ -20,7 +20,7 @@ from tokenizers.processors import TemplateProcessing
 from transformers import Gemma2Config, Gemma2Model, GemmaTokenizer
 
 from simpletuner.models.sanavideo.video import pipeline_instruction
-from tests.tiny import WIDTH, cast, fill_zeros
+from tests.tools.tiny import WIDTH, cast, fill_zeros
 
 SPECIAL = ("<pad>", "<eos>", "<bos>", "<unk>", "<mask>")
 CHARACTERS = [chr(code) for code in range(0x21, 0x7F)]

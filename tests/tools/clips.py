@@ -1,7 +1,7 @@
 """Clips as people have them, whole and broken, made on the fly.
 
-Every whole clip shows the scene of `tests.pictures` for two seconds with a grey block in the middle whose brightness
-tells the time at which the frame was filmed, so that a test sees rotation, colour and the moment at once.
+Every whole clip shows the scene of `tests.tools.pictures` for two seconds with a grey block in the middle whose
+brightness tells the time at which the frame was filmed, so that a test sees rotation, colour and the moment at once.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from av.video.frame import VideoFrame
 from PIL import Image
 
 from simpletuner.data.clips import frames_of, probe_clip
-from tests import pictures
-from tests.pictures import RED, Writer
+from tests.tools import pictures
+from tests.tools.pictures import RED, Writer
 
 WIDTH, HEIGHT = 96, 64
 SECONDS, RATE = 2, 24

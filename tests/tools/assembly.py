@@ -22,7 +22,7 @@ from simpletuner.training.lora_files import write_weights
 from simpletuner.training.settings import TrainingSpec
 from simpletuner.training.state import Assembly
 from simpletuner.weights.lora_names import LORA_FILE
-from tests.fidelity.family import CPU, make_adapter, make_config
+from tests.tools.families import CPU, make_adapter, make_config
 
 
 def make_assembly(checkpoint: Path, *techniques: Technique, **settings: Any) -> Assembly:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from simpletuner.cli.app import main
 from simpletuner.distributed.world import World, usable_cores
-from tests.workspace import FORKS, Workspace
+from tests.tools.workspace import FORKS, Workspace
 
 LOOP_SECONDS = 0.02  # of CPU time for the loop of `slowness` on a machine of 2024
 

@@ -63,7 +63,7 @@ def read_events(path: Path) -> list[dict[str, Any]]:
 
 # Processes that start with everything imported, which takes longer than a tiny run.
 FORKS = multiprocessing.get_context("forkserver")
-FORKS.set_forkserver_preload(["tests.preloaded"])
+FORKS.set_forkserver_preload(["tests.tools.preload"])
 
 
 @cache

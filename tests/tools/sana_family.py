@@ -18,7 +18,7 @@ from simpletuner.errors import Problems
 from simpletuner.models.sanavideo.spec import LTX2, SANA_VIDEO
 from simpletuner.models.sanavideo.video import SanaVideoAdapter
 from simpletuner.models.source import ModelSource
-from tests.fidelity.family import adapter_settings, picture
+from tests.tools.families import adapter_settings, picture
 
 SIZE, FRAMES, LATENT_FRAMES = (96, 64), 9, 3  # width, height; frames
 PROMPT = "A RED ball rolls down the hill, seen from far away "

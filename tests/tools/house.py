@@ -1,7 +1,7 @@
-"""Measures of the source: `python -m tests.house [--run] [--against REF]` prints them.
+"""Measures of the source: `python -m tests.tools.house [--run] [--against REF]` prints them.
 
 `--against` takes a commit or the folder of another tree, and prints what changed. `--run` trains the packaged demo up
-to its first backward pass, and then to its end, and counts what was executed on the way (tests/road.py).
+to its first backward pass, and then to its end, and counts what was executed on the way (executed_lines.py).
 
 Code lines are lines with code on them: no blank ones, no comments, no docstrings (of modules, classes, functions and
 attributes, as in PEP 257). The executed lines of a file are those of the functions that were called, and those outside
@@ -30,7 +30,7 @@ from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "simpletuner"
 QUIET = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
 Function = ast.FunctionDef | ast.AsyncFunctionDef
@@ -249,14 +249,14 @@ def train_demo(tree: Path, end: str) -> tuple[dict[Path, list[int]], dict[str, f
 
 
 def _train_inside(folder: Path, tree: Path, end: str) -> None:
-    """Run tests/road.py in an empty folder, as all that this process does."""
+    """Run tests/tools/executed_lines.py in an empty folder, as all that this process does."""
     with (folder / LOG).open("w") as log:
         os.dup2(log.fileno(), 1)
         os.dup2(log.fileno(), 2)
     os.chdir(folder)
     sys.path.insert(0, str(tree))
     sys.argv[1:] = [str(tree), REPORT, end]
-    runpy.run_path(str(Path(__file__).with_name("road.py")), run_name="__main__")
+    runpy.run_path(str(Path(__file__).with_name("executed_lines.py")), run_name="__main__")
 
 
 def measure_run(tree: Path) -> dict[str, float]:
@@ -293,7 +293,7 @@ def print_figures(now: dict[str, float], before: dict[str, float] | None) -> Non
 
 def main() -> None:
     """Print the figures of this tree."""
-    parser = argparse.ArgumentParser(prog="python -m tests.house", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m tests.tools.house", description=__doc__)
     parser.add_argument("--against", metavar="REF", help="a commit, or the folder of a tree")
     parser.add_argument("--run", action="store_true", help="count what the demo executes, too")
     arguments = parser.parse_args()

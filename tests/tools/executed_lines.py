@@ -1,4 +1,4 @@
-"""What a run executes: `python tests/road.py TREE REPORT backward|end` trains the packaged demo.
+"""What a run executes: `python tests/tools/executed_lines.py TREE REPORT backward|end` trains the packaged demo.
 
 Up to its first backward pass without previews, which would sample before training starts: their calls grow with the
 steps of the sampler. Or to its end, three steps with previews, checkpoints and the result.

@@ -1,4 +1,4 @@
-"""What a part of the program lacks in other rooms, all of it at once: `python -m tests.complete`.
+"""What a part of the program lacks in other rooms, all of it at once: `python -m tests.tools.complete`.
 
 A technique has keys, a page, and entries in lists of tests, and each list is in another room. A check below looks at
 all additions of one kind, and yields a sentence for each missing part.
@@ -33,7 +33,7 @@ from simpletuner.techniques.base import Technique
 from simpletuner.techniques.load import technique_class
 from tests.techniques.cases import CASES
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 PACKAGE = ROOT / "simpletuner"
 # Pages that name every key or technique, and explain none.
@@ -83,7 +83,7 @@ def lacking_of_technique(technique: type[TechniqueSpec]) -> Iterator[str]:
     if technique.keys is None:
         key = DATASET_KEYS.get(technique.name)
         if key is None:
-            yield "key in DATASET_KEYS (tests/complete.py), since it has no group of options"
+            yield "key in DATASET_KEYS (tests/tools/complete.py), since it has no group of options"
             return
     else:
         key = next(iter(technique.keys.model_fields))
@@ -167,9 +167,10 @@ def lacking_of_family(spec: FamilySpec) -> Iterator[str]:
         yield "page below docs/quickstart/"
     elif not any(f"docs/quickstart/{page.name}" in read(ROOT / "README.md") for page in pages):
         yield f"link in README.md to its page (docs/quickstart/{pages[0].name})"
-    if not re.search(rf"^##.*{spec.title}", read(DOCS / "FIDELITY.md"), re.MULTILINE) and not any(
-        spec.name in read(path) or spec.title in read(path) for path in ROOT.glob("tests/fidelity/*.py")
-    ):
+    has_section = re.search(rf"^##.*{spec.title}", read(DOCS / "FIDELITY.md"), re.MULTILINE)
+    tests = [*ROOT.glob("tests/fidelity/*.py"), ROOT / "tests" / "tools" / "families.py"]
+    is_tested = any(spec.name in read(path) or spec.title in read(path) for path in tests)
+    if not has_section and not is_tested:
         yield "section in docs/FIDELITY.md, and no test in tests/fidelity/"
     if not any(f'"{spec.name}"' in read(path) for path in PACKAGE.glob("examples/*/config.json")):
         yield "example below simpletuner/examples/"

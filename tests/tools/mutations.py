@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import shutil
 import signal
 import sys
@@ -19,7 +20,7 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 LIST = Path(__file__).with_name("mutations.toml")
 PARTS = ("simpletuner", "tests", "benchmarks")  # what the tests import
 LIMIT_SECONDS = 900  # for the tests of all mutations, too
@@ -41,7 +42,8 @@ class Mutation:
 
     Attributes:
         room: the folder that holds the text; in which file is looked up, so that code may move between them.
-        old, new: the text, which occurs once in the room, and what it is replaced by.
+        old, new: the text, which occurs once in the room, and what it is replaced by. The layout of `old` does not
+            count: formatting the source breaks no mutation.
         tests: as given to pytest, below tests/.
     """
 
@@ -57,11 +59,40 @@ class Mutation:
         Raises:
             LookupError: the text has changed, or occurs more than once.
         """
-        texts = {path: path.read_text(encoding="utf-8") for path in sorted((root / self.room).rglob("*.py"))}
-        counts = {path: text.count(self.old) for path, text in texts.items() if self.old in text}
-        if sum(counts.values()) != 1:
-            raise LookupError(f"{self.name}: {self.old!r} occurs {sum(counts.values())} times in {self.room}")
+        pattern = any_layout(self.old)
+        counts: dict[Path, int] = {}
+        for path in sorted((root / self.room).rglob("*.py")):
+            matches = len(pattern.findall(path.read_text(encoding="utf-8")))
+            if matches:
+                counts[path] = matches
+        total = sum(counts.values())
+        if total != 1:
+            raise LookupError(f"{self.name}: {self.old!r} occurs {total} times in {self.room}")
         return next(iter(counts))
+
+    def apply(self, source: str) -> str:
+        """The text of the file with the change."""
+        return any_layout(self.old).sub(lambda _: self.new, source)
+
+
+def any_layout(text: str) -> re.Pattern[str]:
+    """A pattern that finds a piece of source however it is laid out.
+
+    Spaces may be line breaks, and brackets may be followed by a line break, with a comma before the closing one.
+    Indentation at the start of `text` is that of the source.
+    """
+    body = text.lstrip()
+    pattern = [re.escape(text[: len(text) - len(body)])]
+    for part in re.findall(r"\s+|[(\[{]|[)\]}]|[^\s()\[\]{}]+", body):
+        if part.isspace():
+            pattern.append(r"\s+")
+        elif part in "([{":
+            pattern.append(re.escape(part) + r"\s*")
+        elif part in ")]}":
+            pattern.append(r"(?:,?\s+)?" + re.escape(part))
+        else:
+            pattern.append(re.escape(part))
+    return re.compile("".join(pattern))
 
 
 def read_list() -> list[Mutation]:
@@ -111,7 +142,7 @@ def run_mutated(mutation: Mutation, tree: Path, log: Path, number: int) -> int:
     """Run the tests of a mutation with it; returns pytest's exit code."""
     path = mutation.find(tree)
     original = path.read_text(encoding="utf-8")
-    path.write_text(original.replace(mutation.old, mutation.new), encoding="utf-8")
+    path.write_text(mutation.apply(original), encoding="utf-8")
     os.utime(path, (number, number))  # compiled files are told apart by it
     code = run_tests(tree, mutation.tests, log, "-x")
     path.write_text(original, encoding="utf-8")
@@ -125,7 +156,7 @@ def main() -> int:
     parser.add_argument("--only", action="append", metavar="NAME", help="judge this one alone (may be repeated)")
     only = parser.parse_args().only
     chosen = [each for each in read_list() if not only or each.name in only]
-    import tests.preloaded  # noqa: F401 - for the forks
+    import tests.tools.preload  # noqa: F401 - for the forks
 
     alive = 0
     with tempfile.TemporaryDirectory(prefix="mutations-") as folder:

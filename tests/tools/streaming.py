@@ -28,7 +28,7 @@ from simpletuner.models.kandinsky5.spec import ALL_LINEAR
 from simpletuner.speed.compile import compile_blocks
 from simpletuner.speed.recomputation import enable_checkpointing
 from simpletuner.training.lora import add_lora
-from tests.tiny import WIDTH, build_kandinsky, fill_zeros
+from tests.tools.tiny import WIDTH, build_kandinsky, fill_zeros
 
 CPU = torch.device("cpu")
 BLOCKS = 6

@@ -22,7 +22,7 @@ from typing import Any, NoReturn
 
 from simpletuner.cli.app import run
 from simpletuner.reporting.metrics import MetricsFile
-from tests.workspace import FORKS
+from tests.tools.workspace import FORKS
 
 MOST_BYTES = 100_000  # of a command with its environment
 PACE = "SECONDS_A_STEP"  # variable of the environment: a run that others look at leaves them the processor

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.commands import forked_commands
+from tests.tools.commands import forked_commands
 
 
 @contextlib.contextmanager

@@ -34,7 +34,7 @@ from transformers import (
 from simpletuner.models.kandinsky5.loading import load_processor
 from simpletuner.models.kandinsky5.templates import OFFICIAL
 
-TOKENIZERS = Path(__file__).parents[1] / "simpletuner" / "examples" / "demo" / "checkpoint"
+TOKENIZERS = Path(__file__).parents[2] / "simpletuner" / "examples" / "demo" / "checkpoint"
 WIDTH = 32
 AXES = (4, 6, 6)  # numbers of a head by axis: two heads
 

@@ -19,8 +19,8 @@ with Path(os.devnull).open("w") as nowhere:  # for what libraries say of their p
     import simpletuner.annexes.fitting.ready
     import simpletuner.run.train
     import tests.conftest
-    import tests.torch_settings
-    import tests.training.sharded_run
+    import tests.tools.sharded_run
+    import tests.tools.torch_settings
     from simpletuner.annexes.report.html import _environment
     from simpletuner.models.usage import _template
 os.dup2(errors, 2)

@@ -35,8 +35,8 @@ from simpletuner.training.state import TrainState
 from simpletuner.training.step import optimizer_step, predict_now
 from simpletuner.training.weight_note import WeightNote
 from simpletuner.validation.quiet import quiet
-from tests.fidelity.family import CPU, make_adapter, make_config
-from tests.training.assembly import fixed_noise
+from tests.tools.assembly import fixed_noise
+from tests.tools.families import CPU, make_adapter, make_config
 from tests.training.test_frozen import files_behind
 
 TARGETS = ["to_query", "to_key", "to_value"]

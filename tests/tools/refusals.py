@@ -8,8 +8,8 @@ from simpletuner.config.schema import RunConfig
 from simpletuner.errors import Problem
 from simpletuner.models.spec import FamilySpec
 from simpletuner.planning.checks import family_problems, worth_reporting
-from tests.reports import found_by
-from tests.workspace import Workspace
+from tests.tools.reports import found_by
+from tests.tools.workspace import Workspace
 
 
 def complaints(workspace: Workspace, capsys: pytest.CaptureFixture[str], *arguments: str) -> list[str]:
